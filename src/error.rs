@@ -109,7 +109,7 @@ impl Untrusted {
             Self::Owner { owner, .. } => {
                 format!("ask {owner} to finish or remove it, or choose another destination")
             }
-            Self::Names { .. } => String::from("remove that name, or start again with --restart"),
+            Self::Names { .. } => String::from("remove that name, or start again with options::restart"),
         }
     }
 }
@@ -121,7 +121,7 @@ impl From<Untrusted> for io::Error {
 }
 
 const PLACEMENTS_HINT: &str =
-    "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')";
+    "a mesh is named dims (options::mesh dp=4,tp=2), a layout one placement a mesh dim (options::placements 'S(0),R')";
 /// What is wrong where in a document, before anybody says in which.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
@@ -183,7 +183,7 @@ impl fmt::Display for Peer {
 fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
     kept.map_or_else(
         || String::from("nothing was written at the destination"),
-        |(path, much)| format!("{} keeps {much}, --resume goes on from there", path.display()),
+        |(path, much)| format!("{} keeps {much}, options::resume goes on from there", path.display()),
     )
 }
 
@@ -335,7 +335,7 @@ impl Error {
             }
             Self::Layout(LayoutError::Cut { hint, .. }) => Some(hint),
             Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => {
-                Some("a rank for each cell of the mesh, each once, with commas between them: --mesh-ranks 0,2,1,3")
+                Some("a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3")
             }
             Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,

@@ -1,5 +1,8 @@
 //! Options as plain values. Every struct has a default that asks for nothing special.
 //!
+//! Messages of the library name an option by `options::` and its field, such as `options::max_memory`;
+//! [`spell_options`](crate::text::spell_options) replaces these names.
+//!
 //! [`OpenOptions`](crate::OpenOptions) says how a source is opened, [`Target`] what the result of a
 //! [`Conversion`](crate::Conversion) is, [`ExecuteOptions`](crate::ExecuteOptions) how its plan is executed.
 

@@ -1,9 +1,40 @@
-//! Text that is safe to show: names in a checkpoint are written by others, and must neither send escape codes to a
+//! Text of the library, as a front end shows it.
+//!
+//! Messages name an option by `options::` and its field; [`spell_options`] puts the name there that users of the front end
+//! know. [`harmless`] makes text safe to show: names in a checkpoint are written by others, and must neither send escape codes to a
 //! terminal, nor pass for other names or for lines of the program.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 
 pub use crate::quantity::{count, human_bytes, human_rate};
+
+/// Prefix by which messages name an option: `options::max_memory` is the field `max_memory` of a struct in
+/// [`options`](crate::options).
+const OPTION: &str = "options::";
+
+/// Replaces each name of an option in a message, such as `options::max_memory`, by what `spell` returns for `max_memory`.
+///
+/// ```
+/// let message = "allow at least options::max_memory 64 MB";
+/// let spelled = dtshard::text::spell_options(message, |name| format!("--{}", name.replace('_', "-")));
+/// assert_eq!(spelled, "allow at least --max-memory 64 MB");
+/// ```
+pub fn spell_options(text: &str, spell: impl Fn(&str) -> String) -> Cow<'_, str> {
+    let mut pieces = text.split(OPTION);
+    let first = pieces.next().unwrap_or_default();
+    if first.len() == text.len() {
+        return Cow::Borrowed(text);
+    }
+    let mut spelled = first.to_owned();
+    for piece in pieces {
+        let end = piece.find(|c: char| c != '_' && !c.is_ascii_lowercase()).unwrap_or(piece.len());
+        let (name, rest) = piece.split_at(end);
+        spelled.push_str(&if name.is_empty() { OPTION.to_owned() } else { spell(name) });
+        spelled.push_str(rest);
+    }
+    Cow::Owned(spelled)
+}
 
 /// Text with characters that are no visible text as escapes: `\u{1b}`. Escaping twice gives the same text.
 pub fn harmless(text: &str) -> String {
@@ -60,6 +91,14 @@ mod tests {
         assert_eq!(shown, "w\\u{1b}]0;owned\\u{7}\\u{9b}2J\\r\\nerror: x\\u{202e}\\u{2028}");
         assert_eq!(harmless(&shown), shown);
         assert_eq!(harmless("Schlüssel.權重 [0]"), "Schlüssel.權重 [0]");
+    }
+
+    #[test]
+    fn options_are_spelled_wherever_they_stand() {
+        let spelled = |text| spell_options(text, |name| format!("<{name}>"));
+        assert_eq!(spelled("no option"), "no option");
+        assert_eq!(spelled("options::a_b=1, (options::c)"), "<a_b>=1, (<c>)");
+        assert_eq!(spelled("options:: and options::"), "options:: and options::");
     }
 
     #[test]

@@ -28,6 +28,6 @@ pub fn start_within<'scope, T: Send + 'scope>(
 fn refused(error: io::Error) -> Error {
     Error::usage(
         format!("the system starts no further thread: {error}"),
-        "raise the limit of processes (`ulimit -u`, or pids.max of the control group), or use fewer --threads",
+        "raise the limit of processes (`ulimit -u`, or pids.max of the control group), or use fewer options::threads",
     )
 }

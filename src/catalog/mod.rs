@@ -205,7 +205,7 @@ pub fn conflict(path: &Path, holdings: &[Holding]) -> Error {
         between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
         detail: held[..held.len().min(FEW)].join("; ") + &more,
         hint: Some(String::from(
-            "--on-conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
+            "options::on_conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
         )),
     }
     .naming(&held)

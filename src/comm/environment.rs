@@ -50,7 +50,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
 }
 
 /// The way out of any environment, for hints.
-pub(super) const ALONE: &str = "--parts 1 is a run of its own";
+pub(super) const ALONE: &str = "options::parts 1 is a run of its own";
 
 /// A worker of torchrun. Its agents set all of these.
 pub(super) fn torchrun(env: Env<'_>) -> Result<Option<Told>> {

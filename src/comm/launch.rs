@@ -99,8 +99,8 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
         (part, Some(parts)) => Some(told_by_options(part, parts, env)?),
         (Some(part), None) => {
             return Err(Error::usage(
-                format!("--part {part}: of how many is not said"),
-                "say --parts N, too; parts are counted from 0",
+                format!("options::part {part}: of how many is not said"),
+                "say options::parts N, too; parts are counted from 0",
             ));
         }
         (None, None) => told_by_environment(env)?,
@@ -122,17 +122,17 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
 
 /// A part of a number of parts that the command line says, and by whom it was started.
 fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
-    let options = part.map_or_else(|| format!("--parts {parts}"), |part| format!("--part {part} --parts {parts}"));
+    let options = part.map_or_else(|| format!("options::parts {parts}"), |part| format!("options::part {part} options::parts {parts}"));
     if parts == 0 {
         return Err(Error::usage(
             format!("{options}: at least one part is needed"),
-            "--parts is the number of processes that share the work",
+            "options::parts is the number of processes that share the work",
         ));
     }
     if part.is_some_and(|index| index >= parts) {
         return Err(Error::usage(
             format!("{options}: there is no such part"),
-            format!("parts are counted from 0, up to --part {}", parts - 1),
+            format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
     let said = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
@@ -147,14 +147,14 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
                 "{options}: {} says part {} and SLURM_ARRAY_TASK_ID={element} says part {element}",
                 told.by, told.part.index
             ),
-            "start one process an element; or leave --parts out, and each element is a run of its own processes; or \
-             say --part, too",
+            "start one process an element; or leave options::parts out, and each element is a run of its own processes; or \
+             say options::part, too",
         )),
         (None, None, Some(element)) => array_element(element, parts, env),
         (part, Some(told), None) if told.part.of != parts || part.is_some_and(|index| index != told.part.index) => {
             Err(Error::usage(
                 format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
-                format!("leave {} out; {ALONE}", if part.is_some() { "--part and --parts" } else { "--parts" }),
+                format!("leave {} out; {ALONE}", if part.is_some() { "options::part and options::parts" } else { "options::parts" }),
             ))
         }
         (_, Some(told), None) => Ok(told),
@@ -165,13 +165,13 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
 
 fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
     if index < parts {
-        let by = format!("SLURM_ARRAY_TASK_ID={index}, --parts {parts}");
+        let by = format!("SLURM_ARRAY_TASK_ID={index}, options::parts {parts}");
         let told = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
         agree_with_plain(&told, env)?;
         return Ok(told);
     }
     Err(Error::usage(
-        format!("--parts {parts}: SLURM_ARRAY_TASK_ID={index} is no part, which are counted from 0"),
+        format!("options::parts {parts}: SLURM_ARRAY_TASK_ID={index} is no part, which are counted from 0"),
         format!("number the array from 0: sbatch --array=0-{}", parts - 1),
     ))
 }
@@ -181,23 +181,23 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
-                format!("--parts {parts}: PMIX_RANK={index} is no part, which are counted from 0"),
-                "--parts is the number of processes that are started",
+                format!("options::parts {parts}: PMIX_RANK={index} is no part, which are counted from 0"),
+                "options::parts is the number of processes that are started",
             ));
         }
-        let by = format!("PMIX_RANK={index}, --parts {parts}");
+        let by = format!("PMIX_RANK={index}, options::parts {parts}");
         return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
     match plain(env)? {
         Some(told) if told.part.of == parts => Ok(told),
         Some(told) => Err(Error::usage(
-            format!("--parts {parts}, but the environment has {}", told.by),
-            "leave --parts out, or say --part, too",
+            format!("options::parts {parts}, but the environment has {}", told.by),
+            "leave options::parts out, or say options::part, too",
         )),
         None => Err(Error::usage(
-            format!("--parts {parts}: which of them this is is not said"),
+            format!("options::parts {parts}: which of them this is is not said"),
             format!(
-                "say --part K, from 0 to {}; srun, torchrun, mpirun and Slurm arrays say it by themselves",
+                "say options::part K, from 0 to {}; srun, torchrun, mpirun and Slurm arrays say it by themselves",
                 parts - 1
             ),
         )),
@@ -215,7 +215,7 @@ fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
     match number(env, "PMIX_RANK")? {
         Some(rank) if plain.is_none() && !started => Err(Error::usage(
             format!("PMIX_RANK={rank} in the environment, which does not have the number of processes"),
-            format!("say --parts N, the number of processes that are started; {ALONE}"),
+            format!("say options::parts N, the number of processes that are started; {ALONE}"),
         )),
         _ => Ok(plain),
     }

@@ -4,6 +4,7 @@
 //! send escape codes to a terminal, nor pass for other names or for lines of ours. JSON documents have the same
 //! characters as escapes of JSON.
 
+use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -17,7 +18,7 @@ use super::bar::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::Span;
 use dtshard::options::{Launch, Part};
-use dtshard::text::{harmless, harmless_json};
+use dtshard::text::{harmless, harmless_json, spell_options};
 use dtshard::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +50,7 @@ impl Printer {
 
     /// A line of talk as it goes out.
     pub(super) fn say(&self, text: &str) {
+        let text = &spelled(text);
         if self.part.is_alone() {
             write_stderr(text);
         } else {
@@ -67,7 +69,7 @@ impl Printer {
         if self.choice.json || !self.documents {
             return Ok(());
         }
-        let lines: Vec<String> = text.split('\n').map(harmless).collect();
+        let lines: Vec<String> = spelled(text).split('\n').map(harmless).collect();
         write_stdout(&lines.join("\n"))
     }
 
@@ -96,7 +98,7 @@ impl Printer {
             return Ok(());
         }
         let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
-        write_stdout(&(harmless_json(&text) + "\n"))
+        write_stdout(&(harmless_json(&spelled(&text)) + "\n"))
     }
 
     /// One line of what is or was done.
@@ -188,6 +190,12 @@ impl Printer {
             choice => choice,
         }
     }
+}
+
+/// Spells the options that a message of the library names as the command line has them: `options::max_memory` is
+/// `--max-memory`.
+fn spelled(text: &str) -> Cow<'_, str> {
+    spell_options(text, |name| format!("--{}", name.replace('_', "-")))
 }
 
 /// Data that does not arrive is an error, unless the reader has seen enough (`| head`) and went away.

@@ -16,12 +16,12 @@ fn options(args: &ConvertOptions) -> [(&'static str, String); 6] {
     let flag = |is_given: bool| if is_given { GIVEN } else { NOT_GIVEN }.to_owned();
     let (exchange, checks) = (&args.exchange, &args.checks);
     [
-        ("--source", exchange.source.name().to_owned()),
-        ("--backend", exchange.backend.name().to_owned()),
-        ("--bucket-size", exchange.bucket_size.map_or_else(|| flag(false), |asked| asked.to_string())),
-        ("--on-conflict", checks.on_conflict.map_or_else(|| flag(false), |choice| choice.name().to_owned())),
-        ("--check-replicas", flag(checks.check_replicas)),
-        ("--dry-run", flag(args.dry_run)),
+        ("options::source", exchange.source.name().to_owned()),
+        ("options::backend", exchange.backend.name().to_owned()),
+        ("options::bucket_size", exchange.bucket_size.map_or_else(|| flag(false), |asked| asked.to_string())),
+        ("options::on_conflict", checks.on_conflict.map_or_else(|| flag(false), |choice| choice.name().to_owned())),
+        ("options::check_replicas", flag(checks.check_replicas)),
+        ("options::dry_run", flag(args.dry_run)),
     ]
 }
 
@@ -113,12 +113,15 @@ mod tests {
         let cases = [
             (
                 [usual(), usual(), bucket(1_000_000)],
-                "process 2 of 3: --bucket-size: 1000000; at process 0: it is not given",
+                "process 2 of 3: options::bucket_size: 1000000; at process 0: it is not given",
             ),
-            ([usual(), rank0, usual()], "process 1 of 3: --on-conflict: rank0; at process 0: it is not given"),
-            ([dry_run, usual(), usual()], "process 1 of 3: --dry-run: it is not given; at process 0: it is given"),
-            ([usual(), cpu, per_rank()], "process 1 of 3: --backend: cpu; at process 0: auto"),
-            ([usual(), usual(), per_rank()], "process 2 of 3: --source: per-rank; at process 0: shared"),
+            ([usual(), rank0, usual()], "process 1 of 3: options::on_conflict: rank0; at process 0: it is not given"),
+            (
+                [dry_run, usual(), usual()],
+                "process 1 of 3: options::dry_run: it is not given; at process 0: it is given",
+            ),
+            ([usual(), cpu, per_rank()], "process 1 of 3: options::backend: cpu; at process 0: auto"),
+            ([usual(), usual(), per_rank()], "process 2 of 3: options::source: per-rank; at process 0: shared"),
         ];
         for (options, wanted) in cases {
             assert_eq!(said(options), vec![Some(wanted.to_owned()); 3]);

@@ -94,7 +94,7 @@ pub fn differing(
 }
 
 /// What to do where one value is to be chosen.
-const CHOICE: &str = "--on-conflict rank0 takes the lowest rank's value";
+const CHOICE: &str = "options::on_conflict rank0 takes the lowest rank's value";
 
 /// The error for a tensor whose replicas differ; `peers` see them, where not all processes do.
 pub fn replica_conflict(
@@ -117,12 +117,12 @@ pub fn replica_conflict(
         detail: format!("first at {:?}", difference.index(entry).as_slice()),
         hint: Some(match (entry.class, &entry.sharding) {
             (Class::Tensor, Some(_)) => String::from(
-                "these ranks were said to hold the same: --src-placements says which parts they hold, if they do, and \
-                 --reduce that they hold summands",
+                "these ranks were said to hold the same: options::src_placements says which parts they hold, if they do, and \
+                 options::reduce that they hold summands",
             ),
             (Class::Tensor, None) => format!(
                 "{listed}; {CHOICE}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
-                 --src-mesh and --src-placements say which"
+                 options::src_mesh and options::src_placements say which"
             ),
             _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
         }),

@@ -70,12 +70,14 @@ pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> 
         carried = assets(args, &source.checkpoint)?;
         notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
-            notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
+            notes.push(format!(
+                "no {CONFIG} found, which loaders want beside the weights: options::assets DIR copies it"
+            ));
         }
     } else if let Assets::From(_) = &args.assets {
         return Err(Error::usage(
-            "--assets: DST is one file, which has no place for them",
-            "let DST be a folder, or leave --assets out",
+            "options::assets: DST is one file, which has no place for them",
+            "let DST be a folder, or leave options::assets out",
         ));
     }
     Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
@@ -89,7 +91,7 @@ fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, Tens
             if args.everything {
                 "`dtshard inspect` shows what it holds; consolidate writes tensors only"
             } else {
-                "`dtshard inspect` shows what it holds; --root or --everything takes something else"
+                "`dtshard inspect` shows what it holds; options::root or options::everything takes something else"
             },
         ));
     }
@@ -101,7 +103,7 @@ fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, Tens
                 args.convert.src.display(),
                 count(tensors.len(), "tensor")
             ),
-            "this is no model, but state of something else; --everything takes it all the same",
+            "this is no model, but state of something else; options::everything takes it all the same",
         ));
     }
     let select = &args.convert.select;
@@ -109,7 +111,7 @@ fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, Tens
     match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(
             format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
-            "say what the model is with --root PATH (names below model: --root model) or --include, or take --everything",
+            "say what the model is with options::root PATH (names below model: options::root model) or options::include, or take options::everything",
         )),
         _ => Ok(()),
     }
@@ -147,7 +149,7 @@ fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Carr
         Assets::None => return Ok(Vec::new()),
         Assets::From(folder) if !lookup::is_folder(folder)? => {
             return Err(Error::usage(
-                format!("--assets {}: no such folder", folder.display()),
+                format!("options::assets {}: no such folder", folder.display()),
                 "give the folder that has config.json, or none",
             ));
         }

@@ -62,13 +62,13 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
             let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
             Err(Error::usage(
                 format!(
-                    "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
+                    "options::max_memory {}: the headers of {} and their tables{} take more, {} in all",
                     human_bytes(max_memory),
                     count(conversion.reservation.files.len(), "file"),
-                    if conversion.source.is_exchanged() { ", and six times --bucket-size," } else { "" },
+                    if conversion.source.is_exchanged() { ", and six times options::bucket_size," } else { "" },
                     human_bytes(needed)
                 ),
-                format!("allow at least --max-memory {needed}"),
+                format!("allow at least options::max_memory {needed}"),
             ))
         }
     }
@@ -97,7 +97,7 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
 pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
     (peak > max_memory).then(|| {
         format!(
-            "it may take {}, more than --max-memory {}: that bounds buffers and what is laid out for DST, not the catalog \
+            "it may take {}, more than options::max_memory {}: that bounds buffers and what is laid out for DST, not the catalog \
              of SRC and the plans of many chunks",
             human_bytes(peak),
             human_bytes(max_memory)
@@ -113,6 +113,6 @@ mod tests {
     fn more_than_is_allowed_in_all_is_warned_of() {
         assert_eq!(beyond(1 << 30, 1 << 30), None);
         let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
-        assert!(warning.contains("1.10 GB, more than --max-memory 1.00 GB"), "{warning}");
+        assert!(warning.contains("1.10 GB, more than options::max_memory 1.00 GB"), "{warning}");
     }
 }

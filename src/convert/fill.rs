@@ -258,24 +258,24 @@ impl Filling<'_> {
     fn check_fits(&self, tensor: &Taken, id: TensorId) -> Result<()> {
         let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
-            let hint = "--exclude leaves it out, and that of --fill-from stays";
+            let hint = "options::exclude leaves it out, and that of options::fill_from stays";
             let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
             return Err(self.misfit(&tensor.path, "the shape", &theirs, &ours, hint));
         }
         if ours.dtype != theirs.dtype {
             let (name, dtype) = (&self.source.checkpoint.catalog.tensor(tensor.id).fqn, theirs.dtype);
-            let this_one = format!("--dtype '{name}={dtype}' casts this one");
+            let this_one = format!("options::dtype '{name}={dtype}' casts this one");
             let hint = match ours.dtype {
                 // What --dtype leaves as it is in any case.
                 _ if ours.shape.is_empty() || !Dtype::CAST_TARGETS.contains(&dtype) => None,
                 Dtype::F64 => Some(this_one),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => {
-                    Some(format!("{this_one}, --dtype {dtype} all weights of SRC"))
+                    Some(format!("{this_one}, options::dtype {dtype} all weights of SRC"))
                 }
                 _ => None,
             };
             let hint = hint.unwrap_or_else(|| {
-                format!("save it as {dtype}; --exclude leaves it out, and that of --fill-from stays")
+                format!("save it as {dtype}; options::exclude leaves it out, and that of options::fill_from stays")
             });
             return Err(self.misfit(&tensor.path, "the dtype", &theirs.dtype, &ours.dtype, &hint));
         }
@@ -292,7 +292,7 @@ impl Filling<'_> {
             what: "a tensor that is tied in FILLER",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
             detail,
-            hint: Some(String::from("they are one tensor there: make them equal, or --exclude one of them")),
+            hint: Some(String::from("they are one tensor there: make them equal, or options::exclude one of them")),
         })
     }
 
@@ -315,7 +315,7 @@ impl Filling<'_> {
     }
 
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
-        let hint = "--exclude leaves it out, and that of --fill-from stays";
+        let hint = "options::exclude leaves it out, and that of options::fill_from stays";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
         self.misfit(path, what, &theirs, &ours, hint)
     }
@@ -323,7 +323,7 @@ impl Filling<'_> {
     fn unknown(&self, what: &str, names: &[String], nearest: &str) -> Error {
         Error::usage(
             format!("{}: {} has no {what} of this name", short_list(names, FEW), self.filler.root.display()),
-            format!("{nearest}; --rename, --strip-prefix and --nest change names of SRC, --exclude leaves them out"),
+            format!("{nearest}; options::rename, options::strip_prefix and options::nest change names of SRC, options::exclude leaves them out"),
         )
         .naming(names)
     }
@@ -337,7 +337,7 @@ impl Filling<'_> {
                 self.filler.root.display(),
                 name(whole)
             ),
-            "--nest model says that names of SRC are those in the model, --root model that they begin with it",
+            "options::nest model says that names of SRC are those in the model, options::root model that they begin with it",
         )
     }
 }

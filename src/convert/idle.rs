@@ -12,7 +12,7 @@ use crate::convert::options::{Backend, ConvertOptions, ExchangeOptions};
 use crate::exchange::Reducing;
 use crate::exec::copy::Stats;
 
-const FAST_REDUCE: &str = "--fast-reduce";
+const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
 /// What is known before the work begins. Processes that are to meet have met.
@@ -30,7 +30,7 @@ pub fn idle_wishes(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
         _ => why_none.clone(),
     };
     let ExchangeOptions { bucket_size, fast_reduce, .. } = &args.exchange;
-    let told = [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
+    let told = [("options::bucket_size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
     let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
     let idle = told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
     let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(short_rounds);
@@ -41,7 +41,7 @@ pub fn idle_wishes(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
 fn short_rounds(bytes: u64) -> Option<String> {
     let unit = if bytes < 1000 { format!("; with a unit it may be {bytes}MB") } else { String::new() };
     (bytes < LEAST_BYTES).then(|| {
-        format!("--bucket-size is {bytes} bytes, which makes rounds very short, and slow: less than 1 MB gains nothing{unit}")
+        format!("options::bucket_size is {bytes} bytes, which makes rounds very short, and slow: less than 1 MB gains nothing{unit}")
     })
 }
 
@@ -65,7 +65,7 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
         _ if conversion.source.is_exchanged() => return None,
         _ if run.launch.part.is_alone() => ALONE,
         _ if !run.launch.waits => "processes that do not wait for each other exchange nothing",
-        Backend::Cpu => "with --backend cpu each process reads what it writes",
+        Backend::Cpu => "with options::backend cpu each process reads what it writes",
         _ => "each process reads what it writes; -v says why",
     }))
 }

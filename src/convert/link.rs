@@ -67,8 +67,8 @@ macro_rules! of_met {
 #[cfg(not(feature = "mpi"))]
 pub fn check_mpi(_launch: &crate::comm::Launch) -> Result<()> {
     Err(Error::usage(
-        "--backend mpi: this dtshard was built without MPI",
-        "build it with `cargo build --release --features mpi`, or leave --backend out",
+        "options::backend mpi: this dtshard was built without MPI",
+        "build it with `cargo build --release --features mpi`, or leave options::backend out",
     ))
 }
 
@@ -82,8 +82,8 @@ pub fn check_mpi(launch: &crate::comm::Launch) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(
-        "--backend mpi: this process was not started under MPI",
-        "start it by mpirun, or by srun with --mpi=pmix or --mpi=pmi2; or leave --backend out",
+        "options::backend mpi: this process was not started under MPI",
+        "start it by mpirun, or by srun with --mpi=pmix or --mpi=pmi2; or leave options::backend out",
     ))
 }
 
@@ -97,10 +97,10 @@ impl Met {
         let settings = gpu::Settings::new(&process_environment);
         let (own, nccl) = match args.backend {
             Backend::Cpu => {
-                progress.detail("backend cpu, as --backend says");
+                progress.detail("backend cpu, as options::backend says");
                 return Ok(Way::Copy);
             }
-            Backend::Mpi => return Ok(self.without_devices("as --backend says", progress)),
+            Backend::Mpi => return Ok(self.without_devices("as options::backend says", progress)),
             Backend::Nccl => {
                 let own = control.settle(gpu::open(&settings, local_rank))?;
                 let nccl = Nccl::meet(&own, settings.sharing, control)?;

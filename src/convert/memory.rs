@@ -58,13 +58,13 @@ pub fn work_options(
         None => threads_within(max_memory.saturating_sub(taken), scratch + reducing, pace),
         Some(0) => {
             return Err(Error::usage(
-                "--threads 0: at least one thread is needed",
+                "options::threads 0: at least one thread is needed",
                 "leave it out for one thread a core",
             ));
         }
         Some(threads) if threads > MAX_THREADS => {
             return Err(Error::usage(
-                format!("--threads {threads}: more than {MAX_THREADS}"),
+                format!("options::threads {threads}: more than {MAX_THREADS}"),
                 "leave it out for one thread a core",
             ));
         }
@@ -184,15 +184,15 @@ pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) ->
     let floor = taken.saturating_add(least_bytes(scratch, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
-        let (rounds, need) = if taken > 0 { (" and six times --bucket-size", "need") } else { ("", need) };
-        let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
+        let (rounds, need) = if taken > 0 { (" and six times options::bucket_size", "need") } else { ("", need) };
+        let fewer = if threads == 1 { "" } else { ", or use fewer options::threads" };
         return Err(Error::usage(
             format!(
-                "--max-memory {}: {workers}{rounds} {need} at least {}",
+                "options::max_memory {}: {workers}{rounds} {need} at least {}",
                 human_bytes(max_memory),
                 human_bytes(floor)
             ),
-            format!("allow --max-memory {floor}{fewer}"),
+            format!("allow options::max_memory {floor}{fewer}"),
         ));
     }
     // Where so much is taken that sums end at what 64 bits hold, nothing is left.

@@ -200,11 +200,11 @@ pub fn check_room(ranks: u64, tensors: usize, more: u64, max_memory: u64) -> Res
     }
     Err(Error::usage(
         format!(
-            "--max-memory: files of {ranks} ranks that name {} each take {} at the least to lay out",
+            "options::max_memory: files of {ranks} ranks that name {} each take {} at the least to lay out",
             count(tensors, "tensor"),
             human_bytes(needed)
         ),
-        "allow more memory, or write a DCP directory (`reshard --to dcp`), which names each tensor once",
+        "allow more memory, or write a DCP directory (reshard, options::to dcp), which names each tensor once",
     ))
 }
 

@@ -82,9 +82,9 @@ impl Peers {
             check_mpi(launch)?;
         }
         let option = match backend {
-            _ if is_per_rank => "--source per-rank",
-            Backend::Nccl => "--backend nccl",
-            Backend::Mpi => "--backend mpi",
+            _ if is_per_rank => "options::source per-rank",
+            Backend::Nccl => "options::backend nccl",
+            Backend::Mpi => "options::backend mpi",
             Backend::Auto | Backend::Cpu => {
                 if backend == Backend::Auto && !launch.part.is_alone() {
                     run.progress.detail("backend cpu: all processes see SRC, and each reads what it writes");
@@ -94,13 +94,16 @@ impl Peers {
         };
         if is_per_rank && launch.part.is_alone() {
             return Err(Error::usage(
-                "--source per-rank: this is the only process",
-                "start one where each part of SRC lies, by srun, torchrun or mpirun, or with --part and --parts",
+                "options::source per-rank: this is the only process",
+                "start one where each part of SRC lies, by srun, torchrun or mpirun, or with options::part and options::parts",
             ));
         }
         if !launch.waits && !launch.part.is_alone() {
-            let who =
-                if launch.launcher == Launcher::SlurmArray { "elements of an array" } else { "with --no-wait they" };
+            let who = if launch.launcher == Launcher::SlurmArray {
+                "elements of an array"
+            } else {
+                "with options::no_wait they"
+            };
             return Err(Error::usage(
                 format!("{option}: processes have to run at the same time, and {who} may not"),
                 "start them by srun, torchrun or mpirun",
@@ -108,14 +111,14 @@ impl Peers {
         }
         if is_per_rank && args.execute.verify {
             return Err(Error::usage(
-                "--verify reads all of SRC again, which no process sees with --source per-rank",
-                "leave it out; --check-crc holds the sums that SRC has against its data",
+                "options::verify reads all of SRC again, which no process sees with options::source per-rank",
+                "leave it out; options::check_crc holds the sums that SRC has against its data",
             ));
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
             Error::usage(
                 format!("{option}: processes meet beside DST, which is not given"),
-                "say DST with --dry-run, too",
+                "say DST with options::dry_run, too",
             )
         })?;
         // What is read is never written to, not even to meet there.
@@ -281,7 +284,9 @@ impl Peers {
         self.bucket = wanted.within(room).agree(&self.link)?;
         if self.bucket != wanted {
             let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
-            progress.detail(&format!("--bucket-size {settled}: --max-memory has no room for six times {wanted}"));
+            progress.detail(&format!(
+                "options::bucket_size {settled}: options::max_memory has no room for six times {wanted}"
+            ));
         }
         Ok(())
     }
@@ -451,13 +456,13 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     }
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "--fast-reduce lets NCCL reduce, and with --backend cpu or mpi there is none",
-            "leave one of them out, or use --backend nccl",
+            "options::fast_reduce lets NCCL reduce, and with options::backend cpu or mpi there is none",
+            "leave one of them out, or use options::backend nccl",
         ));
     }
     if args.execute.verify {
         return Err(Error::usage(
-            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
+            "options::verify reduces all again in the order of ranks, and with options::fast_reduce other bits are right, too",
             "leave one of them out",
         ));
     }

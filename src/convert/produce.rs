@@ -100,7 +100,8 @@ pub fn produce(
                     // Those of usage say so themselves.
                     if error.kind() != "usage" && producer.has_recorded() {
                         let (place, much) = (staging.partial().display(), producer.kept());
-                        run.progress.note(&format!("{place} keeps {much}; the same command with --resume goes on"));
+                        run.progress
+                            .note(&format!("{place} keeps {much}; the same command with options::resume goes on"));
                     }
                     staging.abandon();
                     Err(error)
@@ -131,8 +132,8 @@ pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, ru
 pub fn about(conversion: &Prepared, reducing: Reducing, run: &Run<'_>) -> About {
     let Prepared { source, carried, .. } = conversion;
     let mut options = run.options_told.clone();
-    if let Some(wish) = options.get_mut("--fast-reduce") {
-        *wish = reducing.to_string();
+    if reducing == Reducing::ByNccl {
+        options.insert(String::from("options::fast_reduce"), reducing.to_string());
     }
     About::new(options, &source.checkpoint.files, carried, &roots(source))
 }
@@ -224,7 +225,7 @@ impl Producer<'_> {
         };
         if conversion.source.reducing() == Reducing::ByNccl {
             let bytes = human_bytes(stats.folded_bytes);
-            run.progress.detail(&format!("--fast-reduce: {bytes} were reduced by NCCL for this process"));
+            run.progress.detail(&format!("options::fast_reduce: {bytes} were reduced by NCCL for this process"));
         }
         staging.finish()?;
         let bytes_before = before.bytes(&staging.others()?);
@@ -401,14 +402,14 @@ impl Producer<'_> {
                 human_bytes(self.conversion.reservation.len_bytes()),
                 self.staging.partial().display()
             ),
-            "the same command with --resume does what is missing",
+            "the same command with options::resume does what is missing",
         )
     }
 }
 
 /// What to do where what was read back is not what was written.
 const WRONG: &str = "memory or disk is at fault; nothing was published, and nothing is kept: run it again";
-const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with --resume writes \
+const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with options::resume writes \
                               this again, and keeps all else that is done";
 
 /// Time until the user is told of whom this process waits for, and until that is said again.

@@ -55,7 +55,7 @@ pub fn refuse_without_tensors(
     };
     Err(Error::usage(
         format!("{}: {held}", src.display()),
-        "`dtshard inspect` shows what it holds; --include or --series chooses objects alone",
+        "`dtshard inspect` shows what it holds; options::include or options::series chooses objects alone",
     ))
 }
 
@@ -68,12 +68,12 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
     let checkpoint = checkpoints[0];
     Err(Error::usage(
         format!(
-            "--series {}: {} is {}, which has no series of rank files",
+            "options::series {}: {} is {}, which has no series of rank files",
             args.series.join(","),
             checkpoint.root.display(),
             checkpoint.format
         ),
-        "leave --series out",
+        "leave options::series out",
     ))
 }
 
@@ -83,8 +83,8 @@ pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Che
         checkpoint.format.tensors() == TensorStorage::Flat || checkpoint.catalog.flat.is_some()
     };
     let option = match (&args.flat_layout, like) {
-        (Some(_), _) => "--flat-layout",
-        (None, Some(_)) => "--like",
+        (Some(_), _) => "options::flat_layout",
+        (None, Some(_)) => "options::like",
         (None, None) => return Ok(()),
     };
     if checkpoints.iter().any(is_flat) {

@@ -55,7 +55,7 @@ pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) 
     }
     Err(Error::usage(
         format!(
-            "{} holds files that --overwrite does not replace: {}",
+            "{} holds files that options::overwrite does not replace: {}",
             destination.display(),
             short_list(&found.foreign, SHOWN)
         ),
@@ -65,7 +65,7 @@ pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) 
 
 fn no_checkpoint(destination: &Path) -> Error {
     Error::usage(
-        format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
+        format!("{} holds no checkpoint, so options::overwrite does not replace it", destination.display()),
         "choose another destination, or move it away",
     )
 }

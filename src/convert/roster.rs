@@ -48,7 +48,7 @@ impl Roster {
         {
             let seers = self.names(seen_by);
             let words = format!(
-                "the file is damaged or was not completely written: look at it on the node of {seers}; with --check-crc \
+                "the file is damaged or was not completely written: look at it on the node of {seers}; with options::check_crc \
                  all processes check every sum in their files first"
             );
             *hint = Some(words.into());

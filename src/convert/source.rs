@@ -128,14 +128,14 @@ impl Source {
         let name = match &self.filled {
             Some(filled) => {
                 read.extend(both("the source", &filled.root, filled.resolved_from.as_ref()));
-                "the checkpoint of --fill-from"
+                "the checkpoint of options::fill_from"
             }
             None => "the source",
         };
         let Checkpoint { root, resolved_from, .. } = &self.checkpoint;
         read.extend(both(name, root, resolved_from.as_ref()));
         if let Some(Checkpoint { root, resolved_from, .. }) = &self.like {
-            read.extend(both("the checkpoint of --like", root, resolved_from.as_ref()));
+            read.extend(both("the checkpoint of options::like", root, resolved_from.as_ref()));
         }
         read
     }
@@ -329,7 +329,7 @@ pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Resul
 pub fn maybe_on_other_nodes(error: Error) -> Error {
     error.missing_hint(
         "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
-         process on each, with --source per-rank",
+         process on each, with options::source per-rank",
     )
 }
 
@@ -358,15 +358,18 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
         _ if layout.reduce.is_empty() => return Ok(()),
-        Some(_) if with_grads && series.is_empty() => String::from("--with-grads takes them along"),
-        Some(name) => format!("--series {name} takes them alone"),
+        Some(_) if with_grads && series.is_empty() => String::from("options::with_grads takes them along"),
+        Some(name) => format!("options::series {name} takes them alone"),
         None => match left_out_gradients(checkpoint, wanted) {
-            Some(_) if with_grads => String::from("--with-grads takes them along"),
-            Some(root) => format!("--root {root} takes them alone"),
+            Some(_) if with_grads => String::from("options::with_grads takes them along"),
+            Some(root) => format!("options::root {root} takes them alone"),
             None => return Ok(()),
         },
     };
-    Err(Error::usage(format!("--reduce {}: the gradients are left out", layout.reduce.join(" --reduce ")), hint))
+    Err(Error::usage(
+        format!("options::reduce {}: the gradients are left out", layout.reduce.join(" options::reduce ")),
+        hint,
+    ))
 }
 
 /// Where gradients are of which nothing is taken.
@@ -392,7 +395,7 @@ pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select
         include.extend(patterns.map(str::to_owned));
         if include.len() == before {
             return Err(Error::usage(
-                format!("--include-from {}: no pattern in it", file.display()),
+                format!("options::include_from {}: no pattern in it", file.display()),
                 "one pattern a line; lines that begin with # are comments",
             ));
         }

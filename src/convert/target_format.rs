@@ -15,7 +15,7 @@ pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, defa
     let to = named_format(args, destination, default)?;
     match &args.torch_version {
         Some(version) if to != Format::TorchRanks => Err(Error::usage(
-            format!("--torch-version {version} is for DTensors in rank files, and DST is to be {to}"),
+            format!("options::torch_version {version} is for DTensors in rank files, and DST is to be {to}"),
             "leave it out: every PyTorch that is supported loads the same",
         )),
         _ => Ok(to),
@@ -42,7 +42,7 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
     }
     Err(Error::usage(
         format!("DST ends in .{suffix}, which is no format that is written"),
-        "files end in .safetensors, .pt, .pth, .bin or .ckpt; --to says the format of any other name",
+        "files end in .safetensors, .pt, .pth, .bin or .ckpt; options::to says the format of any other name",
     ))
 }
 
@@ -50,7 +50,7 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
 pub fn holds_shards(verb: &str, to: Format) -> Error {
     Error::usage(
         format!("{verb} writes whole tensors, to torch or safetensors, not to {to}"),
-        "use `dtshard reshard` with a --mesh to write shards",
+        "use `dtshard reshard` with a options::mesh to write shards",
     )
 }
 

@@ -92,10 +92,10 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
         }
         return Err(Error::usage(
             format!(
-                "--tied write: no {CONFIG} of {} has \"tie_word_embeddings\": true, and no tensor has two names",
+                "options::tied write: no {CONFIG} of {} has \"tie_word_embeddings\": true, and no tensor has two names",
                 checkpoint.root.display()
             ),
-            format!("put the {CONFIG} of the model into the folder of SRC, or leave --tied out"),
+            format!("put the {CONFIG} of the model into the folder of SRC, or leave options::tied out"),
         ));
     }
     let found = find(&checkpoint.catalog.state);
@@ -104,16 +104,16 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
         [] => {
             let known: Vec<&str> = TIED.iter().map(|(embedding, _)| *embedding).collect();
             return Err(Error::usage(
-                format!("--tied write: {} has no embedding of a name that is known", checkpoint.root.display()),
-                format!("known are names that end in {}; --rename changes names", short_list(&known, FEW)),
+                format!("options::tied write: {} has no embedding of a name that is known", checkpoint.root.display()),
+                format!("known are names that end in {}; options::rename changes names", short_list(&known, FEW)),
             )
             .naming(&known));
         }
         several => {
             let names: Vec<&str> = several.iter().map(|tie| tie.embedding.as_str()).collect();
             return Err(Error::usage(
-                format!("--tied write: several tensors are embeddings by their names: {}", short_list(&names, FEW)),
-                "--include or --root takes one model of them first; then convert that with --tied write",
+                format!("options::tied write: several tensors are embeddings by their names: {}", short_list(&names, FEW)),
+                "options::include or options::root takes one model of them first; then convert that with options::tied write",
             )
             .naming(&names));
         }
@@ -123,14 +123,14 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
     }
     if !insert(&mut checkpoint.catalog.state, tie) {
         return Err(Error::usage(
-            format!("--tied write: there is no place for {} beside {}", tie.output, tie.embedding),
+            format!("options::tied write: there is no place for {} beside {}", tie.output, tie.embedding),
             "convert SRC to safetensors first, where names have no nesting",
         ));
     }
     Ok(format!("{} is written as well: it is tied to {}, and SRC leaves it out", tie.output, tie.embedding))
 }
 
-const NOTHING: &str = "--tied write adds no name: SRC has all of them";
+const NOTHING: &str = "options::tied write adds no name: SRC has all of them";
 
 fn has_ties(catalog: &Catalog) -> bool {
     let mut seen = std::collections::HashSet::new();
@@ -148,7 +148,7 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
     Ok(says_tied(checkpoint)?.then(|| {
         format!(
             "{} is not stored, as it is tied to {}, and dcp.load asks for both: load with \
-             planner=DefaultLoadPlanner(allow_partial_load=True), or write it with --tied write",
+             planner=DefaultLoadPlanner(allow_partial_load=True), or write it with options::tied write",
             missing.output, missing.embedding
         )
     }))

@@ -21,26 +21,26 @@ pub fn told(args: &SourceLayoutOptions, keep_names: bool) -> Result<Option<Told>
         args;
     let says_how = !src_placements.is_empty() || !reduce.is_empty() || src_plan.is_some() || src_layout.is_some();
     let given = [
-        ("--src-mesh", src_mesh.is_some()),
-        ("--src-mesh-ranks", !src_mesh_ranks.is_empty()),
-        ("--src-split", src_split.is_some()),
+        ("options::src_mesh", src_mesh.is_some()),
+        ("options::src_mesh_ranks", !src_mesh_ranks.is_empty()),
+        ("options::src_split", src_split.is_some()),
     ];
     match given.into_iter().find(|(_, given)| *given) {
         None if !says_how => return Ok(None),
         Some((option, _)) if !says_how => {
             return Err(Error::usage(
                 format!("{option} alone says nothing of how tensors lie"),
-                "say it with --src-placements '**.w1=S(0)', a rule for each kind of tensor that ranks have parts of, or \
-                 with --src-plan NAME, --src-layout FILE or --reduce",
+                "say it with options::src_placements '**.w1=S(0)', a rule for each kind of tensor that ranks have parts of, or \
+                 with options::src_plan NAME, options::src_layout FILE or options::reduce",
             ));
         }
         _ => {}
     }
-    let (rules, fallback) = placements::read("--src-placements", src_placements)?;
+    let (rules, fallback) = placements::read("options::src_placements", src_placements)?;
     let split = src_split.clone();
     let file = src_layout.as_deref().map(|path| file(path, split.clone())).transpose()?;
     let mesh = mesh(args)?;
-    let fallback = fallback.map(|list| (said("--src-placements", &list), list));
+    let fallback = fallback.map(|list| (said("options::src_placements", &list), list));
     let of_file = || {
         let list = file.as_ref()?.fallback(mesh.as_ref())?;
         Some((said(&src_layout.as_ref()?.display().to_string(), &list), list))
@@ -55,7 +55,12 @@ fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[Reduce]) -> PlanArgs<'a>
     // A dim along which ranks hold summands cuts nothing.
     let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
     let names = RoleNames { idle, ..RoleNames::default() };
-    PlanArgs { plan: args.src_plan.as_deref(), option: "--src-plan", layout_option: "--src-layout", names }
+    PlanArgs {
+        plan: args.src_plan.as_deref(),
+        option: "options::src_plan",
+        layout_option: "options::src_layout",
+        names,
+    }
 }
 
 /// `--src-placements S(0),R`
@@ -64,8 +69,8 @@ fn said(by: &str, list: &[PlacementSpec]) -> String {
 }
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
-    let hint = "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md";
-    placements::file("--src-layout", path, split, hint)
+    let hint = "options::flat_layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md";
+    placements::file("options::src_layout", path, split, hint)
 }
 
 fn mesh(args: &SourceLayoutOptions) -> Result<Option<DeviceMesh>> {
@@ -75,8 +80,8 @@ fn mesh(args: &SourceLayoutOptions) -> Result<Option<DeviceMesh>> {
     }
     let Some(mesh) = mesh else {
         return Err(Error::usage(
-            "--src-mesh-ranks says which ranks a mesh has where, and there is no --src-mesh",
-            "say both, such as --src-mesh dp=2,tp=2 --src-mesh-ranks 0,2,1,3",
+            "options::src_mesh_ranks says which ranks a mesh has where, and there is no options::src_mesh",
+            "say both, such as options::src_mesh dp=2,tp=2 options::src_mesh_ranks 0,2,1,3",
         ));
     };
     let ranks = args.src_mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
@@ -93,8 +98,8 @@ fn parse_reduce(text: &str) -> Result<Reduce> {
     match op {
         Some(op) if dims.iter().all(|dim| !dim.is_empty()) => Ok(Reduce { dims, op }),
         _ => Err(Error::usage(
-            format!("--reduce {text}: expected names of mesh dims, and how they are reduced"),
-            "such as --reduce dp, which sums, or --reduce dp,cp=avg; known are sum, avg, max, min and product",
+            format!("options::reduce {text}: expected names of mesh dims, and how they are reduced"),
+            "such as options::reduce dp, which sums, or options::reduce dp,cp=avg; known are sum, avg, max, min and product",
         )),
     }
 }
@@ -109,7 +114,7 @@ mod tests {
         assert_eq!(read("dp").unwrap(), ("dp".to_owned(), ReduceOp::Sum));
         assert_eq!(read("dp, cp=AVG").unwrap(), ("dp+cp".to_owned(), ReduceOp::Avg));
         for wrong in ["", "dp=mean", "dp,=sum", "=sum", "dp=sum=avg"] {
-            assert!(read(wrong).unwrap_err().to_string().contains("--reduce"), "{wrong}");
+            assert!(read(wrong).unwrap_err().to_string().contains("options::reduce"), "{wrong}");
         }
     }
 }

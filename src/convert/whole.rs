@@ -43,7 +43,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(
-        format!("--tied drop: {to} cannot record the names that are dropped"),
+        format!("options::tied drop: {to} cannot record the names that are dropped"),
         "leave it out: a torch file stores tied tensors once anyway",
     ))
 }
@@ -86,5 +86,5 @@ pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Opti
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;
-    Some(format!("{} that --like lacks, such as {first}: beside the one before", count(unknown.len(), "tensor")))
+    Some(format!("{} that options::like lacks, such as {first}: beside the one before", count(unknown.len(), "tensor")))
 }

@@ -55,7 +55,7 @@ fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Lay
         None => Ok(layout),
         Some(index) => Err(Error::unsupported(
             format!("{}: no rules by names tell how it lies", tensors[*index].path),
-            "`dtshard inspect` shows the layout of every tensor; --like CKPT takes it as it is",
+            "`dtshard inspect` shows the layout of every tensor; options::like CKPT takes it as it is",
         )),
     }
 }
@@ -67,7 +67,7 @@ fn untold(checkpoint: &Checkpoint) -> Error {
         let meshes: Vec<String> = meshes.iter().map(ToString::to_string).collect();
         return Error::unsupported(
             format!("{root}: its tensors lie on several meshes, {}, and a layout has one", meshes.join(" and ")),
-            "`dtshard inspect` shows the mesh of every tensor; --like CKPT takes its layout as it is",
+            "`dtshard inspect` shows the mesh of every tensor; options::like CKPT takes its layout as it is",
         );
     }
     let by_hand = "write a layout by hand: docs/layout-file.md";
@@ -295,7 +295,7 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     }
     Err(Error::unsupported(
         format!("{tensors} tensors lie in so many ways that a layout would take {patterns} rules, and more"),
-        "--like CKPT takes the layout as it is",
+        "options::like CKPT takes the layout as it is",
     ))
 }
 

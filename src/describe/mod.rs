@@ -133,7 +133,7 @@ fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
         [] => String::from("the checkpoint holds no tensors"),
         nearest => format!("the nearest names are {}", nearest.join(", ")),
     };
-    Error::usage(format!("--tensor {wanted}: no tensor has a name like that"), hint)
+    Error::usage(format!("options::tensor {wanted}: no tensor has a name like that"), hint)
 }
 
 fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) -> Result<BTreeMap<TensorId, String>> {

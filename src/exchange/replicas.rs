@@ -74,7 +74,7 @@ pub fn differing_pair(
     if !is_plain || ours.len() != theirs.len() || !ours.keys().all(|tile| theirs.contains_key(tile)) {
         return Err(Error::unsupported(
             format!("{} and {} have to be the same, and no process sees all of both", left.fqn, right.fqn),
-            "convert with one process that sees all of SRC, or --exclude one of them",
+            "convert with one process that sees all of SRC, or options::exclude one of them",
         ));
     }
     for (tile, chunk) in &ours {

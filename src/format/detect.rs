@@ -53,7 +53,7 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<Found>) -> Result<Op
         let names: Vec<&str> = found.iter().map(|found| found.format.name()).collect();
         return Err(Error::usage(
             format!("{} holds two formats: {}", path.display(), names.join(" and ")),
-            format!("say which with --from {}", names[0]),
+            format!("say which with options::from {}", names[0]),
         ));
     }
     Ok(found.pop())
@@ -67,7 +67,7 @@ fn can_be(found: Format, from: Format) -> bool {
 pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(
         format!("{} does not hold the format {from}", path.display()),
-        "leave --from out to have the format detected",
+        "leave options::from out to have the format detected",
     )
 }
 

@@ -78,7 +78,7 @@ const FOLDERS: [ForeignFolder; 5] = [
     },
     ForeignFolder {
         what: "a Megatron-LM checkpoint (torch_dist)",
-        hint: "--from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
+        hint: "options::from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
         is_one: |folder| {
             let may_be_one = folder.any(|name| name == "metadata.json") && folder.from != Some(Format::Dcp);
             Ok(may_be_one && is_torch_dist(&folder.folder.join("metadata.json"))?)

@@ -21,11 +21,11 @@ pub enum Side {
 }
 
 impl Side {
-    /// `--plan`, `--src-plan`
+    /// Names an option of this side: `options::plan`, `options::src_plan`.
     fn option(self, name: &str) -> String {
         match self {
-            Self::Source => format!("--src-{name}"),
-            Self::Target => format!("--{name}"),
+            Self::Source => format!("options::src_{name}"),
+            Self::Target => format!("options::{name}"),
         }
     }
 
@@ -47,16 +47,16 @@ impl Side {
                 String::from("tensor parallelism, FSDP and its copies have a dim of their own each")
             }
             (PlanError::LeftOver { name, .. }, Self::Target) => {
-                format!("say it with --tp {name}, --fsdp {name} or --replicate {name}, or leave the dim out of --mesh")
+                format!("say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh")
             }
             (PlanError::LeftOver { name, .. }, Self::Source) => format!(
-                "a layout file (--src-layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
+                "a layout file (options::src_layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => {
-                String::from("say it with --tp DIM; for FSDP alone leave --plan out: --mesh dp=4 --fsdp dp")
+                String::from("say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp")
             }
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
-                "call it tp in --src-mesh, or say in a layout file (--src-layout) which it is: tp = \"DIM\"",
+                "call it tp in options::src_mesh, or say in a layout file (options::src_layout) which it is: tp = \"DIM\"",
             ),
             (PlanError::NoStyles { name }, _) => format!("say it with {plan} NAME, or leave {name} out of {mesh}"),
             (PlanError::Unmatched { pattern, .. }, _) => nearest::listed(pattern, &modules(parameters)),

@@ -129,7 +129,7 @@ impl<'a> Reading<'a> {
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
-        "--src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
+        "options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and options::reduce say how plain tensors of rank files lie (one torch.save \
          or safetensors file a rank); leave them out",
     )
 }

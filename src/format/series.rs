@@ -220,9 +220,9 @@ impl SeriesSet {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
                 if all.iter().all(String::is_empty) {
-                    String::from("its rank files are one series without a name: leave --series out")
+                    String::from("its rank files are one series without a name: leave options::series out")
                 } else {
-                    format!("its series are {}: choose with --series", short_list(&all, FEW))
+                    format!("its series are {}: choose with options::series", short_list(&all, FEW))
                 },
             ));
         }
@@ -315,7 +315,7 @@ fn model_of(names: &[String]) -> String {
 }
 
 /// What to say where missing files are not needed.
-pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
+pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
 
 /// Ranks whose files are not there.
 struct Gap {
@@ -413,7 +413,7 @@ impl Series {
                     short_list(&names, FEW).replace(", ", " and ")
                 ),
                 hint: Some(String::from(
-                    "move the files of one of them into another folder; --series cannot tell them apart",
+                    "move the files of one of them into another folder; options::series cannot tell them apart",
                 )),
             }),
         }

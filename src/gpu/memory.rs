@@ -166,7 +166,7 @@ fn short_of(what: &str, len: usize, error: DriverError, left: &str) -> Error {
         op: "allocate memory",
         detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),
         hint: Some(
-            "a smaller --bucket-size takes less memory, of devices and of hosts; --backend cpu takes none of devices"
+            "a smaller options::bucket_size takes less memory, of devices and of hosts; options::backend cpu takes none of devices"
                 .into(),
         ),
     }

@@ -134,4 +134,4 @@ fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
 /// What NCCL may take of a device once it has met: some hundreds of MB, by the number of channels and peers.
 const NCCL_BYTES: u64 = 256 << 20;
 
-const CPU: &str = "use --backend cpu";
+const CPU: &str = "use options::backend cpu";

@@ -22,7 +22,7 @@ impl fmt::Display for CutBy<'_> {
             Self::Rule(rule) => &rule.said,
             Self::All => "said of all tensors",
             Self::Source => "as in SRC",
-            Self::Like => "as in --like",
+            Self::Like => "as in options::like",
         })
     }
 }
@@ -57,13 +57,13 @@ impl CutBy<'_> {
             }
             (LayoutError::SplitStrided { .. }, Self::All) => {
                 "_S takes its parts as torch.chunk cuts them: split = \"chunk\" in a rule for this tensor says so, or leave \
-                 --split out"
+                 options::split out"
             }
             (LayoutError::SplitStrided { .. }, Self::Rule(_)) => {
                 "_S takes its parts as torch.chunk cuts them: leave split and sizes out of the rule, or say split = \"chunk\""
             }
             (_, Self::Source | Self::Like) => {
-                "--split chunk cuts all tensors anew; a rule of a layout file gives this one other sizes"
+                "options::split chunk cuts all tensors anew; a rule of a layout file gives this one other sizes"
             }
             _ => "give it placements and a split that its dims allow",
         }
@@ -74,8 +74,8 @@ impl CutBy<'_> {
     pub fn to_chunks(self) -> &'static str {
         match self {
             Self::Rule(_) => "leave split and sizes out of the rule",
-            Self::All => "leave out --split",
-            Self::Source | Self::Like => "reshard --split chunk cuts them so",
+            Self::All => "leave out options::split",
+            Self::Source | Self::Like => "reshard cuts them so (options::split chunk)",
         }
     }
 }

@@ -355,7 +355,7 @@ impl Acquiring<'_> {
         }
         Err(Error::usage(
             format!("part 0 of {} has not started to write {}", self.claim.part.of, self.destination.path.display()),
-            "with --restart the others wait for part 0, which throws away what is there: start it",
+            "with options::restart the others wait for part 0, which throws away what is there: start it",
         ))
     }
 
@@ -365,8 +365,8 @@ impl Acquiring<'_> {
             return Ok(());
         }
         Err(Error::usage(
-            "--restart is for one process, or for several that a launcher starts together, not for --parts",
-            format!("remove {} first, then start the parts without --restart", self.destination.partial().display()),
+            "options::restart is for one process, or for several that a launcher starts together, not for options::parts",
+            format!("remove {} first, then start the parts without options::restart", self.destination.partial().display()),
         ))
     }
 
@@ -420,7 +420,7 @@ impl Destination {
     fn in_doubt(&self) -> Error {
         Error::usage(
             format!("{} is in the way, and a run on another node may be at work in it", self.partial().display()),
-            "a run watches it for some 20 seconds before it begins; --resume goes on where nobody is",
+            "a run watches it for some 20 seconds before it begins; options::resume goes on where nobody is",
         )
     }
 
@@ -430,23 +430,23 @@ impl Destination {
     }
 
     fn unfinished(&self, claim: &Claim) -> Error {
-        self.in_the_way("", format!("--resume goes on with what it has done, {}", self.start_again(claim)))
+        self.in_the_way("", format!("options::resume goes on with what it has done, {}", self.start_again(claim)))
     }
 
     fn of_another(&self, found: &Partial, plan: &Plan<'_>, claim: &Claim) -> Error {
         let difference = found.plan.difference(plan, &self.partial());
-        let hint = format!("{}; --resume needs the same dtshard, SRC and options", self.start_again(claim));
+        let hint = format!("{}; options::resume needs the same dtshard, SRC and options", self.start_again(claim));
         self.in_the_way(&format!(", and cannot be gone on with: {difference}"), hint)
     }
 
     fn junk(&self, claim: &Claim) -> Error {
-        let hint = format!("{}; a --resume needs what this version has begun", self.start_again(claim));
+        let hint = format!("{}; a options::resume needs what this version has begun", self.start_again(claim));
         self.in_the_way(", and has no plan to go on with", hint)
     }
 
     fn start_again(&self, claim: &Claim) -> String {
         if claim.can_restart() {
-            String::from("--restart throws it away and starts again")
+            String::from("options::restart throws it away and starts again")
         } else {
             format!("without {} all parts start again", self.partial().display())
         }
@@ -458,14 +458,14 @@ impl Destination {
         let (message, hint) = match plan_xattr::read(&self.path) {
             Some(_) if claim.takes_what_is_done() => (
                 format!("{destination} exists: it is finished, and of another source, or made with other options"),
-                "choose another destination, or replace it with --overwrite",
+                "choose another destination, or replace it with options::overwrite",
             ),
             None if claim.takes_what_is_done() => (
                 format!("{destination} exists, and nothing tells what it was made from"),
                 "if it may be finished, `dtshard verify` says whether it is sound, and compares it with SRC where that is \
-                 seen whole: some file systems keep no marks. --overwrite replaces it",
+                 seen whole: some file systems keep no marks. options::overwrite replaces it",
             ),
-            _ => (format!("{destination} exists"), "choose another destination, or replace it with --overwrite"),
+            _ => (format!("{destination} exists"), "choose another destination, or replace it with options::overwrite"),
         };
         Error::usage(message, hint)
     }

@@ -39,7 +39,7 @@ pub fn seal(
     let misfit = |path: &Path, len: u64, found: &str| {
         Err(Error::usage(
             format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
-            "something else changed what was written; --resume writes it again",
+            "something else changed what was written; options::resume writes it again",
         ))
     };
     if let Some((index, found)) = misfits_of_all(folder, files)?.first_key_value() {
@@ -107,7 +107,7 @@ impl Expected<'_> {
                         "{} is not part of the result, and something else put it there",
                         folder.join(name).display()
                     ),
-                    "move it away, then go on with --resume",
+                    "move it away, then go on with options::resume",
                 )
             };
             // A link and a file of another user are errors.

@@ -187,9 +187,9 @@ impl Staging {
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
         // Where the launcher chose the number of parts, the user may not know it.
         let alone =
-            if self.claim.run.is_some() { "; --part 0 --parts 1 does all of the work in one process" } else { "" };
+            if self.claim.run.is_some() { "; options::part 0 options::parts 1 does all of the work in one process" } else { "" };
         let how_to_go_on = format!(
-            "what was done is kept in {}: the same command with --resume goes on with it{alone}",
+            "what was done is kept in {}: the same command with options::resume goes on with it{alone}",
             self.partial.display()
         );
         if !missing.has_started {

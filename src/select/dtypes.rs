@@ -30,13 +30,13 @@ impl DtypeRule {
         let targets = Dtype::CAST_TARGETS.map(Dtype::name).join(", ");
         let Some(dtype) = Dtype::from_name(name) else {
             return Err(Error::usage(
-                format!("--dtype {text}: there is no dtype `{name}`"),
+                format!("options::dtype {text}: there is no dtype `{name}`"),
                 format!("it is one of {targets}"),
             ));
         };
         if !Dtype::CAST_TARGETS.contains(&dtype) {
             return Err(Error::usage(
-                format!("--dtype {text}: nothing is cast to {dtype}"),
+                format!("options::dtype {text}: nothing is cast to {dtype}"),
                 format!("it is one of {targets}"),
             ));
         }
@@ -97,7 +97,7 @@ impl Casts {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
         };
         let parts: Vec<String> = self.kept.iter().map(part).collect();
-        if parts.is_empty() { Vec::new() } else { vec![format!("--dtype leaves as they are: {}", parts.join(", "))] }
+        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype leaves as they are: {}", parts.join(", "))] }
     }
 }
 
@@ -122,7 +122,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
     let fallback = bare.next().map(|rule| rule.dtype);
     if let Some(second) = bare.next() {
         return Err(Error::usage(
-            format!("--dtype {}: a second dtype for every tensor", second.dtype),
+            format!("options::dtype {}: a second dtype for every tensor", second.dtype),
             "give one dtype, and PATTERN=DTYPE for the exceptions",
         ));
     }
@@ -164,7 +164,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
         let (pattern, dtype) = (rules[unused].pattern.as_ref().map_or("", Pattern::as_str), rules[unused].dtype);
         let holding = survey.leaves.iter().filter(|leaf| !survey.tensor_ids(**leaf).is_empty());
         return Err(Error::usage(
-            format!("--dtype {pattern}={dtype}: no tensor has a name like that"),
+            format!("options::dtype {pattern}={dtype}: no tensor has a name like that"),
             nearest_names(pattern, holding, survey),
         ));
     }

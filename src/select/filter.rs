@@ -74,8 +74,8 @@ pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> 
             in_use.insert(number);
         }
     }
-    include.check_used("--include", survey)?;
-    exclude.check_used("--exclude", survey)?;
+    include.check_used("options::include", survey)?;
+    exclude.check_used("options::exclude", survey)?;
     for (index, leaf) in survey.leaves.iter().enumerate() {
         let of_used = leaf.in_groups() && leaf.optimizer.is_some_and(|(number, _)| in_use.contains(&number));
         if of_used && !excluded[index] && !is_of_left_out(survey, *leaf, &kept) {

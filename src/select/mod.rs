@@ -128,7 +128,7 @@ impl Selected {
 pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
-            format!("--nest {nest}: a part of the path is empty"),
+            format!("options::nest {nest}: a part of the path is empty"),
             "a path is names joined with dots, such as app.model",
         ));
     }
@@ -153,7 +153,7 @@ fn refuse_tensor_keys(state: &Value) -> Result<()> {
     let (dict, hint) = if path.0.is_empty() {
         (String::from("the top of the checkpoint"), "save the checkpoint again with names as keys")
     } else {
-        (path.to_string(), "leave the dict out with --exclude, or save the checkpoint again with names as keys")
+        (path.to_string(), "leave the dict out with options::exclude, or save the checkpoint again with names as keys")
     };
     Err(Error::unsupported(
         format!("{dict}: a tensor is a key of this dict, or part of a key, where no name leads to it"),

@@ -82,7 +82,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         let near = self.nearest_heads(path);
         let near = if near.is_empty() { near } else { format!("; the nearest paths are {near}") };
         Err(Error::usage(
-            format!("--root {path}: there are no tensors under that path"),
+            format!("options::root {path}: there are no tensors under that path"),
             format!("the top of the state dict has {}{near}", tops.join(", ")),
         ))
     }
@@ -175,7 +175,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         if steps.is_empty() || steps.iter().all(|step| step.text.is_empty()) {
             return Err(Error::usage(
                 format!("{}: nothing is left of its name", self.survey.raw_name(leaf)),
-                "strip or rename less of it, or leave it out with --exclude",
+                "strip or rename less of it, or leave it out with options::exclude",
             ));
         }
         Ok(Some(steps))
@@ -269,10 +269,10 @@ impl<'a, 'o> Naming<'a, 'o> {
         let Some(index) = self.overlong.get() else { return Ok(()) };
         Err(Error::usage(
             format!(
-                "--rename {}: it makes a name of more than {MAX_RENAMED} bytes",
+                "options::rename {}: it makes a name of more than {MAX_RENAMED} bytes",
                 self.options.renames[index].as_str()
             ),
-            "every match is replaced, by every --rename in turn: leave out what repeats the name",
+            "every match is replaced, by every options::rename in turn: leave out what repeats the name",
         ))
     }
 
@@ -316,7 +316,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         if let Some(index) = unused(&self.strips_used) {
             let prefix = &self.options.strip_prefixes[index];
             return Err(Error::usage(
-                format!("--strip-prefix {prefix}: no name begins with that"),
+                format!("options::strip_prefix {prefix}: no name begins with that"),
                 format!("the nearest beginnings are {}", self.nearest_heads(prefix)),
             ));
         }
@@ -324,7 +324,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             let rename = &self.options.renames[index];
             let names: Vec<String> = self.survey.leaves.iter().map(|leaf| self.survey.named(*leaf).name).collect();
             return Err(Error::usage(
-                format!("--rename {}: no name has a match", rename.as_str()),
+                format!("options::rename {}: no name has a match", rename.as_str()),
                 format!("the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
             ));
         }

@@ -129,8 +129,8 @@ impl<'a> Rebuild<'a> {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
             format!("{first} and {second} would both be called {}", steps::join(steps)),
-            "change --rename, --strip-prefix or --root, or leave one of them out with --exclude; wrapper prefixes are \
-             kept with --keep-names",
+            "change options::rename, options::strip_prefix or options::root, or leave one of them out with options::exclude; wrapper prefixes are \
+             kept with options::keep_names",
         )
     }
 

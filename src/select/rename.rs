@@ -31,7 +31,7 @@ impl Rename {
     /// `Usage` where there is no `=`, where the regular expression is none, or where the replacement has a group that
     /// it has not.
     pub fn parse(text: &str) -> Result<Self> {
-        Self::compile(text).map_err(|(problem, hint)| Error::usage(format!("--rename {text}: {problem}"), hint))
+        Self::compile(text).map_err(|(problem, hint)| Error::usage(format!("options::rename {text}: {problem}"), hint))
     }
 
     /// One rename a line; empty lines and lines that begin with `#` are skipped.
@@ -42,7 +42,7 @@ impl Rename {
         let lines = text.lines().enumerate().map(|(index, line)| (index + 1, line.trim()));
         let renames = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')).map(|(number, line)| {
             Self::compile(line).map_err(|(problem, hint)| {
-                Error::usage(format!("--rename-file line {number}: {line}: {problem}"), hint)
+                Error::usage(format!("options::rename_file line {number}: {line}: {problem}"), hint)
             })
         });
         renames.collect()
@@ -206,7 +206,7 @@ mod tests {
             (r"(a)=\99999999999999999999", "there is no group 99999999999999999999 in it, the last is 1"),
         ] {
             let error = Rename::parse(rename).unwrap_err();
-            assert_eq!(error.to_string(), format!("--rename {rename}: {problem}"));
+            assert_eq!(error.to_string(), format!("options::rename {rename}: {problem}"));
             assert!(error.hint().is_some());
         }
         let huge = Rename::parse(r"\w{1000}{1000}=x").unwrap_err().to_string();
@@ -218,6 +218,6 @@ mod tests {
         let renames = Rename::parse_file("# names\n\n  a=b \r\n^c#=d\n").unwrap();
         assert_eq!(renames.iter().map(Rename::as_str).collect::<Vec<_>>(), ["a=b", "^c#=d"]);
         let error = Rename::parse_file("a=b\n\n(c=d").unwrap_err();
-        assert_eq!(error.to_string(), "--rename-file line 3: (c=d: unclosed group");
+        assert_eq!(error.to_string(), "options::rename_file line 3: (c=d: unclosed group");
     }
 }

@@ -101,7 +101,7 @@ impl Watch {
                     expected: format!("{len} bytes of tensor data"),
                     missing: format!("the file, which is seen by {}, not by this process", name_processes(seen_by)),
                     hint: Some(String::from(
-                        "with --source per-rank a process reads tensor data of the files that it sees itself",
+                        "with options::source per-rank a process reads tensor data of the files that it sees itself",
                     )),
                 })
             }

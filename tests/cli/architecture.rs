@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each module, the modules of this crate that it may use besides itself, `error`, `name_list` and `threads`.
+/// Modules that every other one may use.
+const EVERYWHERE: [&str; 3] = ["error", "name_list", "threads"];
+
+/// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
 const ALLOWED: [(&str, &[&str]); 23] = [
     ("layout", &[]),
     ("storage", &[]),
@@ -52,42 +55,22 @@ fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Modules named in `crate::NAME` outside of tests and comments.
-fn imports(path: &Path) -> Vec<String> {
-    let text = fs::read_to_string(path).unwrap();
-    let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-    code.lines()
-        .filter(|line| !line.trim_start().starts_with("//"))
-        .flat_map(|line| line.split("crate::").skip(1))
-        .map(|rest| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect())
-        .filter(|name: &String| !name.is_empty() && name.chars().all(|c| !c.is_uppercase()))
-        .collect()
-}
-
 #[test]
 fn modules_use_only_what_is_below_them() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    rust_files(&source, &mut files);
-    assert!(files.len() > 40, "the sources were not found");
-    let mut wrong = Vec::new();
-    for file in files {
-        let relative = file.strip_prefix(&source).unwrap();
-        let module = relative.components().next().unwrap().as_os_str().to_str().unwrap().trim_end_matches(".rs");
-        let is_test = relative.components().any(|part| part.as_os_str().to_str().unwrap().starts_with("tests"));
-        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| *name == module).filter(|_| !is_test) else {
+    let mut wrong = BTreeSet::new();
+    for (module, imports) in imported() {
+        let Some(room) = module.first() else { continue };
+        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| name == room) else {
+            wrong.insert(format!("{room} has no row"));
             continue;
         };
-        for import in imports(&file) {
-            if import != module
-                && !["error", "name_list", "threads"].contains(&import.as_str())
-                && !allowed.contains(&import.as_str())
-            {
-                wrong.push(format!("{} uses {import}", relative.display()));
+        for other in imports.iter().filter_map(|other| other.first()) {
+            if other != room && !EVERYWHERE.contains(&other.as_str()) && !allowed.contains(&other.as_str()) {
+                wrong.insert(format!("{} uses {other}", module.join("::")));
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
@@ -245,4 +228,38 @@ fn clap_is_imported_by_the_command_line_alone() {
     let importing: Vec<_> =
         files.iter().filter(is_library).filter(|file| names(file, "clap::") || names(file, "indicatif::")).collect();
     assert!(importing.is_empty(), "{importing:?}");
+}
+
+/// Messages of the library name an option as `options::max_memory`, which every front end spells for its users. Flags of
+/// other programs may stand there.
+#[test]
+fn messages_of_the_library_name_options_by_their_fields() {
+    let help = |verb: &str| {
+        let process =
+            std::process::Command::new(env!("CARGO_BIN_EXE_dtshard")).args([verb, "--help"]).output().unwrap();
+        String::from_utf8(process.stdout).unwrap()
+    };
+    let help: String = ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify"].map(help).concat();
+    let flag = regex::Regex::new(r"--([a-z]+(?:-[a-z]+)*)").unwrap();
+    let flags: BTreeSet<&str> = flag.captures_iter(&help).map(|found| found.get(1).unwrap().as_str()).collect();
+    assert!(flags.len() > 60, "{flags:?}");
+    let option = regex::Regex::new(r"\boptions::([a-z_]+)").unwrap();
+    let literal = regex::Regex::new(r#"(?m)^\s*//.*$|"(?:\\(?s:.)|[^"\\])*""#).unwrap();
+    let mut wrong = Vec::new();
+    for (module, code) in modules() {
+        if module.is_empty() || ["cli", "commands"].contains(&module[0].as_str()) {
+            continue;
+        }
+        for text in literal.find_iter(&code).map(|found| found.as_str()).filter(|text| text.starts_with('"')) {
+            let is_flag = |name: &str| flags.contains(name) && !text.contains("`dtshard ");
+            let flags_here =
+                flag.captures_iter(text).filter(|found| is_flag(&found[1])).map(|found| found[0].to_owned());
+            let unknown =
+                option.captures_iter(text).filter(|found| !flags.contains(found[1].replace('_', "-").as_str()));
+            wrong.extend(
+                flags_here.chain(unknown.map(|found| found[0].to_owned())).map(|name| (module.join("::"), name)),
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

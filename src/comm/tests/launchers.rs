@@ -17,11 +17,11 @@ fn the_command_line() {
     assert!(told.waits && told.run.is_none());
     assert!(!launch(Some(2), Some(4), true, &|_| None).unwrap().waits);
     is(&start(None, Some(1), &[]), 0, 1, Launcher::Alone);
-    refused(start(Some(2), None, &[]), &["--part 2", "--parts N"]);
-    refused(start(None, Some(4), &[]), &["--parts 4", "--part K, from 0 to 3"]);
-    refused(start(Some(4), Some(4), &[]), &["--part 4 --parts 4", "up to --part 3"]);
-    refused(start(None, Some(0), &[]), &["--parts 0"]);
-    refused(start(Some(0), Some(0), &[]), &["--part 0 --parts 0"]);
+    refused(start(Some(2), None, &[]), &["options::part 2", "options::parts N"]);
+    refused(start(None, Some(4), &[]), &["options::parts 4", "options::part K, from 0 to 3"]);
+    refused(start(Some(4), Some(4), &[]), &["options::part 4 options::parts 4", "up to options::part 3"]);
+    refused(start(None, Some(0), &[]), &["options::parts 0"]);
+    refused(start(Some(0), Some(0), &[]), &["options::part 0 options::parts 0"]);
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn the_shells_of_a_job_are_no_tasks() {
     for shell in [BATCH, SALLOC, STEP_OF_ONE] {
         is(&start(None, None, &[shell]), 0, 1, Launcher::Alone);
         is(&start(Some(1), Some(3), &[shell]), 1, 3, Launcher::Options);
-        refused(start(None, Some(4), &[shell]), &["--parts 4"]);
+        refused(start(None, Some(4), &[shell]), &["options::parts 4"]);
     }
 }
 
@@ -91,10 +91,10 @@ fn managers_of_mpi() {
     assert_eq!(told.unwrap().local_rank, Some(1));
     // A PMIx server alone does not say of how many.
     let pmix = "PMIX_RANK=2 PMIX_NAMESPACE=prte-9";
-    refused(start(None, None, &[pmix]), &["PMIX_RANK=2", "--parts N"]);
+    refused(start(None, None, &[pmix]), &["PMIX_RANK=2", "options::parts N"]);
     is(&start(None, Some(4), &[pmix]), 2, 4, Launcher::Pmix);
     is(&start(None, Some(1), &[pmix]), 0, 1, Launcher::Alone);
-    refused(start(None, Some(2), &[pmix]), &["PMIX_RANK=2", "--parts 2"]);
+    refused(start(None, Some(2), &[pmix]), &["PMIX_RANK=2", "options::parts 2"]);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn variables_of_a_pytorch_job() {
     assert!(told.unwrap().waits);
     is(&start(None, Some(3), &["RANK=1 WORLD_SIZE=3"]), 1, 3, Launcher::Variables);
     is(&start(Some(0), Some(5), &["RANK=1 WORLD_SIZE=3"]), 0, 5, Launcher::Options);
-    refused(start(None, Some(5), &["RANK=1 WORLD_SIZE=3"]), &["--parts 5", "RANK=1", "WORLD_SIZE=3"]);
+    refused(start(None, Some(5), &["RANK=1 WORLD_SIZE=3"]), &["options::parts 5", "RANK=1", "WORLD_SIZE=3"]);
     // Left over from something.
     for leftover in ["RANK=3", "WORLD_SIZE=8", "RANK= WORLD_SIZE=8", "RANK=0 WORLD_SIZE=1"] {
         is(&start(None, None, &[leftover]), 0, 1, Launcher::Alone);

@@ -55,7 +55,7 @@ fn srun_in_an_array_element() {
     is(&told, 2, 4, Launcher::Slurm);
     assert!(told.unwrap().waits);
     // Of which is --parts the number?
-    refused(start(None, Some(4), &[ELEMENT, STEP]), &["--parts 4", "SLURM_PROCID=2", "SLURM_ARRAY_TASK_ID=1"]);
+    refused(start(None, Some(4), &[ELEMENT, STEP]), &["options::parts 4", "SLURM_PROCID=2", "SLURM_ARRAY_TASK_ID=1"]);
     is(&start(Some(6), Some(16), &[ELEMENT, STEP]), 6, 16, Launcher::SlurmArray);
 }
 

@@ -100,7 +100,7 @@ fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>)
             between: format!("it and {}", kept_entry.fqn),
             detail: format!("a flat parameter has one place for both: {difference}"),
             hint: Some(String::from(
-                "another --flat-layout keeps tensors apart, --use-orig-params the state of each parameter; --exclude \
+                "another options::flat_layout keeps tensors apart, options::use_orig_params the state of each parameter; options::exclude \
                  leaves them out",
             )),
         }),

@@ -40,8 +40,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
                 return Err(Error::unsupported(
                     "the order in which the optimizer numbers parameters is not known: its state dict has them in \
                      another order than the model",
-                    "--flat-layout FILE with an `optimizer` tells it, --like CKPT a torch file of the same model; or \
-                     leave the optimizer out with --series model or --exclude optim",
+                    "options::flat_layout FILE with an `optimizer` tells it, options::like CKPT a torch file of the same model; or \
+                     leave the optimizer out with options::series model or options::exclude optim",
                 ));
             }
         }

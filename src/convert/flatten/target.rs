@@ -66,18 +66,24 @@ impl Wish {
             (None | Some(Strategy::HybridShard), Some(size)) => Group::Of(size),
             (Some(Strategy::HybridShard), None) => {
                 return Err(Error::usage(
-                    "--strategy hybrid-shard: how many ranks share one copy?",
-                    "say it with --shard-group-size N; FSDP takes the ranks of a node",
+                    "options::strategy hybrid-shard: how many ranks share one copy?",
+                    "say it with options::shard_group_size N; FSDP takes the ranks of a node",
                 ));
             }
             (Some(_), Some(_)) => {
-                return Err(Error::usage("--shard-group-size is for --strategy hybrid-shard", "leave one of them out"));
+                return Err(Error::usage(
+                    "options::shard_group_size is for options::strategy hybrid-shard",
+                    "leave one of them out",
+                ));
             }
         };
         let forward_dtype = flat.forward_dtype.as_deref().map(|name| {
             let known = Dtype::from_name(name).filter(|dtype| dtype.is_float());
             known.ok_or_else(|| {
-                Error::usage(format!("--forward-dtype {name}: no dtype of floats"), "f32, bf16 and f16 are usual")
+                Error::usage(
+                    format!("options::forward_dtype {name}: no dtype of floats"),
+                    "f32, bf16 and f16 are usual",
+                )
             })
         });
         let wish = Self {
@@ -100,7 +106,10 @@ impl Wish {
         let of_source = source.checkpoint.catalog.flat.is_some();
         let given = args.source.flat_layout.as_deref();
         if let (Some(_), Some(_), false) = (target, given, of_source) {
-            return Err(Error::usage("--layout and --flat-layout: both say the units", "leave one of them out"));
+            return Err(Error::usage(
+                "options::layout and options::flat_layout: both say the units",
+                "leave one of them out",
+            ));
         }
         if let Some(path) = target.or(given) {
             let layout = fsdp_flat::document::read(path)?;
@@ -120,8 +129,8 @@ impl Wish {
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
             return Err(Error::usage(
-                format!("--forward-dtype {dtype}: without use_orig_params nothing is aligned"),
-                "leave it out, or give --use-orig-params as well",
+                format!("options::forward_dtype {dtype}: without use_orig_params nothing is aligned"),
+                "leave it out, or give options::use_orig_params as well",
             ));
         }
         let optimizer = match (use_orig_params, &self.numbered) {
@@ -146,7 +155,7 @@ impl Wish {
     /// The world size, and that of the groups in which ranks share a copy.
     fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
         let world_size = match self.world_size {
-            Some(0) => return Err(Error::usage("--world-size 0: no ranks", "give the ranks that will load")),
+            Some(0) => return Err(Error::usage("options::world_size 0: no ranks", "give the ranks that will load")),
             Some(size) if size > MAX_RANKS => {
                 return Err(Error::usage(
                     format!("{size} ranks: every file lists them all"),
@@ -155,7 +164,7 @@ impl Wish {
             }
             Some(size) => size,
             None if derived => {
-                return Err(Error::usage("how many ranks will load the files?", "say it with --world-size N"));
+                return Err(Error::usage("how many ranks will load the files?", "say it with options::world_size N"));
             }
             None => base.world_size,
         };
@@ -169,7 +178,7 @@ impl Wish {
         if group == 0 || !world_size.is_multiple_of(group) {
             return Err(Error::usage(
                 format!("groups of {group} among {world_size} ranks"),
-                "the size of a group must divide the world size: --shard-group-size N",
+                "the size of a group must divide the world size: options::shard_group_size N",
             ));
         }
         Ok((world_size, group))
@@ -200,14 +209,14 @@ impl Wish {
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
             if let Some(pattern) = self.buffers.first() {
                 return Err(Error::usage(
-                    format!("--buffers {}: the flat layout says what is a parameter", pattern.as_str()),
+                    format!("options::buffers {}: the flat layout says what is a parameter", pattern.as_str()),
                     "leave it out; what is not in the layout is a buffer",
                 ));
             }
             return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {
-            return Err(Error::usage("--wrap and a flat layout: both say the units", "leave one of them out"));
+            return Err(Error::usage("options::wrap and a flat layout: both say the units", "leave one of them out"));
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {

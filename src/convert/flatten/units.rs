@@ -142,7 +142,7 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
 fn tied_across(alias: &Shared) -> Error {
     Error::unsupported(
         format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
-        "FSDP1 shares parameters within a unit: --wrap neither of their modules, or one around both",
+        "FSDP1 shares parameters within a unit: options::wrap neither of their modules, or one around both",
     )
 }
 
@@ -158,7 +158,7 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
         if !modules.iter().any(|module| pattern.matches(module)) {
             let modules: Vec<String> = modules.iter().map(ToString::to_string).collect();
             return Err(Error::usage(
-                format!("--wrap {pattern}: no module has a path like that"),
+                format!("options::wrap {pattern}: no module has a path like that"),
                 nearest::hint(pattern.as_str(), &modules),
             ));
         }
@@ -209,7 +209,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
         let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
         let pattern = buffers[unused].as_str();
         return Err(Error::usage(
-            format!("--buffers {pattern}: no tensor of the model has a name like that"),
+            format!("options::buffers {pattern}: no tensor of the model has a name like that"),
             nearest::hint(pattern, &names),
         ));
     }
@@ -224,7 +224,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
         let number = count(divided.parameters.len(), "tensor");
         divided.notes.push(format!(
             "no optimizer state by names tells parameters from buffers: {number} of floats taken for parameters \
-             (--buffers names those that are none)"
+             (options::buffers names those that are none)"
         ));
     }
     Ok(divided)
@@ -246,7 +246,7 @@ fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error 
             short_list_of_counted(&texts, FEW),
             twin.unwrap_or_default()
         ),
-        "--buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by --flat-layout FILE",
+        "options::buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by options::flat_layout FILE",
     )
     .naming(&texts)
 }

@@ -108,7 +108,7 @@ impl<'a> Chooser<'a> {
         if let Some(planned) = &self.planned {
             // Nothing tells which of those that no style names are trained.
             let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ToldBy::Nothing;
-            let more = if may_be_buffers { "; --placements 'NAME=plain' says which are buffers" } else { "" };
+            let more = if may_be_buffers { "; options::placements 'NAME=plain' says which are buffers" } else { "" };
             notes.extend(planned.notes(more));
             notes.extend(heads.notes(planned));
         }
@@ -165,7 +165,7 @@ impl<'a> Chooser<'a> {
         if by == By::CommandLine {
             return Err(Error::unsupported(
                 format!("{path}: {first} in a DCP directory, which holds values, not summands"),
-                "write rank files (--to torch-ranks), or give it S or R placements, for which it is reduced",
+                "write rank files (options::to torch-ranks), or give it S or R placements, for which it is reduced",
             ));
         }
         partial.for_each(|placement| *placement = Placement::Replicate);

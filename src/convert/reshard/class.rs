@@ -12,8 +12,8 @@ use crate::format::{Format, TensorStorage};
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
         Some(_) if to.tensors() != TensorStorage::Ranks => Err(Error::usage(
-            format!("--tensor-class is for rank files, and DST is to be {to}"),
-            "leave it out, or write rank files with --to torch-ranks",
+            format!("options::tensor_class is for rank files, and DST is to be {to}"),
+            "leave it out, or write rank files with options::to torch-ranks",
         )),
         None | Some(TensorClass::Auto) => Ok(None),
         Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),

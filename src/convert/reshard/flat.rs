@@ -13,20 +13,25 @@ use crate::layout::DeviceMesh;
 pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
     if let Some(placements) = args.placements.first() {
         return Err(Error::usage(
-            format!("--placements {placements}: flat parameters have none"),
-            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+            format!("options::placements {placements}: flat parameters have none"),
+            "options::to torch-ranks or options::to dcp writes tensors that are sharded one by one",
         ));
     }
-    let plan = [("--plan", &args.plan), ("--tp", &args.tp), ("--fsdp", &args.fsdp), ("--replicate", &args.replicate)];
+    let plan = [
+        ("options::plan", &args.plan),
+        ("options::tp", &args.tp),
+        ("options::fsdp", &args.fsdp),
+        ("options::replicate", &args.replicate),
+    ];
     if let Some((option, Some(name))) = plan.into_iter().find(|(_, given)| given.is_some()) {
         return Err(Error::usage(
             format!("{option} {name}: flat parameters are cut as a whole, by FSDP1 alone"),
-            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+            "options::to torch-ranks or options::to dcp writes tensors that are sharded one by one",
         ));
     }
     tensor_class(args.tensor_class, Format::FsdpFlat)?;
     if args.split.is_some() {
-        return Err(Error::usage("--split: flat parameters are cut in one way", "leave it out"));
+        return Err(Error::usage("options::split: flat parameters are cut in one way", "leave it out"));
     }
     let mut wish = Wish::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
     if let Some(text) = args.mesh.first() {
@@ -37,7 +42,7 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
             [_, shard] => Group::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
             _ => {
                 return Err(Error::usage(
-                    format!("--mesh {text}: flat parameters are cut once"),
+                    format!("options::mesh {text}: flat parameters are cut once"),
                     "give one dim, or two for HYBRID_SHARD: the copies, then the ranks that share one",
                 ));
             }
@@ -46,7 +51,7 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     if args.mesh.len() > 1 || !args.mesh_ranks.is_empty() {
         return Err(Error::usage(
             "flat parameters lie on the ranks from 0 on, in order",
-            "give one --mesh, without --mesh-ranks",
+            "give one options::mesh, without options::mesh_ranks",
         ));
     }
     flatten::lay_out(&wish, &args.convert, source, run)

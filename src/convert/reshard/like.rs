@@ -47,7 +47,7 @@ impl<'a> Like<'a> {
                 what: "the number of dims",
                 between: format!("SRC and {}", self.root.display()),
                 detail: format!("{:?} and {:?}", entry.shape, own.shape),
-                hint: Some(String::from("--placements 'PATTERN=LIST' says how it is to lie")),
+                hint: Some(String::from("options::placements 'PATTERN=LIST' says how it is to lie")),
             });
         }
         let parameter = parameter.and_then(|name| self.names.parameter(name.as_str()));
@@ -77,9 +77,9 @@ impl<'a> Like<'a> {
         let Some((path, in_model)) = self.missing.first() else { return Ok(()) };
         let names: Vec<String> = self.missing.iter().map(|(path, _)| path.to_string()).collect();
         Err(Error::usage(
-            format!("{}: --like {} has no tensor of this name", short_list(&names, FEW), self.root.display()),
+            format!("{}: options::like {} has no tensor of this name", short_list(&names, FEW), self.root.display()),
             format!(
-                "{}; --placements '{path}=LIST' says how it is to lie, a bare LIST how all of them are",
+                "{}; options::placements '{path}=LIST' says how it is to lie, a bare LIST how all of them are",
                 self.names.nearest(path, in_model.as_deref())
             ),
         )

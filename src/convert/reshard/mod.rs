@@ -57,7 +57,7 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
         TensorStorage::Whole => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
-                "--to dcp, --to dcp-hf, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` \
+                "options::to dcp, options::to dcp-hf, options::to torch-ranks and options::to local write shards; `dtshard unshard` and `dtshard consolidate` \
                  write whole tensors",
             ));
         }
@@ -178,8 +178,8 @@ impl Job {
         let Some(version) = version else { return Ok(Self { world_size, style: own }) };
         let release = torch::Release::of_version(version).ok_or_else(|| {
             Error::usage(
-                format!("--torch-version {version}: expected a version from 2.5 on"),
-                "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load --to dcp",
+                format!("options::torch_version {version}: expected a version from 2.5 on"),
+                "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load options::to dcp",
             )
         })?;
         Ok(Self { world_size, style: torch::Style { release, ..own } })

@@ -95,7 +95,7 @@ impl Tally {
             ToldBy::Optimizer | ToldBy::Nothing => "taken for buffers",
         };
         note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
-        note(self.reduced, " R where Partial in SRC or --like: values are written, not summands".into());
+        note(self.reduced, " R where Partial in SRC or options::like: values are written, not summands".into());
         let unheard = self.used.difference(&self.heard).map(|index| unheard(&layout.rules[*index].said));
         if !layout.rules.is_empty() || layout.plan.is_some() {
             let what = " of optimizer state have numbers for names: rules for parameters did not reach them";

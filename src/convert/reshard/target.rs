@@ -18,7 +18,7 @@ use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
-    let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
+    let name = if source.filled.is_some() { "the checkpoint of options::fill_from" } else { "SRC" };
     let meshes = &source.wanted.catalog.meshes;
     let of_rows = || {
         // What comes from SRC lies as it did in FILLER.
@@ -30,10 +30,10 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
     DeviceMesh::root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
         Error::usage(
             match meshes.len() {
-                0 => format!("no --mesh is given, and {name} has no mesh"),
-                many => format!("no --mesh is given, and {name} has {many} meshes"),
+                0 => format!("no options::mesh is given, and {name} has no mesh"),
+                many => format!("no options::mesh is given, and {name} has {many} meshes"),
             },
-            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
+            "say it with options::mesh, such as options::mesh fsdp=8 or options::mesh dp=4,tp=2",
         )
     })
 }
@@ -54,8 +54,8 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
             return without_mesh(like);
         }
         Error::usage(
-            format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
-            "say with --mesh which dims there are to be, called as there",
+            format!("options::like {}: it has {} meshes", like.root.display(), meshes.len()),
+            "say with options::mesh which dims there are to be, called as there",
         )
     })
 }
@@ -86,8 +86,8 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     }
     let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
     Err(Error::usage(
-        format!("--mesh {mesh}: that of --like {} is {}", like.root.display(), theirs.join(" and ")),
-        "give the same dims in other sizes; or leave --like out, and say --placements",
+        format!("options::mesh {mesh}: that of options::like {} is {}", like.root.display(), theirs.join(" and ")),
+        "give the same dims in other sizes; or leave options::like out, and say options::placements",
     ))
 }
 
@@ -95,13 +95,13 @@ fn without_mesh(like: &Checkpoint) -> Error {
     let root = like.root.display();
     if like.format.tensors() == TensorStorage::Boxes {
         return Error::usage(
-            format!("--like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
-            "give rank files of the same job; or say it with --mesh and --placements",
+            format!("options::like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
+            "give rank files of the same job; or say it with options::mesh and options::placements",
         );
     }
     Error::usage(
-        format!("--like {root}: none of its tensors lies on a mesh"),
-        "give a checkpoint with DTensors or ShardedTensors; or say it with --mesh and --placements",
+        format!("options::like {root}: none of its tensors lies on a mesh"),
+        "give a checkpoint with DTensors or ShardedTensors; or say it with options::mesh and options::placements",
     )
 }
 
@@ -109,8 +109,8 @@ fn plan_of(args: &ReshardOptions) -> PlanArgs<'_> {
     let ReshardOptions { plan, tp, fsdp, replicate, .. } = args;
     PlanArgs {
         plan: plan.as_deref(),
-        option: "--plan",
-        layout_option: "--layout",
+        option: "options::plan",
+        layout_option: "options::layout",
         names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), idle: Vec::new() },
     }
 }
@@ -119,16 +119,19 @@ fn plan_of(args: &ReshardOptions) -> PlanArgs<'_> {
 pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
     let split = args.split.clone();
-    let hint = "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
-    let file =
-        args.layout.as_deref().map(|path| placements::file("--layout", path, split.clone(), hint)).transpose()?;
+    let hint = "options::to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
+    let file = args
+        .layout
+        .as_deref()
+        .map(|path| placements::file("options::layout", path, split.clone(), hint))
+        .transpose()?;
     let given = match args.mesh.as_slice() {
         [] => None,
         [one] => Some(DeviceMesh::parse(one)?),
         [first, second, ..] => {
             return Err(Error::usage(
-                format!("--mesh {first} and --mesh {second}: two meshes"),
-                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
+                format!("options::mesh {first} and options::mesh {second}: two meshes"),
+                format!("dims of one mesh have commas between them: options::mesh {first},{second}"),
             ));
         }
     };
@@ -144,7 +147,7 @@ pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, 
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = mesh.with_ranks(ranks)?;
     }
-    let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
+    let (mut rules, fallback) = placements::read("options::placements", &args.placements)?;
     if let Some(file) = &file {
         rules.extend(file.rules(&mesh)?);
     }
@@ -175,7 +178,7 @@ fn unsaid(layout: &Layout) -> Option<String> {
     let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);
     (is_tp && is_default && layout.plan.is_none()).then(|| {
         String::from(
-            "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules as tensor parallelism does",
+            "S(0) for every tensor without a rule, since nothing else is said; options::plan cuts modules as tensor parallelism does",
         )
     })
 }
@@ -211,9 +214,11 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         list[mesh.ndim() - 1] = "S(0)";
         list.join(",")
     });
-    let plan = if mesh.dim_by_name(TP).is_some() { "; or cut modules over tp: --plan NAME" } else { "" };
+    let plan = if mesh.dim_by_name(TP).is_some() { "; or cut modules over tp: options::plan NAME" } else { "" };
     Err(Error::usage(
-        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
-        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'{plan}"),
+        format!("options::mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
+        format!(
+            "say it for every tensor: options::placements '{sharded_first}' or options::placements '{replicated_first}'{plan}"
+        ),
     ))
 }

@@ -30,7 +30,7 @@ pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Resu
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     if args.with_grads && !has_gradients(&source) {
         return Err(Error::usage(
-            "--with-grads: there are no gradients",
+            "options::with_grads: there are no gradients",
             "they are a subtree or a series of rank files called grads or gradients; leave it out",
         ));
     }

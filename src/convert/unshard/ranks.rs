@@ -31,7 +31,7 @@ pub fn default_format(args: &UnshardOptions, source: &Source) -> Result<Format> 
         TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
-            format!("--unit: {} does not say how the other tensors lie on ranks", source.checkpoint.format),
+            format!("options::unit: {} does not say how the other tensors lie on ranks", source.checkpoint.format),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }
@@ -50,14 +50,14 @@ pub fn reserve(
     let expected = default_format(args, source)?;
     if to != expected {
         return Err(Error::usage(
-            format!("--all-ranks and --unit write {expected} here, not {to}"),
-            "leave --to out, or leave them out for one whole file",
+            format!("options::all_ranks and options::unit write {expected} here, not {to}"),
+            "leave options::to out, or leave them out for one whole file",
         ));
     }
     if let Some(file) = args.convert.dst.as_deref().filter(|path| path.extension().is_some_and(|it| it == "pt")) {
         return Err(Error::usage(
             format!("{} is called like a file, and rank files lie in a folder", file.display()),
-            "name a folder; without --all-ranks and --unit there is one file",
+            "name a folder; without options::all_ranks and options::unit there is one file",
         ));
     }
     let version = args.convert.destination.torch_version.as_deref();
@@ -65,9 +65,9 @@ pub fn reserve(
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),
         Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
-            "--unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
+            "options::unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
              others by flat parameter",
-            "--series model leaves the optimizer out, --exclude its part of one file; without --unit all of it is whole",
+            "options::series model leaves the optimizer out, options::exclude its part of one file; without options::unit all of it is whole",
         )),
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
@@ -84,7 +84,7 @@ pub fn reserve(
 fn everything(source: &Source, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
-            format!("--all-ranks: {} does not say how many ranks there are", source.checkpoint.format),
+            format!("options::all_ranks: {} does not say how many ranks there are", source.checkpoint.format),
             "leave it out for one file; every rank can load that",
         ));
     };
@@ -96,8 +96,8 @@ fn everything(source: &Source, version: Option<&str>) -> Result<Reservation> {
 fn some_modules(patterns: &Patterns, source: &Source, version: Option<&str>) -> Result<(Reservation, Vec<String>)> {
     let mesh = own_mesh(source).map_err(|_| {
         Error::usage(
-            format!("--unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
-            "leave it out for whole tensors; `dtshard reshard --mesh` writes the rest for one mesh",
+            format!("options::unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
+            "leave it out for whole tensors; reshard writes the rest for one mesh (options::mesh)",
         )
     })?;
     let root = model::model_root(&source.wanted.catalog.state);
@@ -195,5 +195,8 @@ impl Patterns {
 }
 
 fn no_such_unit(pattern: &str, names: &[String]) -> Error {
-    Error::usage(format!("--unit {pattern}: no sharded module has a path like that"), nearest::hint(pattern, names))
+    Error::usage(
+        format!("options::unit {pattern}: no sharded module has a path like that"),
+        nearest::hint(pattern, names),
+    )
 }

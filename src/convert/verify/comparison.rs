@@ -107,7 +107,7 @@ impl Comparison<'_> {
                     };
                 if are_equal {
                     found.hints.push(format!(
-                        "{other} leaves out {output}, which is equal to {embedding}: add --common to compare the tensors \
+                        "{other} leaves out {output}, which is equal to {embedding}: add options::common to compare the tensors \
                          that both have"
                     ));
                     return Ok(());
@@ -190,8 +190,8 @@ fn check_common<'n>(
         return Ok(());
     }
     Err(Error::usage(
-        "--common: SRC and OTHER have no name of a tensor in common",
-        "`dtshard inspect` shows their names; --root, --strip-prefix and --rename change those of SRC",
+        "options::common: SRC and OTHER have no name of a tensor in common",
+        "`dtshard inspect` shows their names; options::root, options::strip_prefix and options::rename change those of SRC",
     ))
 }
 
@@ -283,9 +283,9 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
     let root = is_root.then_some(root.as_str()).or_else(|| common_prefix(&found.only_in_src, &found.only_in_other));
     if let Some(root) = root {
-        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add options::root {root}"));
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
-        found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add --add-prefix {prefix}."));
+        found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add options::add_prefix {prefix}."));
     }
 }
 
@@ -309,9 +309,9 @@ pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
     // Those that one for all tensors leaves are said by pattern.
     let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
     let number = count(*number, "tensor");
-    found
-        .hints
-        .push(format!("OTHER has {number} as {dtype}: --dtype {pattern}{dtype} compares SRC as if it were cast"));
+    found.hints.push(format!(
+        "OTHER has {number} as {dtype}: options::dtype {pattern}{dtype} compares SRC as if it were cast"
+    ));
 }
 
 fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {

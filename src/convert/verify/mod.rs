@@ -153,8 +153,8 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
     }
     if untold > 0 {
         found.hints.push(String::from(
-            "plain tensors are taken for copies; where ranks hold parts of them, --src-mesh and --src-placements or \
-             --src-plan say which, and where they hold summands, --reduce",
+            "plain tensors are taken for copies; where ranks hold parts of them, options::src_mesh and options::src_placements or \
+             options::src_plan say which, and where they hold summands, options::reduce",
         ));
     }
     Ok(())

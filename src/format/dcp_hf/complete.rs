@@ -13,11 +13,11 @@ use crate::storage::{Files, IoMode};
 
 /// What to say where missing shards may have been empty.
 const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
-                            they name: --allow-missing goes on without the missing ones";
+                            they name: options::allow_missing goes on without the missing ones";
 
 /// What to say where no rank has anything of one of the files.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
-                             --allow-missing goes on without them";
+                             options::allow_missing goes on without them";
 
 /// Returns the ranks and files that are missing by the names of the shards in a folder.
 ///

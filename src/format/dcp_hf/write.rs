@@ -98,7 +98,7 @@ fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
                 "{fqn}: a rank would hold {} boxes of it, and a dcp-hf file has one of each tensor",
                 tile.regions().count()
             ),
-            "write a DCP directory (--to dcp), which has a place for each box",
+            "write a DCP directory (options::to dcp), which has a place for each box",
         )
     })
 }
@@ -146,7 +146,7 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
         let entry = &tensors[part.tensor].entry;
         Written { name: entry.fqn.as_str(), dtype: entry.dtype, shape: &part.region.sizes, begin: *begin }
     });
-    let header = write_header(name.as_ref(), &metadata, written, "write a DCP directory (--to dcp)")?;
+    let header = write_header(name.as_ref(), &metadata, written, "write a DCP directory (options::to dcp)")?;
     let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
     let mut file = OutputFile::of_rank(rank, name);
     file.push_literal(header);

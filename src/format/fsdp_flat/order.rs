@@ -57,7 +57,7 @@ pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64]
         more => format!(" and {more} more"),
     };
     Some(format!(
-        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, --flat-layout \
+        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, options::flat_layout \
          FILE has to say it",
         path.display()
     ))

@@ -81,6 +81,6 @@ pub fn refuse_told(folder: &Path) -> Result<()> {
     }
     Err(Error::usage(
         format!("{}: its {FILE_NAME} says how its tensors lie", folder.display()),
-        "leave out --src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce",
+        "leave out options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and options::reduce",
     ))
 }

@@ -59,7 +59,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
 fn without_document(folder: &Path) -> Error {
     Error::usage(
         format!("{}: rank files without {FILE_NAME}, which says of what their tensors are parts", folder.display()),
-        "say it with --src-mesh and --src-placements, or --src-layout; --from safetensors takes files of whole tensors",
+        "say it with options::src_mesh and options::src_placements, or options::src_layout; options::from safetensors takes files of whole tensors",
     )
 }
 

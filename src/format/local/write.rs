@@ -247,7 +247,7 @@ impl Writer<'_> {
         });
         let metadata = Map::from_iter([(String::from(FORMAT_KEY), json!("pt"))]);
         let name = file_name(rank);
-        let header = write_header(FilePath::new(&name), &metadata, written, "leave tensors out with --exclude")?;
+        let header = write_header(FilePath::new(&name), &metadata, written, "leave tensors out with options::exclude")?;
         let header = Arc::new(header);
         self.headers.insert(Arc::clone(&header));
         let mut output = OutputFile::of_rank(rank, name);

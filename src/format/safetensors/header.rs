@@ -314,7 +314,7 @@ pub fn write_header<'a>(
         let Some(tag) = dtype.safetensors_tag() else {
             return Err(Error::unsupported(
                 format!("{name}: safetensors cannot hold {dtype}"),
-                "write a torch file (--to torch) or a DCP directory (reshard --to dcp)",
+                "write a torch file (options::to torch) or a DCP directory (reshard, options::to dcp)",
             ));
         };
         let mut counted = Dims::from(shape);
@@ -322,7 +322,7 @@ pub fn write_header<'a>(
             let Some(last) = counted.last_mut() else {
                 return Err(Error::unsupported(
                     format!("{name}: safetensors counts single values, and a 0-d F4 tensor has none"),
-                    "write a torch file (--to torch)",
+                    "write a torch file (options::to torch)",
                 ));
             };
             *last *= 2;

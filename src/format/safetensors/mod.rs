@@ -134,8 +134,8 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
         between: format!("{} and {}", path.display(), other.display()),
         detail: String::from("expected a tensor in one file only"),
         hint: Some(String::from(
-            "where each file holds what one rank had, --src-mesh and --src-placements say how its tensors lie (--src-mesh \
-             tp=2 --src-placements '**.w1=S(0)')",
+            "where each file holds what one rank had, options::src_mesh and options::src_placements say how its tensors lie (options::src_mesh \
+             tp=2 options::src_placements '**.w1=S(0)')",
         )),
     }
 }
@@ -262,7 +262,7 @@ pub fn reserve(
     if let Some(alias) = aliases().find(|alias| OWN_KEYS.contains(alias)) {
         return Err(Error::unsupported(
             format!("a tied tensor called `{alias}` cannot be recorded, since that key of the metadata has a meaning"),
-            "write tied tensors under every name (--tied keep)",
+            "write tied tensors under every name (options::tied keep)",
         ));
     }
     let written: HashSet<&Fqn> = tensors.iter().filter(|_| !ties.is_empty()).map(|(fqn, _)| fqn).collect();
@@ -335,7 +335,7 @@ fn reserve_file(
         shape: &wanted.source.tensor(*id).shape,
         begin,
     });
-    let header = write_header(&name, &metadata, written, "split the model with --max-shard-size")?;
+    let header = write_header(&name, &metadata, written, "split the model with options::max_shard_size")?;
     let mut file = OutputFile::new(name);
     file.push_literal(header);
     let data_start = file.len;

@@ -26,8 +26,8 @@ impl Effects {
         let of_file = told.file.as_ref().and_then(|file| file.fallback(told.mesh.as_ref()));
         let bare = own
             .filter(|own| of_file.as_deref() != Some(*own))
-            .map(|list| format!("--src-placements {}", comma_list(list)));
-        let split = told.split.as_ref().map(|split| format!("--src-split {split}"));
+            .map(|list| format!("options::src_placements {}", comma_list(list)));
+        let split = told.split.as_ref().map(|split| format!("options::src_split {split}"));
         let plan = told.plan.as_ref().map(|_| String::from("the plan"));
         let unheard = [
             (plan, self.by_plan, "no plain tensor is a parameter, or state of one"),

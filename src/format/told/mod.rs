@@ -98,8 +98,8 @@ impl Told {
                 several => format!("{several} meshes"),
             };
             Error::usage(
-                format!("no --src-mesh is given, and {} has {own}", root.display()),
-                "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",
+                format!("no options::src_mesh is given, and {} has {own}", root.display()),
+                "say on which mesh the ranks lay that saved it, such as options::src_mesh tp=8 or options::src_mesh dp=4,tp=2",
             )
         })
     }
@@ -116,6 +116,6 @@ fn check_ranks(mesh: &DeviceMesh, ranks: &BTreeSet<Rank>, allow_missing: bool) -
     };
     Err(Error::usage(
         format!("the mesh {mesh} has {} ranks, and there are files of {}: {what}", mesh.world_size(), ranks.len()),
-        "the sizes of --src-mesh multiply to the number of ranks; --src-mesh-ranks says which of them are where",
+        "the sizes of options::src_mesh multiply to the number of ranks; options::src_mesh_ranks says which of them are where",
     ))
 }

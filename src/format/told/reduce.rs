@@ -55,7 +55,7 @@ impl Reductions {
             let Some(dim) = mesh.dim_by_name(name) else { return Err(unknown_dim(name, mesh)) };
             if let Some(known) = ops[dim.0].replace(op) {
                 return Err(Error::usage(
-                    format!("--reduce: {name} is named twice, with {known} and {op}"),
+                    format!("options::reduce: {name} is named twice, with {known} and {op}"),
                     "say of each mesh dim once how it is reduced",
                 ));
             }
@@ -108,7 +108,7 @@ impl Reductions {
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!("--reduce: no plain tensor {what} is whole on these mesh dims"),
+                format!("options::reduce: no plain tensor {what} is whole on these mesh dims"),
                 "DTensors say themselves what is Partial, and a dim that shards has nothing to sum; leave it out",
             ));
         }
@@ -149,8 +149,8 @@ fn is_gradients(key: &Key) -> bool {
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
     let hint = match mesh.names() {
-        None => String::from("the dims of its mesh have no names: say them with --src-mesh"),
+        None => String::from("the dims of its mesh have no names: say them with options::src_mesh"),
         Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
-    Error::usage(format!("--reduce: the mesh {mesh} has no dim `{name}`"), hint)
+    Error::usage(format!("options::reduce: the mesh {mesh} has no dim `{name}`"), hint)
 }

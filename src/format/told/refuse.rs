@@ -72,17 +72,17 @@ impl Refused<'_> {
     fn hint(&self) -> String {
         let Some(near) = nearest(self.mesh, self.shared, self.held) else {
             return String::from(
-                "these sizes are what no rule gives: sizes of their own are said in a layout file (--src-layout); or \
-                 check which ranks the mesh has where (--src-mesh-ranks), and that all the files come from one save of \
+                "these sizes are what no rule gives: sizes of their own are said in a layout file (options::src_layout); or \
+                 check which ranks the mesh has where (options::src_mesh_ranks), and that all the files come from one save of \
                  one job",
             );
         };
         let rule = near.splits.first().unwrap_or(&Split::Chunk);
         if near.placements == self.shared.placements {
-            return format!("these sizes are what the rule of {rule} gives: --src-split {rule}");
+            return format!("these sizes are what the rule of {rule} gives: options::src_split {rule}");
         }
-        let split = if near.splits == self.shared.splits { String::new() } else { format!(" --src-split {rule}") };
-        format!("these sizes would fit --src-placements '{}={}'{split}", self.name, comma_list(&near.placements))
+        let split = if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
+        format!("these sizes would fit options::src_placements '{}={}'{split}", self.name, comma_list(&near.placements))
     }
 }
 
@@ -95,7 +95,7 @@ pub fn too_large(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
 pub fn unknown_number(fqn: &Fqn) -> Error {
     Error::unsupported(
         format!("{fqn}: the optimizer numbers its parameters, and which this is cannot be told"),
-        "save the state by names (get_optimizer_state_dict); or say how it lies, by the number: --src-placements \
+        "save the state by names (get_optimizer_state_dict); or say how it lies, by the number: options::src_placements \
          'optim.state.0=S(0)'",
     )
 }

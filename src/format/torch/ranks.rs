@@ -22,8 +22,8 @@ use crate::layout::shards::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.
-const PARTS_UNTOLD: &str = "where they are parts of one tensor, --src-mesh and --src-placements say how it lies (--src-mesh \
-                            tp=2 --src-placements '**.w1=S(0)'); else check that all the files come from one save of one \
+const PARTS_UNTOLD: &str = "where they are parts of one tensor, options::src_mesh and options::src_placements say how it lies (options::src_mesh \
+                            tp=2 options::src_placements '**.w1=S(0)'); else check that all the files come from one save of one \
                             job";
 
 /// What one rank saved.

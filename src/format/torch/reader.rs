@@ -197,7 +197,7 @@ pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String
         (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
             format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
             "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again, or go \
-             on without such objects with --drop-unknown",
+             on without such objects with options::drop_unknown",
         ),
         (_, Some(what)) => Error::unsupported(
             format!("{}: {at} is {what}", path.display()),

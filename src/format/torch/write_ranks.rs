@@ -101,7 +101,7 @@ fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shar
                 format!("{fqn}: split by {splits} ({cut}), rank {rank} has {own}, of a DTensor {chunk}"),
                 format!(
                     "DTensors and ShardedTensors are cut by torch.chunk: {}, or write plain local tensors with \
-                     --tensor-class local, --to local or --to dcp",
+                     options::tensor_class local, options::to local or options::to dcp",
                     cut.to_chunks()
                 ),
             ));
@@ -140,7 +140,7 @@ fn common_dim<'l>(
             Some((first, _)) => {
                 return Err(Error::unsupported(
                     format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
-                    "those of a file share one process group; shard all over one mesh dim, or write --tensor-class \
+                    "those of a file share one process group; shard all over one mesh dim, or write options::tensor_class \
                      dtensor",
                 ));
             }
@@ -153,7 +153,7 @@ fn common_dim<'l>(
             let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
             return Err(Error::unsupported(
                 format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
-                "FSDP1 takes rows in the order of ranks; leave --mesh-ranks out, or write --tensor-class dtensor",
+                "FSDP1 takes rows in the order of ranks; leave options::mesh_ranks out, or write options::tensor_class dtensor",
             ));
         }
     }
@@ -226,7 +226,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
 fn outside_of_groups(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
         format!("ShardedTensors on {mesh}, which rank {rank} is not in"),
-        "--tensor-class dtensor writes DTensors, of which such a rank holds nothing; or give the mesh the ranks from 0 \
+        "options::tensor_class dtensor writes DTensors, of which such a rank holds nothing; or give the mesh the ranks from 0 \
          on, in any order",
     )
 }

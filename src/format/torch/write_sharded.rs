@@ -51,7 +51,7 @@ pub fn sharding_dim(
             let list = comma_list(placements);
             Err(Error::unsupported(
                 format!("{fqn}: a ShardedTensor with placements {list} on {mesh}"),
-                "FSDP1 shards rows over one mesh dim: S(0) on it, R on the others; --tensor-class dtensor writes any \
+                "FSDP1 shards rows over one mesh dim: S(0) on it, R on the others; options::tensor_class dtensor writes any \
                  placements",
             ))
         }

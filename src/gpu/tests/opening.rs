@@ -24,7 +24,7 @@ fn without_a_driver_an_error_says_so() {
         return;
     }
     let told = refusal(super::open(Kernels::Compiled, 0).unwrap_err());
-    assert!(told.contains("no CUDA driver here") && told.contains("--backend cpu"), "{told}");
+    assert!(told.contains("no CUDA driver here") && told.contains("options::backend cpu"), "{told}");
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn short_of_memory() {
         "GPU: allocate memory: 20.97 MB for what is read: out of memory (CUDA_ERROR_OUT_OF_MEMORY); the device has \
          7.34 MB left"
     );
-    assert!(error.hint().unwrap().contains("--bucket-size"));
+    assert!(error.hint().unwrap().contains("options::bucket_size"));
     assert_eq!(bytes.len(), 1 << 20, "it is as it was");
     bytes.at_least((2 << 20) + 1, "what is read").unwrap();
     assert_eq!(bytes.len(), 4 << 20);

@@ -69,9 +69,9 @@ impl Roles {
             name.as_ref().map(dim).transpose()
         };
         let mut uses = [
-            ("--tp", named("--tp", &given.tp)?, &TP[..]),
-            ("--fsdp", named("--fsdp", &given.fsdp)?, &FSDP),
-            ("--replicate", named("--replicate", &given.replicate)?, &REPLICATE),
+            ("options::tp", named("options::tp", &given.tp)?, &TP[..]),
+            ("options::fsdp", named("options::fsdp", &given.fsdp)?, &FSDP),
+            ("options::replicate", named("options::replicate", &given.replicate)?, &REPLICATE),
         ];
         let is_idle = |dim: MeshDim| given.idle.contains(&names[dim.0]);
         for index in 0..uses.len() {

@@ -180,13 +180,13 @@ fn mesh_dims_are_known_by_name_or_told() {
     assert_eq!(of("dp=2,tp=2", "", "", "dp"), Ok([Some(1), None, Some(0)]));
     assert_eq!(of("dp=2,tp=2", "dp", "tp", ""), Ok([Some(0), Some(1), None]));
     assert_eq!(of("x=2,y=2", "y", "x", ""), Ok([Some(1), Some(0), None]));
-    assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "--tp tpp: expected a dim of the mesh, found dp, tp");
+    assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "options::tp tpp: expected a dim of the mesh, found dp, tp");
     assert_eq!(
         error("dp=2,pp=2", "", "").unwrap_err(),
         "mesh dim pp of dp=2,pp=2: a plan does not know what it is for"
     );
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().starts_with("mesh dim dp of"));
-    assert_eq!(error("dp=2,tp=2", "dp", "dp").unwrap_err(), "mesh dim dp: expected one use, found --tp and --fsdp");
+    assert_eq!(error("dp=2,tp=2", "dp", "dp").unwrap_err(), "mesh dim dp: expected one use, found options::tp and options::fsdp");
     let unnamed = DeviceMesh::new([2_u64].as_slice(), vec![crate::layout::Rank(0), crate::layout::Rank(1)], None);
     assert!(matches!(Roles::of(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
 }

@@ -111,7 +111,7 @@ fn parts_join_and_others_are_refused() {
     says(&env.part(1, 2).unwrap_err(), &["another run"]);
     env.fingerprint = Fingerprint([7; 32]);
     drop(second);
-    says(&env.part(1, 2).unwrap_err(), &["did not finish", "--resume"]);
+    says(&env.part(1, 2).unwrap_err(), &["did not finish", "options::resume"]);
     env.claim.resume = true;
     env.part(1, 2).unwrap().check().unwrap();
     first.check().unwrap();
@@ -121,7 +121,7 @@ fn parts_join_and_others_are_refused() {
 fn another_number_of_parts_goes_on_when_nobody_lives() {
     let mut env = TestEnv::new(Shape::Folder);
     env.leave_behind(Part { index: 0, of: 2 });
-    says(&env.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
+    says(&env.part(0, 3).unwrap_err(), &["did not finish", "options::resume"]);
     env.claim.resume = true;
     let staging = env.part(2, 3).unwrap();
     assert_eq!(names(staging.folder().path()), ["a"]);
@@ -238,9 +238,9 @@ fn restart_without_a_launch_or_its_first_part() {
     let mut env = TestEnv::new(Shape::Folder);
     env.leave_behind(Part { index: 1, of: 2 });
     env.claim.restart = true;
-    says(&env.part(0, 2).unwrap_err(), &["--restart", "remove", ".out.dtshard-partial"]);
+    says(&env.part(0, 2).unwrap_err(), &["options::restart", "remove", ".out.dtshard-partial"]);
     env.claim = Claim { run: Some("job".into()), parts_wait: false, ..env.claim };
-    says(&env.part(0, 2).unwrap_err(), &["--restart"]);
+    says(&env.part(0, 2).unwrap_err(), &["options::restart"]);
     env.claim.parts_wait = true;
     says(&env.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
     assert_eq!(names(&env.data()), ["a"]);

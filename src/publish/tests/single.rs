@@ -36,7 +36,7 @@ fn ending_is_not_delayed_by_a_beat() {
 fn an_existing_destination_is_kept_unless_overwrite_is_given() {
     let mut env = TestEnv::new(Shape::File);
     write(&env.out(), "old");
-    env.refused(&["out exists", "--overwrite"]);
+    env.refused(&["out exists", "options::overwrite"]);
     env.claim.overwrite = true;
     let staging = env.begin().unwrap();
     write(&staging.folder().path().join("out"), "new");
@@ -136,7 +136,7 @@ fn dead_and_live_partials_are_told_apart() {
 
     env.claim = claim();
     env.leave_behind(Part::alone());
-    env.refused(&["did not finish", "--resume", "--restart"]);
+    env.refused(&["did not finish", "options::resume", "options::restart"]);
     env.claim.restart = true;
     let fresh = env.begin().unwrap();
     assert_eq!(names(fresh.folder().path()), [""; 0]);
@@ -164,9 +164,9 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
     for make in [&old_version as &dyn Fn(&Path), &file, &damaged, &straying] {
         let mut env = TestEnv::new(Shape::Folder);
         make(&env.partial());
-        env.refused(&["did not finish", ".out.dtshard-partial", "--restart"]);
+        env.refused(&["did not finish", ".out.dtshard-partial", "options::restart"]);
         env.claim.resume = true;
-        env.refused(&["no plan", "--restart"]);
+        env.refused(&["no plan", "options::restart"]);
         env.claim = Claim { restart: true, ..claim() };
         publish(&env.begin().unwrap());
         assert_eq!(env.names(), ["out"]);
@@ -184,12 +184,12 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
     env.leave_behind(Part::alone());
     env.claim.resume = true;
     env.version = "2";
-    env.refused(&["dtshard 1 made it, and this is 2", "--restart"]);
+    env.refused(&["dtshard 1 made it, and this is 2", "options::restart"]);
     env.version = "1";
     env.fingerprint = Fingerprint([8; 32]);
-    env.refused(&["cannot be gone on with: it is of another source, or of other options", "--restart"]);
-    env.about.options.insert("--dtype".into(), "bf16".into());
-    env.refused(&["cannot be gone on with: --dtype was not given, and is bf16", "--restart"]);
+    env.refused(&["cannot be gone on with: it is of another source, or of other options", "options::restart"]);
+    env.about.options.insert("options::dtype".into(), "bf16".into());
+    env.refused(&["cannot be gone on with: options::dtype was not given, and is bf16", "options::restart"]);
     assert_eq!(names(&env.data()), ["a"]);
     env.claim = Claim { restart: true, ..claim() };
     publish(&env.begin().unwrap());
@@ -217,7 +217,7 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     }
     assert!(matches!(env.begin_as(&env.claim), Ok(Begun::Done)));
     env.fingerprint = Fingerprint([8; 32]);
-    env.refused(&["out exists: it is finished, and of another source, or made with other options", "--overwrite"]);
+    env.refused(&["out exists: it is finished, and of another source, or made with other options", "options::overwrite"]);
     env.claim.resume = false;
     env.refused(&["out exists\n"]);
 }

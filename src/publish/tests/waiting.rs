@@ -19,11 +19,11 @@ fn a_part_that_does_not_come_or_goes_is_named() {
     first.finish().unwrap();
     let mut looks = 0;
     let error = in_vain(&first, &mut |_| looks += 1);
-    says(&error, &["parts 1, 2, 3 of 4 have not started", "--resume", "--part 0 --parts 1"]);
+    says(&error, &["parts 1, 2, 3 of 4 have not started", "options::resume", "options::part 0 options::parts 1"]);
     assert!(looks > 2);
     drop(env.part(2, 4).unwrap());
     let error = in_vain(&first, &mut |_| ());
-    says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "--resume"]);
+    says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "options::resume"]);
     // Nothing is lost with it.
     drop(first);
     assert!(env.data().exists());
@@ -46,7 +46,7 @@ fn a_part_that_failed_leaves_word() {
         let error = in_vain(&first, &mut |others| seen = others.to_vec());
         assert_eq!(seen[0].failure.as_deref(), Some("no space is left"));
         let words = if is_final { "part 1 of 2 failed: no space is left; " } else { "part 1 of 2 has not started" };
-        says(&error, &[words, "with --resume goes on"]);
+        says(&error, &[words, "with options::resume goes on"]);
         // It may be started again all the same.
         env.claim.resume = true;
         let again = env.part(1, 2).unwrap();
@@ -207,7 +207,7 @@ fn suspended_process_is_named_and_taken_over() {
     let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
     first.finish().unwrap();
     let who = Process::this().to_string();
-    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "--resume"]);
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "options::resume"]);
     second.finish().unwrap();
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
     // As one on another node would be, the process that seals is taken over.

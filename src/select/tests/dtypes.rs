@@ -46,7 +46,7 @@ fn a_bare_dtype_is_for_weights() {
     assert_eq!(
         selected.notes,
         [
-            "--dtype leaves as they are: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
+            "options::dtype leaves as they are: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
         ]
     );
     assert_eq!(selected.catalog.tensors.len(), typed().tensors.len());
@@ -76,7 +76,7 @@ fn the_first_pattern_decides() {
     let options = Options { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..Options::default() };
     assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
     let (message, _) = error(&source.state, &Options { dtypes: rules(&["f16", "bf16"]), ..Options::default() });
-    assert_eq!(message, "--dtype bf16: a second dtype for every tensor");
+    assert_eq!(message, "options::dtype bf16: a second dtype for every tensor");
 }
 
 #[test]
@@ -101,11 +101,11 @@ fn dtypes_have_many_names() {
         assert_eq!(DtypeRule::parse(&format!("a.*={rule}")).unwrap().pattern.unwrap().as_str(), "a.*");
     }
     for (rule, message) in [
-        ("bf61", "--dtype bf61: there is no dtype `bf61`"),
-        ("a=", "--dtype a=: there is no dtype ``"),
-        ("a=i8", "--dtype a=i8: nothing is cast to i8"),
-        ("f8_e8m0fnu", "--dtype f8_e8m0fnu: nothing is cast to f8_e8m0fnu"),
-        ("c64", "--dtype c64: nothing is cast to c64"),
+        ("bf61", "options::dtype bf61: there is no dtype `bf61`"),
+        ("a=", "options::dtype a=: there is no dtype ``"),
+        ("a=i8", "options::dtype a=i8: nothing is cast to i8"),
+        ("f8_e8m0fnu", "options::dtype f8_e8m0fnu: nothing is cast to f8_e8m0fnu"),
+        ("c64", "options::dtype c64: nothing is cast to c64"),
     ] {
         let error = DtypeRule::parse(rule).unwrap_err();
         assert_eq!(error.to_string(), message);

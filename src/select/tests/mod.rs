@@ -195,7 +195,7 @@ fn wrappers_are_cleaned_everywhere_or_nowhere() {
     let twice = dict(vec![("_orig_mod.w", t(0)), ("w", t(1))]);
     let (message, hint) = error(&twice, &clean);
     assert_eq!(message, "_orig_mod.w and w would both be called w");
-    assert!(hint.contains("--keep-names"));
+    assert!(hint.contains("options::keep_names"));
 }
 
 #[test]
@@ -270,15 +270,15 @@ fn numbered_state_stays_and_says_so() {
 #[test]
 fn a_pattern_for_nothing_is_an_error() {
     let cases = [
-        (Options { include: patterns(&["layers.0", "laiers.1.w"]), ..Options::default() }, "--include laiers.1.w"),
-        (Options { exclude: patterns(&["model.laiers.1.w"]), ..Options::default() }, "--exclude model.laiers.1.w"),
+        (Options { include: patterns(&["layers.0", "laiers.1.w"]), ..Options::default() }, "options::include laiers.1.w"),
+        (Options { exclude: patterns(&["model.laiers.1.w"]), ..Options::default() }, "options::exclude model.laiers.1.w"),
         (
             Options { dtypes: vec![DtypeRule::parse("laiers.1.w=f32").unwrap()], ..Options::default() },
-            "--dtype laiers.1.w=f32",
+            "options::dtype laiers.1.w=f32",
         ),
-        (renaming(&["laiers.1.w=x"]), "--rename laiers.1.w=x"),
-        (stripping("modle.layers."), "--strip-prefix modle.layers."),
-        (Options { root: Root::At("modle.layers".into()), ..Options::default() }, "--root modle.layers"),
+        (renaming(&["laiers.1.w=x"]), "options::rename laiers.1.w=x"),
+        (stripping("modle.layers."), "options::strip_prefix modle.layers."),
+        (Options { root: Root::At("modle.layers".into()), ..Options::default() }, "options::root modle.layers"),
     ];
     for (options, start) in cases {
         let (message, hint) = error(&training(), &options);
@@ -364,7 +364,7 @@ fn roots_may_end_within_a_key() {
     }
     for path in ["model.layers.0.w", "model.lay", "extra", ""] {
         let (message, hint) = error(&training(), &Options { root: Root::At(path.into()), ..Options::default() });
-        assert_eq!(message, format!("--root {path}: there are no tensors under that path"));
+        assert_eq!(message, format!("options::root {path}: there are no tensors under that path"));
         assert!(
             hint.starts_with("the top of the state dict has model, optim, extra; the nearest paths are "),
             "{hint}"
@@ -485,7 +485,7 @@ fn containers_are_rebuilt_as_they_were() {
     let expected = dict(vec![("a", dict(vec![("b", ordered(expected, &modules))]))]);
     assert_state(&state(&training(), &prefixed), &expected);
     let (message, _) = error(&training(), &Options { nest: Some("a..b".into()), ..Options::default() });
-    assert_eq!(message, "--nest a..b: a part of the path is empty");
+    assert_eq!(message, "options::nest a..b: a part of the path is empty");
 }
 
 #[test]
@@ -594,5 +594,5 @@ fn patterns_match_with_and_without_wrappers_where_names_keep_them() {
     let matching = |wrappers| Options { wrappers, exclude: patterns(&["model.w"]), ..Options::default() };
     let expected = dict(vec![("model", dict(vec![("_orig_mod.b", t(1))]))]);
     assert_state(&state(&source, &matching(Wrappers::Match)), &expected);
-    assert!(error(&source, &matching(Wrappers::Keep)).0.contains("--exclude model.w"));
+    assert!(error(&source, &matching(Wrappers::Keep)).0.contains("options::exclude model.w"));
 }

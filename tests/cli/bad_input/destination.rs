@@ -86,7 +86,7 @@ fn destinations_that_exist() {
 fn destinations_that_are_no_place() {
     let env = TestEnv::new();
     let source = fixture("replicated_plain/dcp");
-    env.write("file", "x");
+    env.write("folder/file", "x");
     for (target, words) in [
         ("file/out", &["file"][..]),
         ("file/deep/out", &["file"]),
@@ -95,7 +95,8 @@ fn destinations_that_are_no_place() {
         ("new/../..", &[]),
         (".", &[]),
     ] {
-        let target = env.path("").join(target);
+        // A folder below the temporary one: what is above that may hold this repository.
+        let target = env.path("folder").join(target);
         refused(&env, &[&"unshard", &source, &target], words);
         refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2"], words);
     }

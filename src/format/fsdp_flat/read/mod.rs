@@ -175,9 +175,9 @@ fn assumed_ties(like: &Like, layout: &FlatLayout) -> Vec<String> {
 
 fn raw_warning(layout: &FlatLayout) -> &'static str {
     if layout.use_orig_params {
-        "the shapes of parameters are not known, so they are shown with 1 dim; --flat-layout FILE or --like CKPT tells"
+        "the shapes of parameters are not known, so they are shown with 1 dim; options::flat_layout FILE or options::like CKPT tells"
     } else {
-        "what flat parameters hold is not known, so they are shown whole; --flat-layout FILE or --like CKPT tells"
+        "what flat parameters hold is not known, so they are shown whole; options::flat_layout FILE or options::like CKPT tells"
     }
 }
 

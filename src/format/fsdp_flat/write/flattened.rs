@@ -75,6 +75,6 @@ fn no_groups(path: &Path) -> Error {
             "{}optimizer state saved with flatten_optimizer_state_dict does not tell parameter groups",
             prefix(path)
         ),
-        "a flat layout with an `optimizer` tells them (--flat-layout); or leave it out (--exclude)",
+        "a flat layout with an `optimizer` tells them (options::flat_layout); or leave it out (options::exclude)",
     )
 }

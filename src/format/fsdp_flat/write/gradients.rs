@@ -85,5 +85,5 @@ fn of_units(gradients: &IndexMap<At, TensorId>, path: &Path, plan: &mut Plan<'_>
 fn unfit(path: &Path, what: &str) -> Error {
     // Of a series of its own.
     let at = if path.0.is_empty() { String::from("grads") } else { path.to_string() };
-    Error::unsupported(format!("{at}: {what}"), format!("--exclude {at} leaves gradients out"))
+    Error::unsupported(format!("{at}: {what}"), format!("options::exclude {at} leaves gradients out"))
 }

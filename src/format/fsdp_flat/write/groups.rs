@@ -282,11 +282,11 @@ pub fn unknown(path: &Path, name: &str) -> Error {
     Error::unsupported(
         format!("{}optimizer state of {name}, which is not known to be a parameter of the flat layout", prefix(path)),
         "the flat layout must be that of this very model; optimizer.state_dict() without names tells parameters only \
-         where there is one reading, for which --buffers PATTERN may have to say what is none; several groups have to be \
+         where there is one reading, for which options::buffers PATTERN may have to say what is none; several groups have to be \
          in the `optimizer` of a flat layout with use_orig_params",
     )
 }
 
 fn unreadable(path: &Path, what: &str) -> Error {
-    Error::unsupported(format!("{}an optimizer with {what}", prefix(path)), "leave it out (--exclude)")
+    Error::unsupported(format!("{}an optimizer with {what}", prefix(path)), "leave it out (options::exclude)")
 }

@@ -180,7 +180,7 @@ impl Planned<'_> {
 }
 
 fn no_model(path: &Path) -> Error {
-    Error::unsupported(format!("no dict of a model at `{path}`"), "--root names the part that is the model")
+    Error::unsupported(format!("no dict of a model at `{path}`"), "options::root names the part that is the model")
 }
 
 /// The error for a value of the state dict that pickle cannot hold.

@@ -127,7 +127,7 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
         String::from("SRC has flat parameters; give the layout they were made with")
     } else if let Some(found) = model.keys().filter(|name| name.ends_with(&wrapped)).min_by_key(|name| name.len()) {
         let before = found[..=found.len() - wrapped.len()].replace('.', r"\.");
-        format!(r"SRC has {found}: --rename '\b{before}=' cuts what is before the name")
+        format!(r"SRC has {found}: options::rename '\b{before}=' cuts what is before the name")
     } else {
         String::from("the flat layout must be that of this very model, with names as in its state dict")
     };
@@ -157,14 +157,14 @@ fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Res
                 known.params[param].fqn,
                 other.dtype
             ),
-            "--dtype casts all parameters to one, --dtype PATTERN=DTYPE some of them",
+            "options::dtype casts all parameters to one, options::dtype PATTERN=DTYPE some of them",
         ));
     }
     let padded = layout.use_orig_params && Padding::Parameter.element(first.dtype).is_none();
     if !first.dtype.is_float() || padded {
         return Err(Error::unsupported(
             format!("{}: {} is {}", known.describe(), known.params[0].fqn, first.dtype),
-            "FSDP1 flattens f64, f32, f16 and bf16 parameters; --dtype casts floating-point tensors",
+            "FSDP1 flattens f64, f32, f16 and bf16 parameters; options::dtype casts floating-point tensors",
         ));
     }
     Ok(first.dtype)

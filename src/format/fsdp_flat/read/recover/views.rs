@@ -131,7 +131,7 @@ fn shape_in(like: &Like, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)>
             what: "the number of elements",
             between: format!("its flat parameter and {}", like.path.display()),
             detail: format!("expected {numel}, found shape {:?}", param.shape.as_slice()),
-            hint: Some(String::from("--like takes a checkpoint of the same model")),
+            hint: Some(String::from("options::like takes a checkpoint of the same model")),
         });
     }
     Ok((param.shape.clone(), stride_of(like, name, param)?))
