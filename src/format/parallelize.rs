@@ -23,10 +23,11 @@ pub enum Side {
 impl Side {
     /// Names an option of this side: `options::plan`, `options::src_plan`.
     fn option(self, name: &str) -> String {
-        match self {
-            Self::Source => format!("options::src_{name}"),
-            Self::Target => format!("options::{name}"),
-        }
+        let prefix = match self {
+            Self::Source => "src_",
+            Self::Target => "",
+        };
+        format!("options::{prefix}{name}")
     }
 
     /// The plan on a mesh.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::common::{assert_same, below, copy_folder, expect, fixture, inspect, read, succeed};
 use dtshard::catalog::model;
 use dtshard::format::{Checkpoint, Content, Format, RankNames, ReadOptions, SeriesChoice, Want};
+use dtshard::text::spell_options;
 use tempfile::TempDir;
 
 fn folder() -> TempDir {
@@ -46,6 +47,7 @@ fn open(path: &Path, options: &ReadOptions) -> Checkpoint {
 fn refused(path: &Path, options: &ReadOptions, words: &[&str]) {
     let error = Checkpoint::open(path, options).expect_err("an error");
     let text = format!("{error}\n{}", error.hint().unwrap_or_default());
+    let text = spell_options(&text, |name| format!("--{}", name.replace('_', "-")));
     for word in words {
         assert!(text.contains(word), "no `{word}` in: {text}");
     }
