@@ -6,7 +6,7 @@
 //!
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
-use dtshard::catalog::{Chunk, Dtype, Place, TensorEntry};
+use dtshard::catalog::{Chunk, Dtype, FileLocation, TensorEntry};
 use dtshard::layout::rules::{Fallback, Layout};
 use dtshard::layout::shards::{Held, Shared};
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
@@ -134,7 +134,7 @@ impl Job {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
         for (tile, ranks) in self.shards(tensor) {
             if !tile.is_empty() {
-                let place = Place::Bytes { file: FileId(ranks[0].0), offset: 0 };
+                let place = FileLocation::Bytes { file: FileId(ranks[0].0), offset: 0 };
                 entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(ranks[0]) });
             }
         }

@@ -18,7 +18,7 @@ use crate::storage::{FileId, Stretch};
 
 /// Where the bytes of a chunk begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum FileLocation {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
     /// `within` bytes into a stored zip record; where its data begins is learnt from its local header, when the chunk
@@ -31,7 +31,7 @@ pub enum Place {
     Nowhere,
 }
 
-impl Place {
+impl FileLocation {
     #[must_use]
     pub fn file(self) -> Option<FileId> {
         match self {
@@ -85,7 +85,7 @@ pub struct Located {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
     pub tile: Tile,
-    pub place: Place,
+    pub place: FileLocation,
     /// Elements between neighbours along each dim; `None` is row-major contiguous.
     pub strides: Option<Dims>,
     /// The rank that holds it, where the format tells.
@@ -99,7 +99,7 @@ pub struct ChunkTable {
     /// `ndim` offsets, then `ndim` sizes, a chunk.
     bounds: SmallVec<[u64; 4]>,
     /// Where each lies, and the rank that holds it.
-    places: SmallVec<[(Place, u32); 1]>,
+    places: SmallVec<[(FileLocation, u32); 1]>,
     odd: Option<Box<Odd>>,
 }
 
@@ -183,7 +183,7 @@ impl ChunkTable {
     }
 
     #[must_use]
-    pub fn place(&self, index: usize) -> Place {
+    pub fn place(&self, index: usize) -> FileLocation {
         self.places[index].0
     }
 
@@ -191,10 +191,10 @@ impl ChunkTable {
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.places {
             match place {
-                Place::Bytes { file, .. } | Place::Record { file, .. } | Place::Item(Stretch { file, .. }) => {
+                FileLocation::Bytes { file, .. } | FileLocation::Record { file, .. } | FileLocation::Item(Stretch { file, .. }) => {
                     file.0 += by;
                 }
-                Place::Nowhere => {}
+                FileLocation::Nowhere => {}
             }
         }
     }

@@ -20,7 +20,7 @@ pub mod wrappers;
 use std::fmt;
 use std::sync::Arc;
 
-pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
+pub use chunk::{Chunk, ChunkTable, Located, FileLocation, Record, Summed, contiguous_strides, permuted_stride, span};
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, SITE_BYTES, Sum};
@@ -154,7 +154,7 @@ impl TensorEntry {
     #[must_use]
     pub fn whole(fqn: Fqn, dtype: Dtype, shape: Dims, file: FileId, offset: u64) -> Self {
         let tile = Tile::from_region(&Region::whole(&shape));
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
         let mut entry = Self::new(fqn, dtype, shape);
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
         entry

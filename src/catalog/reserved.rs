@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
+use super::{Catalog, Dtype, FileLocation, TensorEntry, TensorId};
 use crate::layout::Rank;
 use crate::layout::partial::Share;
 use crate::layout::shards::Shared;
@@ -252,7 +252,7 @@ impl Reserved {
     #[must_use]
     pub fn place(&self, index: usize) -> Option<(u32, u64)> {
         match self.entry.chunks.place(index) {
-            Place::Bytes { file, offset } => Some((file.0, offset)),
+            FileLocation::Bytes { file, offset } => Some((file.0, offset)),
             _ => None,
         }
     }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::catalog::path::{self, Fate, rank_key};
 use crate::catalog::{
-    self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
+    self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, FileLocation, TensorEntry, TensorId, Value, list_ranks, model,
 };
 use crate::convert::options::OnConflict;
 use crate::error::Result;
@@ -151,7 +151,7 @@ fn side_by_side(holdings: &[Holding]) -> Value {
 
 /// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
-    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, Place::Nowhere);
+    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, FileLocation::Nowhere);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::bucket::Bucket;
-use super::roster::Roster;
+use super::process_table::Roster;
 #[cfg(feature = "mpi")]
 use crate::comm::mpi::Mpi;
 use crate::comm::{Communicator, Traffic, process_environment};

@@ -35,7 +35,7 @@ mod records;
 mod replaceable;
 mod report;
 mod reshard;
-mod roster;
+mod process_table;
 mod run;
 mod source;
 mod space;

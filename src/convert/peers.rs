@@ -16,7 +16,7 @@ use super::link::{Link, Linking, Met, Way, arithmetic, check_mpi};
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
 use super::reading::input;
-use super::roster::Roster;
+use super::process_table::Roster;
 use super::run::Run;
 use super::space::no_space;
 use super::waiting::{meet_within, patience, teller};

@@ -11,7 +11,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Chunk, Fqn, FileLocation, TensorEntry, TensorId, model};
 use crate::convert::{InspectOptions, Run, has_no_value, input};
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -203,7 +203,7 @@ fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<Holder> {
 }
 
 /// The file of a chunk, relative to the checkpoint.
-fn file_name(view: &Inspection<'_>, place: Place) -> Option<String> {
+fn file_name(view: &Inspection<'_>, place: FileLocation) -> Option<String> {
     let path = view.checkpoint.files.path(place.file()?);
     let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
     Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())

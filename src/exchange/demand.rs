@@ -219,7 +219,7 @@ mod tests {
     use smallvec::smallvec;
 
     use super::*;
-    use crate::catalog::{Chunk, Dtype, Place, TensorId};
+    use crate::catalog::{Chunk, Dtype, FileLocation, TensorId};
     use crate::storage::FileId;
 
     #[test]
@@ -230,7 +230,7 @@ mod tests {
         for file in 0..2 {
             let mut output = OutputFile::new(format!("out{file}"));
             let offset = output.push_payload(40);
-            let place = Place::Bytes { file: FileId(file), offset };
+            let place = FileLocation::Bytes { file: FileId(file), offset };
             let tile = Tile::new([std::iter::once(0..10).collect()]);
             entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
             files.push(output);

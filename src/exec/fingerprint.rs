@@ -253,7 +253,7 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     use super::*;
-    use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, Record, Sum, Summands};
+    use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, FileLocation, Record, Sum, Summands};
     use crate::exec::Resolve;
     use crate::layout::partial::{Reduction, Share};
     use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
@@ -279,7 +279,7 @@ mod tests {
         Tile::new([intervals, Intervals::full(4)])
     }
 
-    fn chunk(tile: Tile, place: Place) -> Chunk {
+    fn chunk(tile: Tile, place: FileLocation) -> Chunk {
         Chunk { tile, place, strides: None, rank: Some(Rank(0)) }
     }
 
@@ -289,8 +289,8 @@ mod tests {
         TensorEntry { chunks: table, ..TensorEntry::new("w".into(), Dtype::F32, Dims::from_slice(&[4, 4])) }
     }
 
-    fn at(offset: u64) -> Place {
-        Place::Bytes { file: FileId(0), offset }
+    fn at(offset: u64) -> FileLocation {
+        FileLocation::Bytes { file: FileId(0), offset }
     }
 
     /// The target's chunks, in its only file.
@@ -306,7 +306,7 @@ mod tests {
             File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH + Duration::new(1_000_000, 7)).unwrap();
         }
         let mut catalog = Catalog::empty();
-        let record = Place::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
+        let record = FileLocation::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
         let mut source = tensor(vec![chunk(tile(0), at(0)), chunk(tile(2), record)]);
         let reduction = Reduction::of(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
         source.summands = Some(Box::new(Summands { reduction, of_chunk: vec![0, 1] }));
@@ -458,15 +458,15 @@ mod tests {
             // The source's tables.
             |work| work.source().dtype = Dtype::U32,
             |work| work.source().chunks = target().chunks,
-            |work| work.source().chunks.push(chunk(tile(0), Place::Nowhere)),
-            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), Place::Nowhere) }),
-            |work| work.source().chunks.push(chunk(interleaved(), Place::Nowhere)),
+            |work| work.source().chunks.push(chunk(tile(0), FileLocation::Nowhere)),
+            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), FileLocation::Nowhere) }),
+            |work| work.source().chunks.push(chunk(interleaved(), FileLocation::Nowhere)),
             |work| {
                 let strides = Some(Dims::from_slice(&[1, 2]));
-                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), Place::Nowhere) });
+                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), FileLocation::Nowhere) });
             },
             |work| {
-                let item = Place::Item(Stretch { file: FileId(0), offset: 1, len: 2 });
+                let item = FileLocation::Item(Stretch { file: FileId(0), offset: 1, len: 2 });
                 work.source().chunks.push(chunk(tile(0), item));
             },
             |work| work.source().summands = None,

@@ -17,7 +17,7 @@ pub(crate) use proptest::prelude::*;
 pub(crate) use super::copy::{Stats, Writing};
 pub(crate) use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 pub(crate) use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Dtype, Place, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
+    Catalog, Chunk, ChunkTable, Dtype, FileLocation, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
 };
 pub(crate) use crate::error::Result;
 pub(crate) use crate::format::resolve;
@@ -160,7 +160,7 @@ pub(crate) fn store_values(
     let mut files = Files::new(io);
     let file = files.add(path).unwrap();
     for (tile, offset, strides) in rows {
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
         chunks.push(Chunk { tile, place, strides: Some(strides), rank: None });
     }
     (files, TensorEntry { chunks, ..TensorEntry::new("t".into(), dtype, shape.into()) })

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io;
 
 use super::archive::Source;
-use crate::catalog::{Catalog, Fqn, Place};
+use crate::catalog::{Catalog, Fqn, FileLocation};
 use crate::error::Result;
 use crate::storage::{Files, Stretch};
 
@@ -17,7 +17,7 @@ pub fn archives(catalog: &Catalog) -> Vec<(Stretch, Option<&Fqn>)> {
         catalog.archives.iter().map(|stretch| (*stretch, None)).collect();
     for entry in &catalog.tensors {
         for index in 0..entry.chunks.len() {
-            if let Place::Item(stretch) = entry.chunks.place(index) {
+            if let FileLocation::Item(stretch) = entry.chunks.place(index) {
                 archives.insert(stretch, Some(&entry.fqn));
             }
         }

@@ -54,7 +54,7 @@ use foldhash::fast::RandomState;
 use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, Located, Place, Summed, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, Located, FileLocation, Summed, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
 use crate::name_list::{FEW, short_list};
@@ -324,8 +324,8 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
         None => contiguous_strides(&entry.chunks.sizes(index)),
     };
     match entry.chunks.place(index) {
-        Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
-        Place::Record { file, record, within } => {
+        FileLocation::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
+        FileLocation::Record { file, record, within } => {
             let start = archive::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
@@ -333,8 +333,8 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
             })?;
             Ok(Located { file, offset, strides: strides(), summed: Summed::of_record(record, start) })
         }
-        Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
-        Place::Nowhere => Err(Error::unsupported(
+        FileLocation::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
+        FileLocation::Nowhere => Err(Error::unsupported(
             format!("{}: chunk {chunk} has elements but no place", entry.fqn),
             "the checkpoint does not say where they are",
         )),

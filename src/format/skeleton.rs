@@ -12,7 +12,7 @@ use std::sync::Arc;
 use super::foreign::first_bytes;
 use super::torch::{self, Found};
 use super::{Checkpoint, archive, dcp, safetensors};
-use crate::catalog::{Place, checked_len_bytes, model};
+use crate::catalog::{FileLocation, checked_len_bytes, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, Holdings, IoMode, Ranges};
 use torch_pickle::pickle::Unknown;
@@ -138,7 +138,7 @@ fn look_at_archive(files: &Files, file: FileId) {
     let Ok(contents) = torch::reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in model::all_tensors(&contents.value) {
         let Found::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
-        if let Place::Record { record, .. } = contents.place(view)
+        if let FileLocation::Record { record, .. } = contents.place(view)
             && model::is_random_state(fqn.as_str())
             && record.len <= STATE_BYTES
         {

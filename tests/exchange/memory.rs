@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, Place, Reserved, TensorEntry, TensorId};
+use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, FileLocation, Reserved, TensorEntry, TensorId};
 use dtshard::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
 use dtshard::exec::Extents;
 use dtshard::layout::Tile;
@@ -260,7 +260,7 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
                 TensorEntry::new(format!("layers.{number}").into(), Dtype::U8, [size, size].as_slice().into());
             for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
                 let tile = cut.tile(size, piece);
-                let place = Place::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
+                let place = FileLocation::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
                 entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
             }
             entry

@@ -63,7 +63,7 @@ impl Case {
                     // Ranks that hold one summand are others than those of the next.
                     let rank = rank * usize::try_from(count).unwrap() + usize::try_from(summand).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
-                    if let Place::Bytes { file, offset } = &mut chunk.place {
+                    if let FileLocation::Bytes { file, offset } = &mut chunk.place {
                         let start = usize::try_from(*offset).unwrap();
                         let len = usize::try_from(chunk.tile.numel() * from_dtype.itemsize()).unwrap();
                         *file = FileId(u32::try_from(rank).unwrap());
@@ -85,10 +85,10 @@ impl Case {
                 }
                 let file = &mut outputs[rank];
                 file.push_literal(vec![9; 3 + number]);
-                let mut place = Place::Nowhere;
+                let mut place = FileLocation::Nowhere;
                 if !tile.is_empty() {
                     let offset = file.push_payload(tile.numel() * to_dtype.itemsize());
-                    place = Place::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
+                    place = FileLocation::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
                 }
                 target.chunks.push(Chunk { tile, place, strides: None, rank: None });
             }

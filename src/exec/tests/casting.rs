@@ -72,7 +72,7 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
         for tile in layout.tiles(&shape) {
             let len = tile.numel() * to.itemsize();
             let offset = file.push_payload(len);
-            let place = if len == 0 { Place::Nowhere } else { Place::Bytes { file: FileId(0), offset } };
+            let place = if len == 0 { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
             if len > 0 {
                 file.sums.push(Sum { range: offset..offset + len, sites: [file.len].into_iter().collect() });
             }
@@ -107,7 +107,7 @@ fn check(source: &Source, reservation: &Reservation, folder: &Path) {
     let from = source.entry().dtype;
     for Reserved { entry, .. } in &reservation.tensors {
         for chunk in entry.chunks.iter() {
-            let Place::Bytes { offset, .. } = chunk.place else { continue };
+            let FileLocation::Bytes { offset, .. } = chunk.place else { continue };
             let indices = linear_indices(&entry.shape, &chunk.tile);
             let stored: Vec<u8> = indices.iter().flat_map(|index| element_of(from, *index)).collect();
             let wanted = cast(from, entry.dtype, &stored).0;
@@ -210,7 +210,7 @@ fn memory_is_bounded_and_long_reads_come_in_blocks() {
 #[test]
 fn records_that_pass_through_a_cast_are_checked() {
     let source = Source::new(&[300, 1000], Dtype::F32, &whole(), false, IoMode::Read);
-    let Place::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
+    let FileLocation::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
     let data: Vec<u8> = (0..300_000).flat_map(|index| element_of(Dtype::F32, index)).collect();
     let (len, crc) = (data.len() as u64, crc32fast::hash(&data));
     for (crc, sound) in [(crc, true), (crc ^ 1, false)] {
@@ -267,7 +267,7 @@ fn what_was_written_is_read_back_through_the_cast() {
 
     let path = folder.path().join("out");
     let mut bytes = fs::read(&path).unwrap();
-    let Place::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
+    let FileLocation::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
     // The sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements further.
     bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;
     fs::write(&path, &bytes).unwrap();

@@ -40,7 +40,7 @@ impl Source {
             let (_, stored) = store_values(&SHAPE, Dtype::F32, layout, transpose, io, &path, &value);
             let file = files.add(&path).unwrap();
             for mut chunk in stored.chunks.iter() {
-                if let Place::Bytes { file: own, .. } = &mut chunk.place {
+                if let FileLocation::Bytes { file: own, .. } = &mut chunk.place {
                     *own = file;
                 }
                 entry.chunks.push(chunk);
@@ -78,7 +78,7 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
     for tile in layout.tiles(&SHAPE) {
         let offset = file.push_payload(tile.numel() * 4);
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: FileId(0), offset } };
+        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
     }
     let tensor = Reserved { shares, ..Reserved::new(TensorId(0), entry) };

@@ -78,7 +78,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::catalog::{Place, TensorEntry};
+    use crate::catalog::{FileLocation, TensorEntry};
     use crate::format::dcp::{read, resolve};
     use crate::storage::IoMode;
     use torch_pickle::pickle::Unknown;
@@ -88,7 +88,7 @@ mod tests {
         let mut met = HashMap::new();
         for entry in tensors {
             for chunk in 0..entry.chunks.len() {
-                let Place::Item(stretch) = entry.chunks.place(chunk) else { continue };
+                let FileLocation::Item(stretch) = entry.chunks.place(chunk) else { continue };
                 let chunk = u32::try_from(chunk).unwrap();
                 let key = (entry.dtype, entry.chunks.sizes(chunk as usize), stretch.len);
                 if let Some(first) = met.insert(key, (entry, chunk, stretch)) {

@@ -9,7 +9,7 @@ use super::known;
 use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value, shift_tensors,
+    Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, FileLocation, TensorEntry, TensorId, Value, shift_tensors,
 };
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
@@ -164,15 +164,15 @@ impl MetadataFile<'_> {
             });
         }
         let place = match chunk.stored {
-            Some(stored) => Place::Item(self.stretch(files, &entry.fqn, stored)?),
-            None if region.is_empty() => Place::Nowhere,
+            Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),
+            None if region.is_empty() => FileLocation::Nowhere,
             None => {
                 let expected = format!("a place in storage_data for the chunk at {region}");
                 return Err(Error::malformed(self.path, entry.fqn.as_str(), expected, "none"));
             }
         };
         // An empty chunk may be stored, but there is nothing in it to read.
-        let place = if region.is_empty() { Place::Nowhere } else { place };
+        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
         entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use super::file_layout::Layout;
 use super::write_metadata;
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, Leaf, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId,
+    Catalog, Chunk, ChunkTable, Fqn, Leaf, OutputFile, Path, FileLocation, Reservation, Reserved, TensorEntry, TensorId,
     Value, path,
 };
 use crate::error::{Error, Result};
@@ -114,7 +114,7 @@ impl Assignment {
         let load = self.of_rank.entry(rank).or_default();
         load.boxes.push((tensor, number(table.len())));
         load.bytes += bytes;
-        table.push(Chunk { tile: Tile::from_region(region), place: Place::Nowhere, strides: None, rank: None });
+        table.push(Chunk { tile: Tile::from_region(region), place: FileLocation::Nowhere, strides: None, rank: None });
     }
 }
 

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use crate::catalog::path::{self, Path};
 use crate::catalog::{
-    Catalog, Chunk, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, Chunk, Dtype, Fqn, OutputFile, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
@@ -154,7 +154,7 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
     for (part, begin) in in_file {
         let tile = Tile::from_region(&part.region);
         let place =
-            if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: id, offset: data_start + begin } };
+            if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: data_start + begin } };
         tensors[part.tensor].entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
     }
     reservation.files.push(file);

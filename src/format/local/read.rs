@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::document::{self, Described, Document, FILE_NAME};
 use super::rank_of;
-use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summands, TensorEntry};
+use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, FileLocation, Sharding, Summands, TensorEntry};
 use crate::error::{Error, Result};
 use crate::format::safetensors::{Stored, read_header};
 use crate::format::series::WITHOUT_THEM;
@@ -116,7 +116,7 @@ impl<'a> Assembly<'a> {
             if tile.is_empty() && described.class == Class::ShardedTensor {
                 continue;
             }
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
             entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
         }
         // The first by name, so that it is the same one every time.

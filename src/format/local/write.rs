@@ -16,7 +16,7 @@ use super::file_name;
 use super::own::{OwnTensors, spread};
 use crate::catalog::path::{self, Fate, key_text};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Class, Fqn, Key, MeshId, OutputFile, Path, Place, Reservation, Reserved, Sharding,
+    Catalog, Chunk, ChunkTable, Class, Fqn, Key, MeshId, OutputFile, Path, FileLocation, Reservation, Reserved, Sharding,
     TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
@@ -255,7 +255,7 @@ impl Writer<'_> {
         let start = output.push_payload(end);
         for (at, source, tile, begin) in parts {
             let offset = start + begin;
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: FileId(rank.0), offset } };
+            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(rank.0), offset } };
             let table = || ChunkTable::new(self.plan.of(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
             chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::{INDEX_NAME, Stored};
-use crate::catalog::{Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
+use crate::catalog::{Chunk, Fqn, FileLocation, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, lookup};
@@ -153,8 +153,8 @@ pub fn tensor(shards: &[Shard]) -> Result<TensorEntry> {
     }
     let mut entry = TensorEntry::new(fqn, dtype, shape);
     for (shard, region) in shards.iter().zip(regions) {
-        let place = Place::Bytes { file: shard.file, offset: shard.stored.offset };
-        let place = if region.is_empty() { Place::Nowhere } else { place };
+        let place = FileLocation::Bytes { file: shard.file, offset: shard.stored.offset };
+        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
         let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
         entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::context::{Reader, View};
 use super::release::Style;
 use super::tensor::{Found, recognise};
-use crate::catalog::{Located, Place, Summed, TensorId, Value};
+use crate::catalog::{Located, FileLocation, Summed, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::archive::{Source, torch_script};
 use crate::storage::{FileId, Files, Stretch};
@@ -45,12 +45,12 @@ impl Contents {
 
     /// Where the view's element 0 lies. The record was checked to hold the storage.
     #[must_use]
-    pub fn place(&self, view: &View) -> Place {
+    pub fn place(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
             Some(record) if !view.sizes.contains(&0) => {
-                Place::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
+                FileLocation::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
             }
-            _ => Place::Nowhere,
+            _ => FileLocation::Nowhere,
         }
     }
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use smallvec::SmallVec;
 
 use crate::catalog::{
-    Catalog, Chunk, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
+    Catalog, Chunk, Dtype, OutputFile, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
@@ -53,7 +53,7 @@ impl SavedTensor {
         let mut entry = TensorEntry::new(fqn.clone(), *dtype, shape.clone());
         let mut offset = self.offset;
         for region in order.cut_row_major(shape, 0..entry.numel()) {
-            let place = Place::Bytes { file, offset };
+            let place = FileLocation::Bytes { file, offset };
             offset += region.numel() * dtype.itemsize();
             entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
         }
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(chunks.len(), 8);
         let (last, place) = chunks.last().unwrap();
         assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");
-        assert_eq!(*place, Place::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
+        assert_eq!(*place, FileLocation::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
         reserved.entry.tilings().unwrap();
     }
 

@@ -17,7 +17,7 @@ use super::write_dtensor::{DTensor, write_dtensor};
 use super::write_mesh::{MESH_KEY, MeshWriter};
 use super::write_sharded::{RankGroup, Sharded, ShardedWriter, sharding_dim};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
+    Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
@@ -204,7 +204,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)
         {
             if let (true, Some(tile)) = (*stored, tile) {
-                let place = offset.map_or(Place::Nowhere, |offset| Place::Bytes { file: id, offset });
+                let place = offset.map_or(FileLocation::Nowhere, |offset| FileLocation::Bytes { file: id, offset });
                 chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
             }
         }

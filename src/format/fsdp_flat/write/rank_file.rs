@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::cannot_pickle;
 use super::plan::{At, Content, Item, Padding, Plan, Role};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, Place, TensorId, Value};
+use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, FileLocation, TensorId, Value};
 use crate::error::Result;
 use crate::format::archive::{Leaves, SharedBytes};
 use crate::format::torch::{PREFIX, RankGroup, Sharded, ShardedWriter, StoredView, write_view};
@@ -79,7 +79,7 @@ impl<'a> RankFile<'a> {
             let tensors = self.plan.storages[key].tensors();
             for (stretch, offset) in stretches.iter().zip(offsets.into_iter().map(|offset| base + offset)) {
                 if let Stretch::Tensor { index, param, elements } = stretch {
-                    let place = |offset| Place::Bytes { file, offset };
+                    let place = |offset| FileLocation::Bytes { file, offset };
                     for chunk in self.chunks(tensors[*index], *param, elements, offset, itemsize, &place) {
                         tables[*index].push(chunk);
                     }
@@ -242,7 +242,7 @@ impl<'a> RankFile<'a> {
         elements: &Range<u64>,
         mut offset: u64,
         itemsize: u64,
-        place: &dyn Fn(u64) -> Place,
+        place: &dyn Fn(u64) -> FileLocation,
     ) -> Vec<Chunk> {
         let shape = &self.plan.source.tensor(tensor).shape;
         let boxes = match param {
@@ -254,7 +254,7 @@ impl<'a> RankFile<'a> {
         };
         let mut chunks = Vec::with_capacity(boxes.len());
         for region in boxes {
-            let place = if region.is_empty() { Place::Nowhere } else { place(offset) };
+            let place = if region.is_empty() { FileLocation::Nowhere } else { place(offset) };
             offset += region.numel() * itemsize;
             let tile = Tile::from_region(&region);
             chunks.push(Chunk { tile, place, strides: None, rank: Some(self.rank) });
