@@ -7,23 +7,23 @@ use std::sync::OnceLock;
 use crate::error::{Error, Result, STOPPING};
 
 #[derive(Debug, Default)]
-pub(crate) struct Fate(OnceLock<Gone>);
+pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Gone {
+pub(crate) struct PeerFailure {
     pub rank: u32,
-    pub why: Why,
+    pub why: FailureReason,
 }
 
 /// Whoever is told to stop does not fail: all stop, and may be started again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
+pub(crate) enum FailureReason {
     Failed(String),
     /// By one of [`STOPPING`].
     Stopped(usize),
 }
 
-impl Why {
+impl FailureReason {
     /// The reason of a process that ends with these words, which may be those of [`Error::Stopped`].
     pub fn of_words(words: &str) -> Self {
         let named = words.strip_prefix("stopped by ").and_then(|rest| Self::of_signal(rest.split(';').next()?));
@@ -41,23 +41,23 @@ impl Why {
     }
 }
 
-impl From<&str> for Why {
+impl From<&str> for FailureReason {
     fn from(words: &str) -> Self {
         Self::Failed(words.to_owned())
     }
 }
 
-impl From<String> for Why {
+impl From<String> for FailureReason {
     fn from(words: String) -> Self {
         Self::Failed(words)
     }
 }
 
-impl Gone {
+impl PeerFailure {
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
-            Why::Failed(words) => Error::comm(self.rank, op, words),
-            Why::Stopped(which) => {
+            FailureReason::Failed(words) => Error::comm(self.rank, op, words),
+            FailureReason::Stopped(which) => {
                 let (signal, exit) = STOPPING[*which];
                 Error::Stopped { signal, exit, rank: Some(self.rank.into()), kept: None }
             }
@@ -65,13 +65,13 @@ impl Gone {
     }
 }
 
-impl Fate {
+impl FirstFailure {
     /// True for the first.
-    pub fn seal(&self, gone: Gone) -> bool {
+    pub fn seal(&self, gone: PeerFailure) -> bool {
         self.0.set(gone).is_ok()
     }
 
-    pub fn gone(&self) -> Option<&Gone> {
+    pub fn gone(&self) -> Option<&PeerFailure> {
         self.0.get()
     }
 

@@ -25,10 +25,10 @@ mod traffic;
 use std::fmt;
 
 pub use communicator::{Communicator, FailureNotes};
-pub(crate) use fate::{DROPPED, ENDED, Fate, Gone, LEFT, Why};
+pub(crate) use fate::{DROPPED, ENDED, FirstFailure, PeerFailure, LEFT, FailureReason};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-pub use patience::{Patience, Wait, WaitReporter};
+pub use patience::{WaitNotices, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
 pub(crate) use traffic::Counter;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 #[derive(Clone, Copy)]
-pub struct Patience<'a> {
+pub struct WaitNotices<'a> {
     pub limit: Duration,
     /// After so long it is said for the first time whom this is about, and again after each `again`.
     pub first: Duration,
@@ -17,7 +17,7 @@ pub struct Patience<'a> {
     pub tell: &'a (dyn Fn(&str) + Sync),
 }
 
-impl Patience<'_> {
+impl WaitNotices<'_> {
     /// One that says nothing.
     #[must_use]
     pub fn silent(limit: Duration) -> Self {
@@ -42,8 +42,8 @@ impl WaitReporter {
     }
 
     #[must_use]
-    pub fn patience(&self, limit: Duration) -> Patience<'_> {
-        Patience { limit, first: self.first, again: self.again, tell: &*self.tell }
+    pub fn patience(&self, limit: Duration) -> WaitNotices<'_> {
+        WaitNotices { limit, first: self.first, again: self.again, tell: &*self.tell }
     }
 }
 
@@ -55,14 +55,14 @@ impl fmt::Debug for WaitReporter {
 
 /// One wait.
 pub struct Wait<'a> {
-    patience: Patience<'a>,
+    patience: WaitNotices<'a>,
     begun: Instant,
     next: Cell<Duration>,
 }
 
 impl<'a> Wait<'a> {
     #[must_use]
-    pub fn begin(patience: Patience<'a>) -> Self {
+    pub fn begin(patience: WaitNotices<'a>) -> Self {
         Self { patience, begun: Instant::now(), next: Cell::new(patience.first) }
     }
 

@@ -15,7 +15,7 @@ use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
 /// A warning, where there is something to say.
-pub fn foresee(
+pub fn describe_destination(
     conversion: &Prepared,
     args: &ConvertOptions,
     destination: &Path,

@@ -16,7 +16,7 @@ const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
 /// What is known before the work begins. Processes that are to meet have met.
-pub fn idle_wishes(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
+pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);
     let why = |option: &str| match option {
@@ -46,7 +46,7 @@ fn short_rounds(bytes: u64) -> Option<String> {
 }
 
 /// What shows when all is done.
-pub fn idle_in_the_end(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
+pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
     let is_by_nccl = conversion.source.reducing() == Reducing::ByNccl;
     // Of a run that goes on, another one may have had all that there was.
     let is_all = stats.bytes_before == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);

@@ -14,27 +14,27 @@ use crate::comm::Part;
 use crate::error::Result;
 use crate::exec::{Phase, Reporter};
 use crate::progress::Task;
-use crate::publish::recovery::Known;
-use crate::publish::{Other, OtherState, Staging};
+use crate::publish::recovery::CompletedWork;
+use crate::publish::{OtherPart, OtherState, Staging};
 
 /// What was recorded when this process began, by this run or by earlier ones.
-pub struct Before {
+pub struct EarlierWork {
     by_journal: HashMap<Arc<str>, u64>,
 }
 
-impl Before {
-    pub fn of(known: &Known) -> Self {
+impl EarlierWork {
+    pub fn of(known: &CompletedWork) -> Self {
         Self { by_journal: known.len_bytes_by_journal() }
     }
 
     /// What earlier runs have recorded of it, as far as the others are known to be of this one.
-    pub fn bytes(&self, others: &[Other]) -> u64 {
+    pub fn bytes(&self, others: &[OtherPart]) -> u64 {
         let is_earlier = |journal: &str| others.iter().all(|other| other.journal.as_deref() != Some(journal));
         self.by_journal.iter().filter(|(journal, _)| is_earlier(journal)).map(|(_, bytes)| bytes).sum()
     }
 
     /// With what those have done that may be at it.
-    fn bytes_with(&self, others: &[Other]) -> u64 {
+    fn bytes_with(&self, others: &[OtherPart]) -> u64 {
         let at_it = others.iter().filter(|other| other.state != OtherState::Stopped);
         at_it.map(|other| other.done_bytes).fold(self.bytes(others), u64::saturating_add)
     }
@@ -44,7 +44,7 @@ impl Before {
 pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
-    before: &'a Before,
+    before: &'a EarlierWork,
     /// Where this one shows what all do: when it looked at the others, and what was shown of them.
     others: Option<Mutex<(Instant, u64)>>,
 }
@@ -55,7 +55,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(2);
 impl<'a> Meter<'a> {
     /// # Errors
     /// `Io`
-    pub fn start(progress: &'a Task<'a>, staging: &'a Staging, before: &'a Before, part: Part) -> Result<Self> {
+    pub fn start(progress: &'a Task<'a>, staging: &'a Staging, before: &'a EarlierWork, part: Part) -> Result<Self> {
         let (others, shows_all) = (staging.others()?, part.index == 0);
         let shown = if shows_all { before.bytes_with(&others) } else { before.bytes(&others) };
         progress.skip(shown);
@@ -98,8 +98,8 @@ mod tests {
     #[test]
     fn what_is_of_this_run_was_not_before() {
         let recorded = [("part-1-of-3.0.journal", 5), ("part-1-of-3.1.journal", 30), ("part-2-of-3.0.journal", 200)];
-        let before = Before { by_journal: recorded.map(|(name, bytes)| (name.into(), bytes)).into() };
-        let other = |index, journal: Option<&str>, done_bytes| Other {
+        let before = EarlierWork { by_journal: recorded.map(|(name, bytes)| (name.into(), bytes)).into() };
+        let other = |index, journal: Option<&str>, done_bytes| OtherPart {
             part: Part { index, of: 3 },
             state: OtherState::Working,
             done_bytes,

@@ -28,6 +28,7 @@ mod peers;
 mod placements;
 mod plans;
 mod prepared;
+mod process_table;
 mod produce;
 mod read_back;
 mod reading;
@@ -35,7 +36,6 @@ mod records;
 mod replaceable;
 mod report;
 mod reshard;
-mod process_table;
 mod run;
 mod source;
 mod space;
@@ -55,9 +55,9 @@ pub use prepared::Prepared;
 pub use reading::check_flat;
 pub use reading::input;
 pub use report::{Outcome, Preview, Report};
-pub use reshard::{Chooser, row_specs, shared_mesh};
+pub use reshard::{PlacementResolver, row_specs, shared_mesh};
 pub use run::{Engine, Run, Setup};
-pub use source::{Defaults, Reading, Source, maybe_on_other_nodes, open};
+pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, open};
 pub use verify::{Verification, has_no_value, verify};
 
 /// Steps of each conversion that lay out its destination.

@@ -3,15 +3,15 @@
 use crate::comm::{Communicator, Part, Process};
 use crate::error::{Error, Peer, Result};
 use crate::name_list::short_list;
-use crate::twin::Twin;
+use crate::twin::MetadataMirror;
 
-pub struct Roster {
+pub struct ProcessTable {
     of: u32,
     /// By process; none before they have met.
     places: Vec<String>,
 }
 
-impl Roster {
+impl ProcessTable {
     /// Of processes that have not met.
     #[must_use]
     pub fn unknown(part: Part) -> Self {
@@ -42,7 +42,7 @@ impl Roster {
 
     /// Say of a file that is damaged whose it is: no process sees all of SRC, so nobody can `verify` it.
     #[must_use]
-    pub fn locate(&self, mut error: Error, twin: &Twin) -> Error {
+    pub fn locate(&self, mut error: Error, twin: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()
             && let seen_by @ [_, ..] = twin.seen_by(path)
         {

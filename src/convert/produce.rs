@@ -7,15 +7,15 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::meter::{Before, Meter};
+use super::meter::{EarlierWork, Meter};
 use super::peers::Peers;
 use super::prepared::Prepared;
 use super::read_back::read_back;
 use super::reading::input;
-use super::records::Records;
+use super::records::JournalSet;
 use super::replaceable::check_replaceable;
 use super::run::Run;
-use super::source::Source;
+use super::source::ConversionSource;
 use super::space::check_space;
 use super::waiting::wait_reporter;
 use super::work_folder::clear_beside;
@@ -25,20 +25,22 @@ use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
 use crate::exchange::Reducing;
 use crate::exec::about::About;
-use crate::exec::carry::{Carried, carry};
+use crate::exec::carry::{SidecarFile, carry};
 use crate::exec::copy::{Stats, Writing, copy};
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::{Extents, Options, sources};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
 use crate::publish::log::{AtEnd, Log};
-use crate::publish::recovery::{self, Known};
+use crate::publish::recovery::{self, CompletedWork};
 use crate::publish::seal::{check_output, has_all, is_complete, seal};
-use crate::publish::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
+use crate::publish::{
+    Beginning, Claim, MissingParts, OtherPart, OtherState, ReplaceCheck, Seal, Staging, Waited, WorkPlan,
+};
 use crate::quantity::human_bytes;
 
 /// How it ended.
-pub enum Produced {
+pub enum WriteOutcome {
     /// The destination is there.
     Published(Stats, Publisher),
     /// This part is done; whichever is done last publishes.
@@ -58,13 +60,13 @@ pub enum Publisher {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn produce(
+pub fn write_destination(
     conversion: &Prepared,
     args: &ConvertOptions,
     destination: &Path,
     options: &Options,
     run: &Run<'_>,
-) -> Result<Produced> {
+) -> Result<WriteOutcome> {
     let claim = claim(conversion, args, options, run);
     let reducing = conversion.source.reducing();
     let about = about(conversion, reducing, run);
@@ -80,19 +82,20 @@ pub fn produce(
         None => begun?,
     };
     match begun {
-        Begun::Done => Ok(Produced::Already),
-        Begun::Work(staging) => {
-            let records = Records { conversion, staging: &staging, run, sync: options.sync };
-            let producer = Producer { conversion, staging: &staging, records, args, options, run };
+        Beginning::Done => Ok(WriteOutcome::Already),
+        Beginning::Work(staging) => {
+            let records = JournalSet { conversion, staging: &staging, run, sync: options.sync };
+            let producer = DestinationWriter { conversion, staging: &staging, records, args, options, run };
             let written = producer.write().inspect_err(|error| staging.tell(error));
             let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
             // Those that have met do so as they leave.
-            if matches!((&produced, &conversion.source.peers), (Ok(Produced::Published(_, Publisher::This)), None)) {
+            if matches!((&produced, &conversion.source.peers), (Ok(WriteOutcome::Published(_, Publisher::This)), None))
+            {
                 clear_beside(destination);
             }
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
-                Err(_) if staging.was_published(&run.stop) => Ok(Produced::Already),
+                Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
                 Err(error @ Error::Stopped { .. }) if staging.is_kept() => {
                     Err(error.keeping(staging.partial(), producer.kept()))
                 }
@@ -139,27 +142,27 @@ pub fn about(conversion: &Prepared, reducing: Reducing, run: &Run<'_>) -> About 
 }
 
 /// What is to be made, as other processes and later runs know it.
-pub fn plan<'a>(conversion: &Prepared, reducing: Reducing, about: &'a About) -> Plan<'a> {
+pub fn plan<'a>(conversion: &Prepared, reducing: Reducing, about: &'a About) -> WorkPlan<'a> {
     let Prepared { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
     let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), reducing);
-    Plan { fingerprint, version, about }
+    WorkPlan { fingerprint, version, about }
 }
 
-fn roots(source: &Source) -> Vec<&Path> {
+fn roots(source: &ConversionSource) -> Vec<&Path> {
     source.paths_read().into_iter().map(|(_, path)| path).collect()
 }
 
-struct Producer<'a> {
+struct DestinationWriter<'a> {
     conversion: &'a Prepared,
     staging: &'a Staging,
-    records: Records<'a>,
+    records: JournalSet<'a>,
     args: &'a ConvertOptions,
     options: &'a Options,
     run: &'a Run<'a>,
 }
 
-impl Producer<'_> {
+impl DestinationWriter<'_> {
     fn files(&self) -> &[OutputFile] {
         &self.conversion.reservation.files
     }
@@ -169,13 +172,13 @@ impl Producer<'_> {
     }
 
     /// The carried files that are a part's, with their numbers.
-    fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &Carried)> {
-        let is_own = move |(number, file): &(u32, &Carried)| file.carrier(*number, part.of) == part.index;
+    fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &SidecarFile)> {
+        let is_own = move |(number, file): &(u32, &SidecarFile)| file.carrier(*number, part.of) == part.index;
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
     /// Write what is left of this part. Gives what was done before, too, as long as others may show that it was not.
-    fn write(&self) -> Result<(Stats, Before)> {
+    fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
         let verify = self.args.execute.verify;
@@ -186,7 +189,7 @@ impl Producer<'_> {
             known = self.made_alike(peers)?;
         }
         let todo = own.without(&known.done);
-        let before = Before::of(&known);
+        let before = EarlierWork::of(&known);
         let to_carry = self.carried_by(part).filter(|(number, _)| !known.carried.contains(number));
         check_space(staging.folder(), files, &todo, to_carry.map(|(_, file)| file))?;
         // An earlier run may have been told to check less.
@@ -233,7 +236,7 @@ impl Producer<'_> {
     }
 
     /// What is done, of copies of a value only where NCCL has made them at once. Collective.
-    fn made_alike(&self, peers: &Peers) -> Result<Known> {
+    fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
         // Nobody doubts anything any more; then, nobody has begun.
         peers.barrier()?;
         if self.part().index == 0 {
@@ -244,13 +247,13 @@ impl Producer<'_> {
     }
 
     /// Publish; processes that have come to this together all hear how it goes.
-    fn publish_together(&self, stats: Stats, before: &Before) -> Result<Produced> {
+    fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
         if self.part().index > 0 {
             peers.barrier()?;
             self.staging.see_published();
-            return Ok(Produced::Published(stats, Publisher::Other));
+            return Ok(WriteOutcome::Published(stats, Publisher::Other));
         }
         let published = self.publish(stats, before);
         // Whoever is gone now went too late to change anything.
@@ -259,20 +262,20 @@ impl Producer<'_> {
     }
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
-    fn publish(&self, mut stats: Stats, before: &Before) -> Result<Produced> {
+    fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // Of those that wait for each other the first one seals, and reports.
         let mut is_sealer = !waits || part.index == 0;
         loop {
             if is_sealer && self.try_publish(&mut stats)? {
-                return Ok(Produced::Published(stats, Publisher::This));
+                return Ok(WriteOutcome::Published(stats, Publisher::This));
             }
             if !waits && !part.is_alone() {
                 self.check(|known| self.is_done(known, part.index))?;
-                return Ok(Produced::Part(stats));
+                return Ok(WriteOutcome::Part(stats));
             }
             match self.wait(&mut stats, before)? {
-                Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
+                Waited::Published => return Ok(WriteOutcome::Published(stats, Publisher::Other)),
                 Waited::Without(missing) => self.do_without(missing)?,
                 Waited::NobodySeals => {
                     is_sealer = true;
@@ -297,8 +300,8 @@ impl Producer<'_> {
     }
 
     /// Go on without parts that do not come (back): they may have been done, and ended before they could say so.
-    fn do_without(&self, missing: Missing) -> Result<()> {
-        let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
+    fn do_without(&self, missing: MissingParts) -> Result<()> {
+        let is_done = |known: &CompletedWork| missing.parts.iter().all(|index| self.is_done(known, *index));
         if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
             return Err(self.staging.without(&missing));
         }
@@ -307,7 +310,7 @@ impl Producer<'_> {
     }
 
     /// What is said to be done is recorded, as long as nobody has published it.
-    fn check(&self, is_recorded: impl Fn(&Known) -> bool) -> Result<()> {
+    fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
         let mut incomplete = None;
         let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
             incomplete = self.records.known_yet()?.filter(|known| !is_recorded(known));
@@ -317,7 +320,7 @@ impl Producer<'_> {
     }
 
     /// Complete the output, all of which is there, and put it at the destination.
-    fn seal(&self, right: Seal<'_>, known: Option<Known>, stats: &mut Stats) -> Result<()> {
+    fn seal(&self, right: Seal<'_>, known: Option<CompletedWork>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
             let carried = &conversion.carried;
@@ -338,11 +341,11 @@ impl Producer<'_> {
         right.publish(options.sync)
     }
 
-    fn wait(&self, stats: &mut Stats, before: &Before) -> Result<Waited> {
+    fn wait(&self, stats: &mut Stats, before: &EarlierWork) -> Result<Waited> {
         let Self { staging, run, .. } = *self;
         let mut said = Instant::now();
         let mut every = SAY_AFTER;
-        let mut notify = |others: &[Other]| {
+        let mut notify = |others: &[OtherPart]| {
             stats.bytes_before = before.bytes(others);
             if said.elapsed() >= every
                 && let Some(text) = waiting_for(others)
@@ -355,12 +358,12 @@ impl Producer<'_> {
         staging.wait_published(&run.stop, &mut notify)
     }
 
-    fn is_complete(&self, known: &Known) -> bool {
+    fn is_complete(&self, known: &CompletedWork) -> bool {
         is_complete(known, self.files(), self.conversion.carried.len())
     }
 
     /// Whether all that a part has to do is recorded.
-    fn is_done(&self, known: &Known, index: u32) -> bool {
+    fn is_done(&self, known: &CompletedWork, index: u32) -> bool {
         let part = Part { index, ..self.part() };
         self.conversion.division(part).without(&known.done).is_empty()
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
@@ -368,7 +371,7 @@ impl Producer<'_> {
 
     /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
     fn has_everybody_begun(&self) -> Result<bool> {
-        let is_to_come = |other: &Other| matches!(other.state, OtherState::NotStarted | OtherState::Working);
+        let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
@@ -393,7 +396,7 @@ impl Producer<'_> {
         !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }
 
-    fn incomplete(&self, known: &Known) -> Error {
+    fn incomplete(&self, known: &CompletedWork) -> Error {
         let missing = Extents::of_files(self.files()).without(&known.done);
         Error::usage(
             format!(
@@ -417,10 +420,10 @@ const SAY_AFTER: Duration = Duration::from_secs(5);
 const SAY_EVERY: Duration = Duration::from_mins(1);
 
 /// `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`
-fn waiting_for(others: &[Other]) -> Option<String> {
+fn waiting_for(others: &[OtherPart]) -> Option<String> {
     let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
     let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();
-    let index = |other: &Other| other.part.index.to_string();
+    let index = |other: &OtherPart| other.part.index.to_string();
     let missing: Vec<String> =
         of_state(OtherState::NotStarted).filter(|other| other.failure.is_none()).map(index).collect();
     let failed: Vec<String> = of_state(OtherState::NotStarted)

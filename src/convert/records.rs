@@ -11,13 +11,13 @@ use super::prepared::Prepared;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::exchange::torn;
+use crate::exchange::partial_replicas;
 use crate::exec::Extents;
-use crate::exec::carry::{Carried, is_carried};
+use crate::exec::carry::{SidecarFile, is_carried};
 use crate::progress::Task;
 use crate::publish::Staging;
 use crate::publish::journal::doubt;
-use crate::publish::recovery::{Changed, Known, Taken, changed};
+use crate::publish::recovery::{ChangedRange, CompletedWork, RecordedRange, changed};
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
@@ -26,14 +26,14 @@ const MOST_WARNINGS: usize = 8;
 
 /// The journals of what is being written, and what they are about.
 #[derive(Clone, Copy)]
-pub struct Records<'a> {
+pub struct JournalSet<'a> {
     pub conversion: &'a Prepared,
     pub staging: &'a Staging,
     pub run: &'a Run<'a>,
     pub sync: bool,
 }
 
-impl Records<'_> {
+impl JournalSet<'_> {
     fn files(&self) -> &[OutputFile] {
         &self.conversion.reservation.files
     }
@@ -42,15 +42,15 @@ impl Records<'_> {
     ///
     /// # Errors
     /// `Io`
-    pub fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.sync)
+    pub fn known(&self) -> Result<CompletedWork> {
+        CompletedWork::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.sync)
     }
 
     /// The same, as long as nobody has published and taken it away.
     ///
     /// # Errors
     /// `Io`
-    pub fn known_yet(&self) -> Result<Option<Known>> {
+    pub fn known_yet(&self) -> Result<Option<CompletedWork>> {
         match self.known() {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             known => known.map(Some),
@@ -61,10 +61,10 @@ impl Records<'_> {
     ///
     /// # Errors
     /// `Io`, `Stopped`.
-    pub fn believed(&self, own: &Extents, verify: bool) -> Result<Known> {
+    pub fn believed(&self, own: &Extents, verify: bool) -> Result<CompletedWork> {
         let (folder, files) = (self.staging.folder(), self.files());
         let (mut known, mut misfits) = self.known_and_misfits(own)?;
-        let contradicts = |known: &Known, misfits: &BTreeMap<u32, String>| {
+        let contradicts = |known: &CompletedWork, misfits: &BTreeMap<u32, String>| {
             known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
         };
         if contradicts(&known, &misfits) {
@@ -74,8 +74,8 @@ impl Records<'_> {
                 Ok(!contradicts(&known, &misfits))
             })?;
         }
-        let of_misfits = |taken: &&Taken| misfits.contains_key(&taken.file);
-        let mut doubted: Vec<&Taken> = known.taken.iter().filter(of_misfits).collect();
+        let of_misfits = |taken: &&RecordedRange| misfits.contains_key(&taken.file);
+        let mut doubted: Vec<&RecordedRange> = known.taken.iter().filter(of_misfits).collect();
         let mut warnings: Vec<String> = Vec::new();
         for (index, found) in &misfits {
             let bytes: u64 = doubted.iter().filter(|taken| taken.file == *index).map(|taken| taken.len_bytes()).sum();
@@ -92,12 +92,12 @@ impl Records<'_> {
         let whole = own.leaving_out(|file| misfits.contains_key(&file));
         let found = if verify && !known.taken.is_empty() {
             let own_bytes = known.taken.iter().filter(|taken| whole.overlaps(taken.file, &taken.range));
-            let progress = Task::start(self.run.progress, "checking", own_bytes.map(Taken::len_bytes).sum());
+            let progress = Task::start(self.run.progress, "checking", own_bytes.map(RecordedRange::len_bytes).sum());
             changed(&known, &whole, folder, files, &progress, &self.run.stop)?
         } else {
             Vec::new()
         };
-        for Changed { taken, found } in &found {
+        for ChangedRange { taken, found } in &found {
             warnings.push(format!(
                 "{}: bytes {} to {}, which are recorded as done: expected CRC-32 {:08x}, found {found:08x}; they are \
                  written again",
@@ -122,7 +122,7 @@ impl Records<'_> {
 
     /// What is recorded, and the files that were not as long as they should be before and after that was read: whoever
     /// makes a file, or makes it whole, records nothing of it before and doubts what was recorded first.
-    fn known_and_misfits(&self, own: &Extents) -> Result<(Known, BTreeMap<u32, String>)> {
+    fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;
         loop {
@@ -142,7 +142,7 @@ impl Records<'_> {
     ///
     /// # Errors
     /// `Io`
-    pub fn has_carried(&self, known: &Known, number: u32, file: &Carried, verify: bool) -> Result<bool> {
+    pub fn has_carried(&self, known: &CompletedWork, number: u32, file: &SidecarFile, verify: bool) -> Result<bool> {
         if !known.carried.contains(&number) {
             return Ok(false);
         }
@@ -164,11 +164,11 @@ impl Records<'_> {
         let Prepared { source, reservation, .. } = self.conversion;
         loop {
             let known = self.known()?;
-            let torn = torn(&source.checkpoint.catalog, reservation, &known.done);
-            if !known.taken.iter().any(|taken| torn.overlaps(taken.file, &taken.range)) {
+            let partial = partial_replicas(&source.checkpoint.catalog, reservation, &known.done);
+            if !known.taken.iter().any(|taken| partial.overlaps(taken.file, &taken.range)) {
                 return Ok(());
             }
-            self.doubt(&known, &torn)?;
+            self.doubt(&known, &partial)?;
         }
     }
 
@@ -176,9 +176,9 @@ impl Records<'_> {
     ///
     /// # Errors
     /// `Io`
-    pub fn doubt(&self, known: &Known, bytes: &Extents) -> Result<()> {
-        let is_meant = |taken: &&Taken| bytes.overlaps(taken.file, &taken.range);
-        let doubted: Vec<&Taken> = known.taken.iter().filter(is_meant).collect();
+    pub fn doubt(&self, known: &CompletedWork, bytes: &Extents) -> Result<()> {
+        let is_meant = |taken: &&RecordedRange| bytes.overlaps(taken.file, &taken.range);
+        let doubted: Vec<&RecordedRange> = known.taken.iter().filter(is_meant).collect();
         doubt(self.staging.journal(), known.doubts(&doubted), self.sync)
     }
 }

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use super::placements;
-use super::plans::PlanArgs;
+use super::plans::PlanOptions;
 use crate::convert::options::SourceLayoutOptions;
 use crate::error::{Error, Result};
-use crate::format::Told;
-use crate::format::told::Reduce;
+use crate::format::DeclaredLayout;
+use crate::format::told::ReduceRule;
 use crate::layout::file::LayoutFile;
 use crate::layout::parallelize::RoleNames;
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
@@ -16,7 +16,7 @@ use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list
 ///
 /// # Errors
 /// `Layout` and `Usage` for what makes no sense by itself, as reading a layout file.
-pub fn told(args: &SourceLayoutOptions, keep_names: bool) -> Result<Option<Told>> {
+pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<Option<DeclaredLayout>> {
     let SourceLayoutOptions { src_mesh, src_mesh_ranks, src_placements, src_plan, src_split, src_layout, reduce } =
         args;
     let says_how = !src_placements.is_empty() || !reduce.is_empty() || src_plan.is_some() || src_layout.is_some();
@@ -46,16 +46,16 @@ pub fn told(args: &SourceLayoutOptions, keep_names: bool) -> Result<Option<Told>
         Some((said(&src_layout.as_ref()?.display().to_string(), &list), list))
     };
     let fallback = fallback.or_else(of_file).map(|(said, list)| (list, said));
-    let reduce: Vec<Reduce> = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
+    let reduce: Vec<ReduceRule> = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
     let plan = plan_of(args, &reduce).draft(file.as_ref())?;
-    Ok(Some(Told { mesh, rules, fallback, split, plan, file, reduce, keep_names }))
+    Ok(Some(DeclaredLayout { mesh, rules, fallback, split, plan, file, reduce, keep_names }))
 }
 
-fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[Reduce]) -> PlanArgs<'a> {
+fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOptions<'a> {
     // A dim along which ranks hold summands cuts nothing.
     let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
     let names = RoleNames { idle, ..RoleNames::default() };
-    PlanArgs {
+    PlanOptions {
         plan: args.src_plan.as_deref(),
         option: "options::src_plan",
         layout_option: "options::src_layout",
@@ -89,14 +89,14 @@ fn mesh(args: &SourceLayoutOptions) -> Result<Option<DeviceMesh>> {
 }
 
 /// `dp,cp=avg`
-fn parse_reduce(text: &str) -> Result<Reduce> {
+fn parse_reduce(text: &str) -> Result<ReduceRule> {
     let (dims, op) = match text.split_once('=') {
         Some((dims, op)) => (dims, ReduceOp::from_name(op.trim())),
         None => (text, Some(ReduceOp::Sum)),
     };
     let dims: Vec<String> = dims.split(',').map(|dim| dim.trim().to_owned()).collect();
     match op {
-        Some(op) if dims.iter().all(|dim| !dim.is_empty()) => Ok(Reduce { dims, op }),
+        Some(op) if dims.iter().all(|dim| !dim.is_empty()) => Ok(ReduceRule { dims, op }),
         _ => Err(Error::usage(
             format!("options::reduce {text}: expected names of mesh dims, and how they are reduced"),
             "such as options::reduce dp, which sums, or options::reduce dp,cp=avg; known are sum, avg, max, min and product",

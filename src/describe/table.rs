@@ -106,7 +106,7 @@ fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, Dtype, Fqn, FileLocation};
+    use crate::catalog::{Chunk, Dtype, FileLocation, Fqn};
     use crate::layout::Tile;
 
     fn boxes(shape: &[u64], boxes: &[(&[u64], &[u64])]) -> TensorEntry {

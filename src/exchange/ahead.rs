@@ -11,9 +11,9 @@ use std::vec;
 
 use rayon::prelude::*;
 
-use super::demand::{Demand, Owners};
-use super::draft::{Draft, MOST_COPIES, Weighed};
-use super::readers::Parties;
+use super::demand::{Demand, FileOwners};
+use super::draft::{TransferPlan, MOST_COPIES, SizedPlan};
+use super::readers::Topology;
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
@@ -23,32 +23,32 @@ use crate::error::Result;
 const MOST_TENSORS: usize = 1 << 10;
 
 /// A unit, with its moves where those are not too many.
-pub struct Drafted<'a> {
+pub struct PlannedUnit<'a> {
     pub unit: Unit<'a>,
-    pub draft: Option<Weighed<'a>>,
+    pub draft: Option<SizedPlan<'a>>,
 }
 
-impl<'a> Drafted<'a> {
+impl<'a> PlannedUnit<'a> {
     /// # Errors
     /// As [`Draft::weighed`].
-    pub fn new(unit: Unit<'a>, parties: &Parties) -> Result<Self> {
-        let draft = Draft::weighed(unit.clone(), parties, MOST_COPIES)?;
+    pub fn new(unit: Unit<'a>, parties: &Topology) -> Result<Self> {
+        let draft = TransferPlan::weighed(unit.clone(), parties, MOST_COPIES)?;
         Ok(Self { unit, draft })
     }
 }
 
 /// An iterator over the tensors of which something is to be done, each in one range.
-pub struct Ahead<'a> {
+pub struct Prefetch<'a> {
     catalog: &'a Catalog,
     rest: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
-    owners: &'a Owners,
-    parties: &'a Parties,
-    drafted: vec::IntoIter<Result<Option<Drafted<'a>>>>,
+    owners: &'a FileOwners,
+    parties: &'a Topology,
+    drafted: vec::IntoIter<Result<Option<PlannedUnit<'a>>>>,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a> Prefetch<'a> {
     #[must_use]
-    pub fn new(catalog: &'a Catalog, tensors: &'a [Reserved], owners: &'a Owners, parties: &'a Parties) -> Self {
+    pub fn new(catalog: &'a Catalog, tensors: &'a [Reserved], owners: &'a FileOwners, parties: &'a Topology) -> Self {
         Self { catalog, rest: tensors.iter().enumerate().peekable(), owners, parties, drafted: Vec::new().into_iter() }
     }
 
@@ -69,18 +69,18 @@ impl<'a> Ahead<'a> {
     }
 
     /// `None` where nothing of it is to be done.
-    fn drafted(&self, number: usize, tensor: &'a Reserved) -> Result<Option<Drafted<'a>>> {
+    fn drafted(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
         let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
         if demand.is_empty() {
             return Ok(None);
         }
         let ranges = std::iter::once(0..demand.source.numel()).collect();
-        Drafted::new(Unit { demand: Arc::new(demand), number, ranges }, self.parties).map(Some)
+        PlannedUnit::new(Unit { demand: Arc::new(demand), number, ranges }, self.parties).map(Some)
     }
 }
 
-impl<'a> Iterator for Ahead<'a> {
-    type Item = Result<Drafted<'a>>;
+impl<'a> Iterator for Prefetch<'a> {
+    type Item = Result<PlannedUnit<'a>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
@@ -106,7 +106,7 @@ fn most_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
 mod tests {
     use std::ops::Range;
 
-    use super::super::readers::{Counting, Sight};
+    use super::super::readers::{Counting, FileVisibility};
     use super::*;
     use crate::catalog::{Chunk, Dtype, OutputFile, FileLocation, TensorId};
     use crate::exec::Extents;
@@ -131,10 +131,10 @@ mod tests {
             reserved.push(Reserved::new(TensorId(number), target));
         }
         let files = [output];
-        let owners = Owners::new(&files, &[Extents::of_files(&files), Extents::new()]);
-        let (sight, reducing) = (Sight::Shared, Reducing::InRankOrder);
-        let parties = Parties { sight, nodes: vec![0, 0], counting: Counting::Any, reducing };
-        let mut ahead = Ahead::new(&catalog, &reserved, &owners, &parties);
+        let owners = FileOwners::new(&files, &[Extents::of_files(&files), Extents::new()]);
+        let (sight, reducing) = (FileVisibility::Shared, Reducing::InRankOrder);
+        let parties = Topology { sight, nodes: vec![0, 0], counting: Counting::Any, reducing };
+        let mut ahead = Prefetch::new(&catalog, &reserved, &owners, &parties);
         assert!(ahead.next().unwrap().unwrap().unit.number == 0);
         let first = ahead.drafted.len() + 1;
         assert_eq!(ahead.count() + 1, tensors as usize);

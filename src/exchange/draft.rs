@@ -24,11 +24,11 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::demand::Ranks;
-use super::folds::{self, Folding};
-use super::hop::Sending;
+use super::folds::{self, ReductionKind};
+use super::hop::Message;
 use super::load::{Load, PartLoads};
-use super::readers::{Parties, Reader};
-use super::transfers::{Stretch, Target, Transfer, Unit};
+use super::readers::{Topology, Reader};
+use super::transfers::{SourceRange, TransferTarget, Transfer, Unit};
 use crate::error::Result;
 use crate::exec::reduce::Reducing;
 use crate::plan::Pieces;
@@ -38,31 +38,31 @@ use crate::plan::Pieces;
 pub const MOST_COPIES: usize = 1 << 13;
 
 /// The moves of a unit.
-pub struct Draft<'a> {
+pub struct TransferPlan<'a> {
     pub unit: Unit<'a>,
-    pub targets: Vec<Target>,
+    pub targets: Vec<TransferTarget>,
     /// Ascending, with the bytes of the chunk, counted from its element 0 as if it were contiguous.
-    pub stretches: Vec<(Stretch, Range<u64>)>,
+    pub stretches: Vec<(SourceRange, Range<u64>)>,
     pub transfers: Vec<Transfer>,
     /// Strided copies that all ranks together pack, by which none unpacks more.
     pub copies: usize,
 }
 
 /// A draft that goes along with others if that is not too much.
-pub struct Weighed<'a> {
-    pub draft: Draft<'a>,
+pub struct SizedPlan<'a> {
+    pub draft: TransferPlan<'a>,
     pub loads: PartLoads,
 }
 
-impl<'a> Draft<'a> {
+impl<'a> TransferPlan<'a> {
     /// `None` where it takes more than so many copies.
     ///
     /// # Errors
     /// As [`Parties::readers`].
-    pub fn weighed(unit: Unit<'a>, parties: &Parties, most_copies: usize) -> Result<Option<Weighed<'a>>> {
+    pub fn weighed(unit: Unit<'a>, parties: &Topology, most_copies: usize) -> Result<Option<SizedPlan<'a>>> {
         let ranks = parties.nodes.len();
         let (targets, stretches, transfers) = (Vec::new(), Vec::new(), Vec::new());
-        let mut draft = Draft { unit, targets, stretches, transfers, copies: 0 };
+        let mut draft = TransferPlan { unit, targets, stretches, transfers, copies: 0 };
         if !draft.aim(parties, most_copies) {
             return Ok(None);
         }
@@ -70,21 +70,21 @@ impl<'a> Draft<'a> {
         settle_folds(&mut draft.targets, &draft.transfers, ranks);
         draft.find_stretches();
         draft.count(ranks);
-        Ok((draft.copies <= most_copies).then(|| Weighed { loads: draft.loads(ranks), draft }))
+        Ok((draft.copies <= most_copies).then(|| SizedPlan { loads: draft.loads(ranks), draft }))
     }
 
     /// What goes by messages, or is told to all.
-    pub fn sendings(&self) -> impl Iterator<Item = Sending<'_>> {
+    pub fn sendings(&self) -> impl Iterator<Item = Message<'_>> {
         self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_none()).map(Transfer::sending)
     }
 
     /// What then is passed on so.
-    pub fn passings(&self) -> impl Iterator<Item = Sending<'_>> {
-        self.targets.iter().filter_map(Target::passing)
+    pub fn passings(&self) -> impl Iterator<Item = Message<'_>> {
+        self.targets.iter().filter_map(TransferTarget::passing)
     }
 
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
-    fn aim(&mut self, parties: &Parties, most_copies: usize) -> bool {
+    fn aim(&mut self, parties: &Topology, most_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = parties.nodes.len();
         let entry = unit.demand.source;
@@ -98,13 +98,13 @@ impl<'a> Draft<'a> {
                 }
                 let folding = match parties.reducing {
                     Reducing::InRankOrder => None,
-                    Reducing::ByNccl => Folding::of(wanted, ranks),
+                    Reducing::ByNccl => ReductionKind::of(wanted, ranks),
                 };
                 let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
                 for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
                     let elements = need.elements.start.max(held.start)..need.elements.end.min(held.end);
                     let is_passed_on = wanted.parts.len() > 1 && need.ranks.len() > 1;
-                    let target = Target {
+                    let target = TransferTarget {
                         tensor: unit.number,
                         wanted: Arc::clone(wanted),
                         part_bytes: (elements.end - elements.start) * itemsize,
@@ -118,7 +118,7 @@ impl<'a> Draft<'a> {
                         let pieces = Pieces::new(&planned.plan, |overlap| &planned.strides[overlap], itemsize);
                         let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
-                            let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
+                            let from = SourceRange { reader: Reader { rank: takers[0], chunk }, range: number };
                             let (takers, to) = (takers.clone(), targets.len());
                             transfers.push(Transfer { from, takers, to, part, piece });
                             if transfers.len() > most_copies { Err(()) } else { Ok(()) }
@@ -137,7 +137,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Let the transfers come from who is to read. Takers may have different readers.
-    fn choose_readers(&mut self, parties: &Parties) -> Result<()> {
+    fn choose_readers(&mut self, parties: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
         // By range and chunk, then by the rank that takes it.
         let mut needs: BTreeMap<(usize, u32), BTreeMap<u32, u64>> = BTreeMap::new();
@@ -169,7 +169,7 @@ impl<'a> Draft<'a> {
             let Some((reader, takers)) = own.next() else { continue };
             (transfer.from.reader, transfer.takers) = (reader, takers);
             others.extend(own.map(|(reader, takers)| {
-                let from = Stretch { reader, ..transfer.from };
+                let from = SourceRange { reader, ..transfer.from };
                 Transfer { from, takers, ..transfer.clone() }
             }));
         }
@@ -185,7 +185,7 @@ impl<'a> Draft<'a> {
 
     /// Find what is read.
     fn find_stretches(&mut self) {
-        let mut stretches: BTreeMap<Stretch, Range<u64>> = BTreeMap::new();
+        let mut stretches: BTreeMap<SourceRange, Range<u64>> = BTreeMap::new();
         for Transfer { from, piece, .. } in &self.transfers {
             let (start, end) = (piece.source, piece.source + piece.source_span());
             let read = stretches.entry(*from).or_insert(start..end);
@@ -221,7 +221,7 @@ impl<'a> Draft<'a> {
 }
 
 /// Leave folding to those targets of which each rank reads another summand, and that whole.
-fn settle_folds(targets: &mut [Target], transfers: &[Transfer], ranks: usize) {
+fn settle_folds(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
     const NOBODY: u32 = u32::MAX;
     let mut readers: Vec<Vec<u32>> =
         targets.iter().map(|target| vec![NOBODY; if target.folding.is_some() { ranks } else { 0 }]).collect();

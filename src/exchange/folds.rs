@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use super::demand::Wanted;
+use super::demand::WantedTile;
 use super::load::Load;
 use super::strided::StridedCopy;
 use crate::catalog::Dtype;
@@ -22,7 +22,7 @@ use crate::layout::ReduceOp;
 
 /// What NCCL is to do with one summand a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Folding {
+pub struct ReductionKind {
     pub dtype: Dtype,
     /// `Avg` is the sum divided by the number of ranks.
     pub op: ReduceOp,
@@ -30,8 +30,8 @@ pub struct Folding {
 
 /// A reduction in which all ranks take part.
 #[derive(Clone, Debug)]
-pub struct Fold {
-    pub folding: Folding,
+pub struct NcclReduction {
+    pub folding: ReductionKind,
     /// Who gets the value.
     pub root: u32,
     /// This rank's summand, in what is outgoing.
@@ -42,10 +42,10 @@ pub struct Fold {
     pub value: Option<Range<usize>>,
 }
 
-impl Folding {
+impl ReductionKind {
     /// How a tile would be folded by so many ranks; `None` where NCCL has no such reduction, or none that keeps zeros where
     /// something is left out.
-    pub fn of(wanted: &Wanted, ranks: usize) -> Option<Self> {
+    pub fn of(wanted: &WantedTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let reducer = wanted.reducer?;
         let has_gaps = wanted.share.as_ref().is_some_and(|share| share.within.is_some());

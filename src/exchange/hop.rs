@@ -17,7 +17,7 @@ use super::strided::StridedCopy;
 
 /// Some bytes that one rank has and others get.
 #[derive(Clone, Copy, Debug)]
-pub struct Sending<'a> {
+pub struct Message<'a> {
     pub from: u32,
     /// Who gets them; the sender may be among them.
     pub takers: &'a [u32],
@@ -26,22 +26,22 @@ pub struct Sending<'a> {
 
 /// How bytes go to others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Addressing {
     /// In the message to each of them.
     Messages,
     /// To all at once.
     Told,
 }
 
-impl<'a> Sending<'a> {
+impl<'a> Message<'a> {
     fn others(&self) -> impl Iterator<Item = usize> + use<'a> {
         let Self { from, takers, .. } = *self;
         takers.iter().filter(move |taker| **taker != from).map(|taker| *taker as usize)
     }
 
     /// For two ranks a message is the same, and needs no room of its own at the sender's.
-    fn way(&self, ranks: usize) -> Way {
-        if ranks > 2 && self.others().count() == ranks - 1 { Way::Told } else { Way::Messages }
+    fn way(&self, ranks: usize) -> Addressing {
+        if ranks > 2 && self.others().count() == ranks - 1 { Addressing::Told } else { Addressing::Messages }
     }
 
     /// Strided copies that it takes of one process, at the most. To say who gets it takes memory as well, where those are
@@ -49,8 +49,8 @@ impl<'a> Sending<'a> {
     pub fn copies(&self, ranks: usize) -> usize {
         const TAKERS_A_COPY: usize = 1 << 6;
         let packs = match self.way(ranks) {
-            Way::Told => 1,
-            Way::Messages => self.others().count().max(1),
+            Addressing::Told => 1,
+            Addressing::Messages => self.others().count().max(1),
         };
         packs + self.takers.len() / TAKERS_A_COPY
     }
@@ -60,11 +60,11 @@ impl<'a> Sending<'a> {
         let way = self.way(loads.len());
         let sender = hop(&mut loads[self.from as usize]);
         let times = match way {
-            Way::Told => {
+            Addressing::Told => {
                 sender.told += self.len;
                 1
             }
-            Way::Messages => self.others().count() as u64,
+            Addressing::Messages => self.others().count() as u64,
         };
         sender.sent += self.len * times;
         self.others().for_each(|taker| hop(&mut loads[taker]).received += self.len);
@@ -73,7 +73,7 @@ impl<'a> Sending<'a> {
 
 /// What a process does in one step.
 #[derive(Debug, Default)]
-pub struct Hop {
+pub struct TransferPhase {
     /// By rank: to the start of the message.
     pub packs: Vec<Vec<StridedCopy>>,
     /// By rank: the message to it, within what is outgoing, and the one from it, within what is incoming.
@@ -85,7 +85,7 @@ pub struct Hop {
     pub told: Vec<Range<usize>>,
 }
 
-impl Hop {
+impl TransferPhase {
     /// Bytes of messages that this process sends.
     #[must_use]
     pub fn outgoing_len(&self) -> usize {
@@ -106,8 +106,8 @@ impl Hop {
 }
 
 /// A hop of which all sendings are known, and some have been dealt with.
-pub struct Route {
-    pub hop: Hop,
+pub struct PhaseSchedule {
+    pub hop: TransferPhase,
     rank: usize,
     /// By rank: how much of the message to it, of the one from it, and of what it tells.
     to: Vec<u64>,
@@ -115,24 +115,24 @@ pub struct Route {
     told: Vec<u64>,
 }
 
-impl Route {
+impl PhaseSchedule {
     /// That of `rank`, by which these go.
-    pub fn new<'a>(sendings: impl Iterator<Item = Sending<'a>>, rank: u32, ranks: usize) -> Self {
+    pub fn new<'a>(sendings: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
         let rank = rank as usize;
         let nothing = || vec![0; ranks];
         let (mut to, mut from, mut told) = (nothing(), nothing(), nothing());
         for sending in sendings {
             let (sender, len) = (sending.from as usize, sending.len);
             match sending.way(ranks) {
-                Way::Told => told[sender] += len,
-                Way::Messages if sender == rank => sending.others().for_each(|taker| to[taker] += len),
-                Way::Messages if sending.others().any(|taker| taker == rank) => from[sender] += len,
-                Way::Messages => {}
+                Addressing::Told => told[sender] += len,
+                Addressing::Messages if sender == rank => sending.others().for_each(|taker| to[taker] += len),
+                Addressing::Messages if sending.others().any(|taker| taker == rank) => from[sender] += len,
+                Addressing::Messages => {}
             }
         }
         let incoming = behind(&[&from[..], &told].concat());
         let (from, told) = incoming.split_at(ranks);
-        let hop = Hop {
+        let hop = TransferPhase {
             packs: vec![Vec::new(); ranks],
             to: behind(&to),
             from: from.to_vec(),
@@ -144,10 +144,10 @@ impl Route {
 
     /// Deal with the next sending, `pack` being the copy of its bytes to a place in a message. Gives where in what is
     /// incoming this rank gets them, if it does.
-    pub fn go(&mut self, sending: &Sending<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
+    pub fn go(&mut self, sending: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
         let (rank, sender) = (self.rank, sending.from as usize);
         match sending.way(self.to.len()) {
-            Way::Told => {
+            Addressing::Told => {
                 let at = advance(&mut self.told[sender], sending.len);
                 if sender == rank {
                     self.hop.tells.push(pack(at));
@@ -155,14 +155,14 @@ impl Route {
                 }
                 Some(self.hop.told[sender].start as u64 + at)
             }
-            Way::Messages if sender == rank => {
+            Addressing::Messages if sender == rank => {
                 for taker in sending.others() {
                     let at = advance(&mut self.to[taker], sending.len);
                     self.hop.packs[taker].push(pack(at));
                 }
                 None
             }
-            Way::Messages => {
+            Addressing::Messages => {
                 sending.others().find(|taker| *taker == rank)?;
                 let at = advance(&mut self.from[sender], sending.len);
                 Some(self.hop.from[sender].start as u64 + at)

@@ -38,31 +38,31 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 pub use crate::exec::reduce::Reducing;
-pub use casts::{Casting, Casts, Laid, Portion};
-pub use demand::Owners;
-pub use folds::{Fold, Folding};
-pub use hop::Hop;
+pub use casts::{Casting, Casts, CastTile, Portion};
+pub use demand::FileOwners;
+pub use folds::{NcclReduction, ReductionKind};
+pub use hop::TransferPhase;
 pub use load::{Load, Loads, Wire};
-pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
-pub use readers::{Counting, Parties, Sight};
+pub use moves::{Arriving, Landing, Making, Moves, ByteOrigin, SourceRead};
+pub use readers::{Counting, Topology, FileVisibility};
 pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
-pub use rooms::{HostMemory, Room, Rooms};
+pub use rooms::{HostMemory, PooledBuffer, BufferPool};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
-pub use torn::torn;
+pub use torn::partial_replicas;
 
 use staged::{Stage, Staged};
 
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::bands::Payload;
+use crate::exec::bands::OutputRange;
 use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
-use crate::exec::gather::Held;
-use crate::exec::window::{Counted, Slot};
-use crate::exec::{Extents, Input, Prepared, Stop};
+use crate::exec::gather::TileElements;
+use crate::exec::window::{Counted, PlannedTile};
+use crate::exec::{Extents, Input, PreparedTile, Stop};
 use crate::threads::start_within;
 
 /// How often a process that waits for others looks whether it was told to stop.
@@ -76,9 +76,9 @@ const MOST_WEIGHED: u64 = 1 << 12;
 pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
-    pub parties: &'a Parties,
+    pub parties: &'a Topology,
     /// What each rank has to do of the output.
-    pub owners: &'a Owners,
+    pub owners: &'a FileOwners,
     /// See [`Rounds::new`].
     pub bucket_bytes: u64,
 }
@@ -156,7 +156,7 @@ impl<'a> Exchange<'a> {
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
-        rooms: Arc<Rooms<M>>,
+        rooms: Arc<BufferPool<M>>,
         staged: SyncSender<Result<Staged<M>>>,
         writing: Writing<'_>,
     ) {
@@ -250,11 +250,11 @@ impl<'a> Exchange<'a> {
             };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.place(chunk) else { continue };
-                let values = Held { memory: Arc::clone(&memory), place: place.clone() };
-                let tile = Prepared::held(source, dtype, numel, values).cast_to(pair.1)?;
+                let values = TileElements { memory: Arc::clone(&memory), place: place.clone() };
+                let tile = PreparedTile::held(source, dtype, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
-                payloads.push(Payload {
+                payloads.push(OutputRange {
                     file,
                     offset,
                     len: numel * itemsize,
@@ -265,7 +265,7 @@ impl<'a> Exchange<'a> {
                 // Of replicas the first counts, whoever does it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
                 let counted = is_counted.then(|| mem::replace(&mut counted, Counted::InStrips(pair)));
-                slots.push(Slot { tile, counted, copies: None });
+                slots.push(PlannedTile { tile, counted, copies: None });
             }
         }
         Ok((slots, Batch { payloads, taken, is_checked }))
@@ -273,7 +273,7 @@ impl<'a> Exchange<'a> {
 }
 
 /// The tiles of a round.
-type Arrived = (Vec<Slot>, Batch);
+type Arrived = (Vec<PlannedTile>, Batch);
 
 /// What comes from the shuffle, until a signal does.
 struct Batches<'a> {
@@ -282,7 +282,7 @@ struct Batches<'a> {
 }
 
 impl Supply for Batches<'_> {
-    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>> {
         // The memory that they hold is wanted for the next round.
         slots.clear();
         loop {

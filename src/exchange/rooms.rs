@@ -14,12 +14,12 @@ pub trait HostMemory: AsRef<[u8]> + AsMut<[u8]> + Send + Sync + 'static {}
 impl HostMemory for Vec<u8> {}
 
 /// Gives memory of one kind, and takes it back.
-pub struct Rooms<M> {
+pub struct BufferPool<M> {
     make: Box<dyn Fn(usize) -> Result<M> + Send + Sync>,
     free: Mutex<Vec<M>>,
 }
 
-impl<M: HostMemory> Rooms<M> {
+impl<M: HostMemory> BufferPool<M> {
     #[must_use]
     pub fn new(make: impl Fn(usize) -> Result<M> + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Self { make: Box::new(make), free: Mutex::default() })
@@ -29,7 +29,7 @@ impl<M: HostMemory> Rooms<M> {
     ///
     /// # Errors
     /// Where there is none left.
-    pub fn room(self: &Arc<Self>, len: usize) -> Result<Room<M>> {
+    pub fn buffer(self: &Arc<Self>, len: usize) -> Result<PooledBuffer<M>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.iter().position(|memory| memory.as_ref().len() >= len).map(|at| free.swap_remove(at));
         // What is too short now will be so again: rounds are of about the same length.
@@ -41,19 +41,19 @@ impl<M: HostMemory> Rooms<M> {
             Some(memory) => memory,
             None => (self.make)(len)?,
         };
-        Ok(Room { memory: Some(memory), len, rooms: Arc::clone(self) })
+        Ok(PooledBuffer { memory: Some(memory), len, rooms: Arc::clone(self) })
     }
 }
 
 /// The beginning of some memory; the whole goes back when this is dropped.
-pub struct Room<M: HostMemory> {
+pub struct PooledBuffer<M: HostMemory> {
     /// `None` only while it is dropped.
     memory: Option<M>,
     len: usize,
-    rooms: Arc<Rooms<M>>,
+    rooms: Arc<BufferPool<M>>,
 }
 
-impl<M: HostMemory> Deref for Room<M> {
+impl<M: HostMemory> Deref for PooledBuffer<M> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -61,19 +61,19 @@ impl<M: HostMemory> Deref for Room<M> {
     }
 }
 
-impl<M: HostMemory> DerefMut for Room<M> {
+impl<M: HostMemory> DerefMut for PooledBuffer<M> {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.memory.as_mut().map_or(&mut [], |memory| &mut memory.as_mut()[..self.len])
     }
 }
 
-impl<M: HostMemory> AsRef<[u8]> for Room<M> {
+impl<M: HostMemory> AsRef<[u8]> for PooledBuffer<M> {
     fn as_ref(&self) -> &[u8] {
         self
     }
 }
 
-impl<M: HostMemory> Drop for Room<M> {
+impl<M: HostMemory> Drop for PooledBuffer<M> {
     fn drop(&mut self) {
         let memory = self.memory.take();
         self.rooms.free.lock().unwrap_or_else(PoisonError::into_inner).extend(memory);
@@ -103,18 +103,18 @@ mod tests {
     fn memory_is_used_again_where_it_is_long_enough() {
         let made = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&made);
-        let rooms = Rooms::new(move |len| {
+        let rooms = BufferPool::new(move |len| {
             counted.fetch_add(1, Ordering::Relaxed);
             Ok(vec![7_u8; len])
         });
-        let (first, second) = (rooms.room(10).unwrap(), rooms.room(8).unwrap());
+        let (first, second) = (rooms.buffer(10).unwrap(), rooms.buffer(8).unwrap());
         assert_eq!((first.len(), second.len(), made.load(Ordering::Relaxed)), (10, 8, 2));
         drop((first, second));
-        let mut again = rooms.room(9).unwrap();
+        let mut again = rooms.buffer(9).unwrap();
         again.fill(1);
         assert_eq!((&again[..], made.load(Ordering::Relaxed)), (&[1; 9][..], 2));
         // The other one is too short, and is let go.
-        let longer = rooms.room(11).unwrap();
+        let longer = rooms.buffer(11).unwrap();
         assert_eq!((longer.len(), made.load(Ordering::Relaxed)), (11, 3));
         assert_eq!(rooms.free.lock().unwrap().len(), 0);
     }

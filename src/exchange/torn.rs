@@ -12,8 +12,8 @@ use crate::exec::Extents;
 
 /// All copies of what is missing of reduced tensors where `done` is done.
 #[must_use]
-pub fn torn(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
-    let mut torn = Extents::new();
+pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
+    let mut partial = Extents::new();
     let reduced = |tensor: &&Reserved| catalog.tensor(tensor.source).summands.is_some();
     for tensor in reservation.tensors.iter().filter(reduced) {
         let mut copies: IndexMap<_, Vec<(u32, u64)>> = IndexMap::new();
@@ -30,10 +30,10 @@ pub fn torn(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Ext
                 all.insert(*file, *offset..*offset + len);
                 for (_, missing) in all.without(done).iter() {
                     let (start, end) = (missing.start - offset, missing.end - offset);
-                    places.iter().for_each(|(file, offset)| torn.insert(*file, offset + start..offset + end));
+                    places.iter().for_each(|(file, offset)| partial.insert(*file, offset + start..offset + end));
                 }
             }
         }
     }
-    torn
+    partial
 }

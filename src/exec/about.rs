@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::carry::Carried;
+use super::carry::SidecarFile;
 use super::fingerprint::below;
 use crate::storage::Files;
 
@@ -28,7 +28,7 @@ pub type SourceFile = (u64, i64, i64);
 impl About {
     /// What is made with these options of `files`, beside which some are carried.
     #[must_use]
-    pub fn new(options: BTreeMap<String, String>, files: &Files, carried: &[Carried], roots: &[&Path]) -> Self {
+    pub fn new(options: BTreeMap<String, String>, files: &Files, carried: &[SidecarFile], roots: &[&Path]) -> Self {
         let name = |path: &Path| below(path, roots).1.to_string_lossy().into_owned();
         let state = |len: u64, (seconds, nanoseconds): (i64, i64)| (len, seconds, nanoseconds);
         let read = files.ids().map(|id| (name(files.path(id)), state(files.len_bytes(id), files.modified(id))));

@@ -41,7 +41,7 @@ const COPIES_BYTES: u64 = 256 << 10;
 
 /// A tile that has its place in an output file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Payload {
+pub struct OutputRange {
     pub file: u32,
     pub offset: u64,
     pub len: u64,
@@ -49,20 +49,20 @@ pub struct Payload {
     /// Cuts inside this tile fall on multiples of its item size.
     pub itemsize: u64,
     /// The tiles that want the same source bytes.
-    pub group: Option<Group>,
+    pub group: Option<RowGroupMember>,
 }
 
 /// A tile's part in bands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct RowGroupMember {
     /// The same for all tiles of the group.
     pub number: usize,
-    pub of: Of,
+    pub of: RowGroupKind,
 }
 
 /// What a group is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Of {
+pub enum RowGroupKind {
     /// Tiles that take short runs of the same source rows.
     Rows {
         /// What all of them take from the source.
@@ -91,7 +91,7 @@ pub struct Member<'a> {
     /// Whether it takes short runs of source rows. The rows of a transposed view are columns of its source: a band of them
     /// would go through all of it, so none is made.
     pub is_of_short_rows: bool,
-    pub payload: &'a mut Payload,
+    pub payload: &'a mut OutputRange,
 }
 
 /// Put tiles of one tensor into groups, where at least two want the same rows, or are equal. Groups have the numbers from
@@ -114,12 +114,12 @@ pub fn group<'a>(members: impl IntoIterator<Item = Member<'a>>, mut number: usiz
         let (sizes, dims) = (first.tile.sizes(), first.tile.dims());
         let is_common = |dim: &usize| others.iter().all(|other| other.tile.dims()[*dim] == dims[*dim]);
         let rows = (0..dims.len()).take_while(is_common).map(|dim| sizes[dim]).product();
-        let group = Group { number, of: Of::Rows { source_bytes, rows } };
+        let group = RowGroupMember { number, of: RowGroupKind::Rows { source_bytes, rows } };
         members.iter_mut().for_each(|member| member.payload.group = Some(group));
         number += 1;
     }
     for members in by_tile.values_mut().filter(|members| members.len() > 1) {
-        let group = Group { number, of: Of::Copies { first: members[0].payload.offset } };
+        let group = RowGroupMember { number, of: RowGroupKind::Copies { first: members[0].payload.offset } };
         members.iter_mut().for_each(|member| member.payload.group = Some(group));
         number += 1;
     }
@@ -135,12 +135,12 @@ pub struct Cut {
 }
 
 /// The cuts that bands ask for, of payloads in file order.
-pub fn cuts(payloads: &[Payload], strip_bytes: u64) -> Vec<Cut> {
+pub fn cuts(payloads: &[OutputRange], strip_bytes: u64) -> Vec<Cut> {
     let mut cuts: Vec<Cut> = Vec::new();
     // Source bytes of the band of rows that is begun, in each group all of its tiles.
     let mut begun = None;
-    let is_copy = |payload: &Payload| matches!(payload.group, Some(Group { of: Of::Copies { .. }, .. }));
-    let follows = |one: &Payload, next: &Payload| {
+    let is_copy = |payload: &OutputRange| matches!(payload.group, Some(RowGroupMember { of: RowGroupKind::Copies { .. }, .. }));
+    let follows = |one: &OutputRange, next: &OutputRange| {
         one.file == next.file && next.offset <= one.offset + one.len + GAP_BYTES && is_copy(one) == is_copy(next)
     };
     for payloads in payloads.chunk_by(follows) {
@@ -156,9 +156,9 @@ pub fn cuts(payloads: &[Payload], strip_bytes: u64) -> Vec<Cut> {
 
 /// Bands are of whole rows, to the next boundary of blocks where that is no more than a small part of them: it lies
 /// elsewhere in each file, so a few rows are read for two bands. Payloads that are short share a band.
-fn cut_rows(payload: &Payload, begun: &mut Option<u64>, cuts: &mut Vec<Cut>) {
-    let Payload { file, offset, len, group, .. } = *payload;
-    let Some(Group { number, of: Of::Rows { source_bytes, rows } }) = group else { return };
+fn cut_rows(payload: &OutputRange, begun: &mut Option<u64>, cuts: &mut Vec<Cut>) {
+    let OutputRange { file, offset, len, group, .. } = *payload;
+    let Some(RowGroupMember { number, of: RowGroupKind::Rows { source_bytes, rows } }) = group else { return };
     let bands = source_bytes.div_ceil(BAND_BYTES).clamp(1, rows);
     let is_long = len / bands >= 16 * ALIGNMENT && rows / bands >= 16;
     let grid = if is_long { ALIGNMENT } else { 1 };
@@ -190,12 +190,12 @@ fn cut_rows(payload: &Payload, begun: &mut Option<u64>, cuts: &mut Vec<Cut>) {
 /// Copies that follow each other are cut at the same places of their tensors in every file: at boundaries of blocks of the
 /// first file, and so of most others. Only those that are short share a strip: what is between tensors may differ in
 /// length from file to file.
-fn cut_copies(payloads: &[Payload], strip_bytes: u64, cuts: &mut Vec<Cut>) {
+fn cut_copies(payloads: &[OutputRange], strip_bytes: u64, cuts: &mut Vec<Cut>) {
     // Where the strip began that the next short payload may be in.
     let mut begun = None;
     let mut end = 0;
-    for &Payload { file, offset, len, group, .. } in payloads {
-        let Some(Group { number, of: Of::Copies { first } }) = group else { continue };
+    for &OutputRange { file, offset, len, group, .. } in payloads {
+        let Some(RowGroupMember { number, of: RowGroupKind::Copies { first } }) = group else { continue };
         end = offset + len;
         let is_short = len < COPIES_BYTES;
         if begun.is_some_and(|begun| is_short && end - begun + GAP_BYTES <= strip_bytes) {

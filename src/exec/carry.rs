@@ -21,7 +21,7 @@ const BLOCK_BYTES: u64 = 64 << 20;
 
 /// A file, and where it goes in the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Carried {
+pub struct SidecarFile {
     /// As SRC calls it.
     pub from: PathBuf,
     /// Where it is read: that, or its twin.
@@ -35,7 +35,7 @@ pub struct Carried {
     pub seen_by: Vec<u32>,
 }
 
-impl Carried {
+impl SidecarFile {
     /// One that all can read.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ impl Carried {
 ///
 /// # Errors
 /// `Io` naming the file; `Stopped`.
-pub fn carry(file: &Carried, folder: &AnchoredPath, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+pub fn carry(file: &SidecarFile, folder: &AnchoredPath, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
     let path = folder.join(&file.to);
     let above = file.to.parent().unwrap_or(Path::new(""));
     folder.create_folders(above).map_err(Error::io("create", &folder.join(above)))?;
@@ -111,7 +111,7 @@ fn state(metadata: &Metadata) -> String {
 ///
 /// # Errors
 /// `Io`
-pub fn is_carried(file: &Carried, folder: &AnchoredPath, compares: bool) -> Result<bool> {
+pub fn is_carried(file: &SidecarFile, folder: &AnchoredPath, compares: bool) -> Result<bool> {
     let path = folder.join(&file.to);
     if len_of(&path)? != Some(file.len) {
         return Ok(false);
@@ -147,7 +147,7 @@ pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
 ///
 /// # Errors
 /// `Usage` naming it.
-pub fn check_distinct(written: &[OutputFile], carried: &[Carried]) -> Result<()> {
+pub fn check_distinct(written: &[OutputFile], carried: &[SidecarFile]) -> Result<()> {
     let mut names = HashSet::new();
     let all = written.iter().map(|file| &file.path).chain(carried.iter().map(|file| &file.to));
     match all.into_iter().find(|name| !names.insert(*name)) {
@@ -169,7 +169,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let from = folder.path().join("a");
         std::fs::write(&from, b"text").unwrap();
-        let file = Carried::new(from.clone(), PathBuf::from("sub/b")).unwrap();
+        let file = SidecarFile::new(from.clone(), PathBuf::from("sub/b")).unwrap();
         let into = folder.path().join("out");
         std::fs::create_dir_all(into.join("sub")).unwrap();
         std::fs::write(into.join("sub/b"), b"half of some other").unwrap();

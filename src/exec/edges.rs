@@ -28,9 +28,9 @@ const _: () = assert!(BLOCK as u64 == ALIGNMENT, "a block is what a direct write
 /// A block of a file in memory that a direct write takes.
 #[derive(Clone, Debug)]
 #[repr(align(4096))]
-pub struct Block([u8; BLOCK]);
+pub struct DirectBlock([u8; BLOCK]);
 
-impl Block {
+impl DirectBlock {
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.0
@@ -42,11 +42,11 @@ type Place = (u32, u64);
 
 /// Held blocks, the oldest first.
 #[derive(Debug, Default)]
-pub struct Edges(Mutex<IndexMap<Place, Held>>);
+pub struct BlockJoiner(Mutex<IndexMap<Place, PendingBlock>>);
 
 #[derive(Debug)]
-struct Held {
-    block: Box<Block>,
+struct PendingBlock {
+    block: Box<DirectBlock>,
     /// What is there of it.
     parts: SmallVec<[Range<usize>; 2]>,
 }
@@ -57,19 +57,19 @@ pub enum Joined {
     /// It waits for the others.
     Waits,
     /// It was the last one.
-    Whole(Box<Block>),
+    Whole(Box<DirectBlock>),
     /// It waits, and this block had to go.
-    Instead(Rest),
+    Instead(BlockRemainder),
 }
 
 /// Parts of a block that are to be written as they are.
 #[derive(Debug)]
-pub struct Rest {
+pub struct BlockRemainder {
     place: Place,
-    held: Held,
+    held: PendingBlock,
 }
 
-impl Rest {
+impl BlockRemainder {
     #[must_use]
     pub fn file(&self) -> u32 {
         self.place.0
@@ -82,14 +82,14 @@ impl Rest {
     }
 }
 
-impl Edges {
+impl BlockJoiner {
     /// Hold a part of a block: `bytes` at `offset` of the file, which reach into no other.
     pub fn join(&self, file: u32, offset: u64, bytes: &[u8]) -> Joined {
         let start = usize::try_from(offset % ALIGNMENT).expect("less than a block");
         let place = (file, offset / ALIGNMENT);
         let mut held = self.held();
         let entry =
-            held.entry(place).or_insert_with(|| Held { block: Box::new(Block([0; BLOCK])), parts: SmallVec::new() });
+            held.entry(place).or_insert_with(|| PendingBlock { block: Box::new(DirectBlock([0; BLOCK])), parts: SmallVec::new() });
         entry.block.0[start..start + bytes.len()].copy_from_slice(bytes);
         entry.parts.push(start..start + bytes.len());
         if entry.parts.iter().map(Range::len).sum::<usize>() == BLOCK {
@@ -97,21 +97,21 @@ impl Edges {
             return Joined::Whole(whole.block);
         }
         match (held.len() > MOST_HELD).then(|| held.shift_remove_index(0)).flatten() {
-            Some((place, held)) => Joined::Instead(Rest { place, held }),
+            Some((place, held)) => Joined::Instead(BlockRemainder { place, held }),
             None => Joined::Waits,
         }
     }
 
     /// All that is held of a file.
-    pub fn take(&self, file: u32) -> Vec<Rest> {
+    pub fn take(&self, file: u32) -> Vec<BlockRemainder> {
         let mut held = self.held();
         let (taken, kept) = std::mem::take(&mut *held).into_iter().partition(|(place, _)| place.0 == file);
         *held = kept;
-        let taken: IndexMap<Place, Held> = taken;
-        taken.into_iter().map(|(place, held)| Rest { place, held }).collect()
+        let taken: IndexMap<Place, PendingBlock> = taken;
+        taken.into_iter().map(|(place, held)| BlockRemainder { place, held }).collect()
     }
 
-    fn held(&self) -> MutexGuard<'_, IndexMap<Place, Held>> {
+    fn held(&self) -> MutexGuard<'_, IndexMap<Place, PendingBlock>> {
         self.0.lock().expect("no panic while the lock is held")
     }
 }
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn the_last_part_of_a_block_gets_all_of_it() {
-        let edges = Edges::default();
+        let edges = BlockJoiner::default();
         let parts = [(4096 + 100, [2; 3996].as_slice()), (4096, &[1; 50]), (4096 + 50, &[3; 50])];
         for (offset, bytes) in &parts[..2] {
             assert!(matches!(edges.join(7, *offset, bytes), Joined::Waits));
@@ -134,13 +134,13 @@ mod tests {
         // Of the other file there is what came.
         assert!(edges.take(7).is_empty());
         let rest = edges.take(8);
-        assert_eq!(rest.iter().flat_map(Rest::parts).collect::<Vec<_>>(), parts[..2]);
+        assert_eq!(rest.iter().flat_map(BlockRemainder::parts).collect::<Vec<_>>(), parts[..2]);
         assert!(edges.take(8).is_empty());
     }
 
     #[test]
     fn the_oldest_goes_where_too_many_wait() {
-        let edges = Edges::default();
+        let edges = BlockJoiner::default();
         for block in 0..MOST_HELD as u64 {
             assert!(matches!(edges.join(0, block * ALIGNMENT, &[1]), Joined::Waits));
         }

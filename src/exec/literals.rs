@@ -45,7 +45,7 @@ pub fn first_difference(file: &OutputFile, path: &AnchoredPath) -> Result<Option
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::Sum;
+    use crate::catalog::ChecksumSpan;
 
     #[test]
     fn a_byte_that_is_no_sum_has_to_be_as_laid_out() {
@@ -55,7 +55,7 @@ mod tests {
         file.push_literal(vec![1; 10]);
         file.push_payload(100);
         file.push_literal(vec![2; 20]);
-        file.sums.push(Sum { range: 10..110, sites: smallvec::smallvec![112] });
+        file.sums.push(ChecksumSpan { range: 10..110, sites: smallvec::smallvec![112] });
         let mut content = [vec![1; 10], vec![9; 100], vec![2; 20]].concat();
         content[112..116].copy_from_slice(&[7; 4]);
         let found = |content: &[u8]| {

@@ -34,18 +34,18 @@ pub(crate) mod window;
 
 pub use edges::HELD_BYTES;
 pub use extents::Extents;
-pub use finished::{CastLosses, Entry, SumPart, WorkLog, add_lost};
-pub use gather::{Locations, Prepared, Scratch};
+pub use finished::{CastLosses, FinishedRange, SumPart, WorkLog, add_lost};
+pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
 pub use window::sources;
 
-use crate::catalog::{Catalog, Located, TensorEntry};
+use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
 /// Where and how a chunk lies, from its table row; reads the file where the row does not tell.
-pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<Located> + Sync;
+pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
 /// A checkpoint to read tensor data from.
 #[derive(Clone, Copy)]

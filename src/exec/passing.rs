@@ -8,34 +8,34 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
 use super::finished::SumPart;
-use crate::catalog::{Fqn, Summed};
+use crate::catalog::{Fqn, ChecksummedRange};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 
 /// Records of which stretches have been seen.
 #[derive(Debug, Default)]
-pub struct Passing {
-    records: Mutex<HashMap<(FileId, u64), Seen>>,
+pub struct SourceCrcs {
+    records: Mutex<HashMap<(FileId, u64), SeenRanges>>,
 }
 
 /// Who notes what passes into a buffer, and the sums of it that are worth to be combined, by where it begins there.
-pub struct Noting<'a> {
-    pub passing: &'a Passing,
+pub struct CrcRecorder<'a> {
+    pub passing: &'a SourceCrcs,
     pub sums: &'a mut Vec<SumPart>,
 }
 
 #[derive(Debug)]
-struct Seen {
+struct SeenRanges {
     /// The first tensor that was seen in it.
     name: Fqn,
-    summed: Summed,
+    summed: ChecksummedRange,
     /// By offset: length and sum of a stretch.
     stretches: BTreeMap<u64, (u64, crc32fast::Hasher)>,
 }
 
-impl Passing {
+impl SourceCrcs {
     /// Note that `bytes` were read at `offset` of the file, inside a record; gives their CRC-32.
-    pub fn note(&self, name: &Fqn, file: FileId, summed: Summed, offset: u64, bytes: &[u8]) -> u32 {
+    pub fn note(&self, name: &Fqn, file: FileId, summed: ChecksummedRange, offset: u64, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
         // A small one passes through at once, and need not be remembered.
@@ -45,7 +45,7 @@ impl Passing {
             return crc;
         }
         let mut records = self.records.lock().expect("no panic while the lock is held");
-        let seen = records.entry((file, summed.start)).or_insert_with(|| Seen {
+        let seen = records.entry((file, summed.start)).or_insert_with(|| SeenRanges {
             name: name.clone(),
             summed,
             stretches: BTreeMap::new(),
@@ -81,7 +81,7 @@ impl Passing {
     }
 }
 
-impl Seen {
+impl SeenRanges {
     /// The sum of the record, if its stretches follow each other from its first byte to its last.
     fn whole(&self) -> Option<u32> {
         let mut end = self.summed.start;
@@ -109,8 +109,8 @@ mod tests {
         std::fs::write(&path, b"..abcdef").unwrap();
         let mut files = Files::new(IoMode::Read);
         let file = files.add(&path).unwrap();
-        let summed = Summed { start: 2, len: 6, crc: crc32fast::hash(b"abcdef") };
-        let passing = Passing::default();
+        let summed = ChecksummedRange { start: 2, len: 6, crc: crc32fast::hash(b"abcdef") };
+        let passing = SourceCrcs::default();
         let name = Fqn::from("w");
 
         passing.note(&name, file, summed, 5, b"def");

@@ -12,13 +12,13 @@
 use std::ops::Range;
 
 use super::Extents;
-use super::bands::{Band, Cut, Payload, cuts};
+use super::bands::{Band, Cut, OutputRange, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
 /// What a segment of a strip holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Content {
+pub enum SegmentContent {
     /// `bytes` of literal `literal` of the file.
     Literal { literal: usize, bytes: Range<u64> },
     /// `bytes` of the tile prepared as `slot`.
@@ -29,7 +29,7 @@ pub enum Content {
 pub struct Segment {
     /// Offset in the file.
     pub offset: u64,
-    pub content: Content,
+    pub content: SegmentContent,
 }
 
 impl Segment {
@@ -42,7 +42,7 @@ impl Segment {
     #[must_use]
     pub fn len(&self) -> u64 {
         match &self.content {
-            Content::Literal { bytes, .. } | Content::Payload { bytes, .. } => bytes.end - bytes.start,
+            SegmentContent::Literal { bytes, .. } | SegmentContent::Payload { bytes, .. } => bytes.end - bytes.start,
         }
     }
 }
@@ -52,7 +52,7 @@ const MOST_SEGMENTS: usize = 1 << 10;
 
 /// Consecutive segments without a hole between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Strip {
+pub struct WriteBlock {
     pub file: u32,
     /// What it is to be filled with.
     pub band: Option<Band>,
@@ -60,7 +60,7 @@ pub struct Strip {
     pub segments: Vec<Segment>,
 }
 
-impl Strip {
+impl WriteBlock {
     /// Bytes, as the size of a buffer.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -93,12 +93,12 @@ impl<'a> Cutter<'a> {
 
     /// The strips of these payloads, with the literals before each of them.
     #[must_use]
-    pub fn cut(&mut self, mut payloads: Vec<Payload>) -> Vec<Strip> {
+    pub fn cut(&mut self, mut payloads: Vec<OutputRange>) -> Vec<WriteBlock> {
         payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
-        let mut strips = Strips::new(self.todo, self.strip_bytes, cuts(&payloads, self.strip_bytes));
+        let mut strips = WriteBlocks::new(self.todo, self.strip_bytes, cuts(&payloads, self.strip_bytes));
         for payload in payloads {
             self.literals_before(payload.file, payload.offset, &mut strips);
-            strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| Content::Payload {
+            strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| SegmentContent::Payload {
                 slot: payload.slot,
                 bytes,
             });
@@ -108,20 +108,20 @@ impl<'a> Cutter<'a> {
 
     /// The strips of all literals that no payload came after.
     #[must_use]
-    pub fn finish(mut self) -> Vec<Strip> {
-        let mut strips = Strips::new(self.todo, self.strip_bytes, Vec::new());
+    pub fn finish(mut self) -> Vec<WriteBlock> {
+        let mut strips = WriteBlocks::new(self.todo, self.strip_bytes, Vec::new());
         for file in 0..self.files.len() {
             self.literals_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut strips);
         }
         strips.done
     }
 
-    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut Strips<'_>) {
+    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut WriteBlocks<'_>) {
         let next = &mut self.next_literal[file as usize];
         let literals = &self.files[file as usize].literals;
         while let Some(literal) = literals.get(*next).filter(|literal| literal.offset < offset) {
             let index = *next;
-            strips.push(file, literal.offset, literal.bytes.len() as u64, 1, |bytes| Content::Literal {
+            strips.push(file, literal.offset, literal.bytes.len() as u64, 1, |bytes| SegmentContent::Literal {
                 literal: index,
                 bytes,
             });
@@ -130,9 +130,9 @@ impl<'a> Cutter<'a> {
     }
 }
 
-struct Strips<'a> {
+struct WriteBlocks<'a> {
     todo: &'a Extents,
-    done: Vec<Strip>,
+    done: Vec<WriteBlock>,
     capacity: u64,
     /// In file order.
     cuts: Vec<Cut>,
@@ -140,13 +140,13 @@ struct Strips<'a> {
     passed: usize,
 }
 
-impl<'a> Strips<'a> {
+impl<'a> WriteBlocks<'a> {
     fn new(todo: &'a Extents, capacity: u64, cuts: Vec<Cut>) -> Self {
         Self { todo, done: Vec::new(), capacity, cuts, passed: 0 }
     }
 
     /// Add what is to be done of a stretch of a file, in whole elements.
-    fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> Content) {
+    fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> SegmentContent) {
         let mut pushed = 0;
         for todo in self.todo.within(file, offset..offset + len) {
             // The element in which the stretch before has ended is there.
@@ -167,7 +167,7 @@ impl<'a> Strips<'a> {
         offset: u64,
         bytes: Range<u64>,
         itemsize: u64,
-        content: &impl Fn(Range<u64>) -> Content,
+        content: &impl Fn(Range<u64>) -> SegmentContent,
     ) {
         let (mut done, len) = (bytes.start, bytes.end);
         while done < len {
@@ -181,7 +181,7 @@ impl<'a> Strips<'a> {
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
             let mut take = cut(at, rest, fits, itemsize);
             if take == 0 {
-                self.done.push(Strip { file, band, range: at..at, segments: Vec::new() });
+                self.done.push(WriteBlock { file, band, range: at..at, segments: Vec::new() });
                 take = cut(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
             }
             let strip = self.done.last_mut().expect("just pushed or found");
@@ -192,7 +192,7 @@ impl<'a> Strips<'a> {
     }
 
     /// Bytes that still go into a strip: one of many small parts is as long as it is, up to the next boundary of blocks.
-    fn room_in(&self, strip: &Strip) -> u64 {
+    fn room_in(&self, strip: &WriteBlock) -> u64 {
         let end = strip.range.end;
         let left = self.capacity.saturating_sub(end - strip.range.start);
         if strip.segments.len() < MOST_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
@@ -222,7 +222,7 @@ fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
 }
 
 /// Put strips into the order of work, and give what is done in one go.
-pub fn order(strips: &mut [Strip]) -> Vec<&[Strip]> {
+pub fn order(strips: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
     strips.sort_by_key(|strip| strip.band);
     strips.chunk_by(|one, other| one.band.is_some() && one.band == other.band).collect()
 }
@@ -242,10 +242,10 @@ mod tests {
         file
     }
 
-    fn payloads() -> Vec<Payload> {
+    fn payloads() -> Vec<OutputRange> {
         vec![
-            Payload { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8, group: None },
-            Payload { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4, group: None },
+            OutputRange { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8, group: None },
+            OutputRange { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4, group: None },
         ]
     }
 
@@ -264,7 +264,7 @@ mod tests {
                 for segment in &strip.segments {
                     assert_eq!(segment.offset, end);
                     end += segment.len();
-                    if let Content::Payload { slot, bytes } = &segment.content {
+                    if let SegmentContent::Payload { slot, bytes } = &segment.content {
                         assert_eq!(bytes.start % [4, 8][*slot], 0);
                     }
                 }
@@ -285,7 +285,7 @@ mod tests {
         let files = [file];
         let todo = Extents::of_files(&files);
         let mut cutter = Cutter::new(&files, &todo, 65_536);
-        let payload = |offset, len| Payload { file: 0, offset, len, slot: 0, itemsize: 2, group: None };
+        let payload = |offset, len| OutputRange { file: 0, offset, len, slot: 0, itemsize: 2, group: None };
         // A window begins where the one before it ended, which is at no boundary.
         let mut strips = cutter.cut(vec![payload(1000, 1_000_000)]);
         strips.extend(cutter.cut(vec![payload(1_001_024, 500_000)]));
@@ -302,7 +302,7 @@ mod tests {
         let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
         let (len, files) = (file.len, [file]);
         let todo = Extents::of_files(&files);
-        let payload = |offset| Payload { file: 0, offset, len: 1024, slot: 0, itemsize: 2, group: None };
+        let payload = |offset| OutputRange { file: 0, offset, len: 1024, slot: 0, itemsize: 2, group: None };
         let strips = Cutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(payload).collect());
         assert_eq!(strips.len(), 5);
         assert!(strips.iter().all(|strip| strip.segments.len() <= MOST_SEGMENTS + 4));

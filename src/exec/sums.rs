@@ -21,22 +21,22 @@ use super::Stop;
 use super::digest::{Digest, for_each_block};
 use super::finished::SumPart;
 use super::output::Outputs;
-use super::strips::Strip;
-use crate::catalog::{OutputFile, Reservation, SITE_BYTES, Sum};
+use super::strips::WriteBlock;
+use crate::catalog::{OutputFile, Reservation, SITE_BYTES, ChecksumSpan};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
-pub struct Sums<'a> {
+pub struct Checksums<'a> {
     files: &'a [OutputFile],
     /// Whether all data comes by, so that all sums will be known.
     settles: bool,
     /// By file: every sum, once all data is there.
     values: OnceLock<Vec<Vec<u32>>>,
     /// Sites that a strip was written over before the sum was known.
-    open: Mutex<Vec<Open>>,
+    open: Mutex<Vec<OpenChecksum>>,
 }
 
-struct Open {
+struct OpenChecksum {
     file: u32,
     sum: usize,
     site: u64,
@@ -54,9 +54,9 @@ pub struct Left {
 
 /// What was summed in one strip, in order.
 #[derive(Default)]
-pub struct InStrip(Vec<SumPart>);
+pub struct BlockChecksums(Vec<SumPart>);
 
-impl InStrip {
+impl BlockChecksums {
     /// Note that `bytes` are at this place of the file, of which some stretches, ascending, are summed already.
     pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[SumPart]) {
         let crc = Digest::plain(place, bytes, known);
@@ -68,7 +68,7 @@ impl InStrip {
     }
 
     /// The sum of a span that lies within the strip.
-    fn whole(&self, sum: &Sum, strip: &Range<u64>) -> Option<u32> {
+    fn whole(&self, sum: &ChecksumSpan, strip: &Range<u64>) -> Option<u32> {
         if sum.range.start < strip.start || strip.end < sum.range.end {
             return None;
         }
@@ -84,11 +84,11 @@ fn combined<'p>(parts: impl IntoIterator<Item = &'p SumPart>) -> u32 {
     whole.finalize()
 }
 
-impl<'a> Sums<'a> {
+impl<'a> Checksums<'a> {
     /// `settles` says that all data of the reservation will come by.
     pub fn new(reservation: &'a Reservation, settles: bool) -> Self {
         let files = &reservation.files;
-        let site = |sum: &Sum, nth: usize| sum.sites.get(nth).copied();
+        let site = |sum: &ChecksumSpan, nth: usize| sum.sites.get(nth).copied();
         debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.sums.is_sorted_by_key(|sum| site(sum, nth)))));
         Self { files, settles, values: OnceLock::new(), open: Mutex::default() }
     }
@@ -99,12 +99,12 @@ impl<'a> Sums<'a> {
     }
 
     /// Whether something in the strip is summed.
-    pub fn has_summed(&self, strip: &Strip) -> bool {
+    pub fn has_summed(&self, strip: &WriteBlock) -> bool {
         strip.segments.iter().any(|segment| self.files[strip.file as usize].sums_at(segment.offset))
     }
 
     /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
-    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) -> Left {
+    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: BlockChecksums) -> Left {
         let mut left = Left::default();
         let sums = self.files[file as usize].sums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
@@ -124,7 +124,7 @@ impl<'a> Sums<'a> {
                         left.sites.push(site);
                         // Otherwise the strip before has noted it.
                         if self.settles && range.start <= site {
-                            let open = Open { file, sum: index, site };
+                            let open = OpenChecksum { file, sum: index, site };
                             self.open.lock().expect("no panic while the lock is held").push(open);
                         }
                     }
@@ -146,7 +146,7 @@ impl<'a> Sums<'a> {
         parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
         let of_file = |(index, file): (u32, &OutputFile)| {
-            let mut value = |sum: &Sum| {
+            let mut value = |sum: &ChecksumSpan| {
                 let is_of = |(file, part): &&(u32, SumPart)| (*file, part.offset) < (index, sum.range.end);
                 combined(std::iter::from_fn(|| parts.next_if(is_of)).map(|(_, part)| part))
             };
@@ -163,7 +163,7 @@ impl<'a> Sums<'a> {
     /// `Io`.
     pub fn patch(&self, outputs: &Outputs) -> Result<()> {
         let open = self.open.lock().expect("no panic while the lock is held");
-        open.iter().try_for_each(|Open { file, sum, site }| {
+        open.iter().try_for_each(|OpenChecksum { file, sum, site }| {
             let value = self.value(*file, *sum).expect("settled before");
             outputs.write(*file, *site, &value.to_le_bytes())
         })
@@ -225,7 +225,7 @@ pub fn first_wrong(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Resul
         return Ok(None);
     }
     let open = path.open().map_err(Error::io("open", path))?;
-    let look = |sum: &Sum| -> Result<Option<WrongSum>> {
+    let look = |sum: &ChecksumSpan| -> Result<Option<WrongSum>> {
         let mut hasher = Hasher::new();
         for_each_block(&open, path.path(), &sum.range, |block| {
             hasher.update(block);
@@ -247,7 +247,7 @@ pub fn first_wrong(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Resul
 }
 
 /// Whether the span around `offset` lies within the strip, with all sites of its sum.
-fn is_closed(sums: &[Sum], offset: u64, strip: &Range<u64>) -> bool {
+fn is_closed(sums: &[ChecksumSpan], offset: u64, strip: &Range<u64>) -> bool {
     let within = |stretch: Range<u64>| strip.start <= stretch.start && stretch.end <= strip.end;
     let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));
     sum.is_some_and(|sum| within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES)))

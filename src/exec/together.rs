@@ -6,14 +6,14 @@ use crate::comm::Communicator;
 use crate::error::{Error, Result};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Together {
+pub struct GlobalTotals {
     /// Bytes that they have received.
     pub received: u64,
     /// Bytes of values that NCCL has reduced.
     pub folded: u64,
 }
 
-impl Together {
+impl GlobalTotals {
     /// The sum of all, where this is one's own. Collective.
     ///
     /// # Errors
@@ -48,11 +48,11 @@ mod tests {
     #[test]
     fn all_add_up_the_same() {
         let ranks = (1..).zip(Local::fleet(3)).map(|(number, local)| {
-            let own = Together { received: number, folded: u64::MAX / 2 };
+            let own = GlobalTotals { received: number, folded: u64::MAX / 2 };
             thread::spawn(move || own.add_up(&local).unwrap())
         });
         for rank in ranks.collect::<Vec<_>>() {
-            assert_eq!(rank.join().unwrap(), Together { received: 6, folded: u64::MAX });
+            assert_eq!(rank.join().unwrap(), GlobalTotals { received: 6, folded: u64::MAX });
         }
     }
 
@@ -63,7 +63,7 @@ mod tests {
             let mut fleet = Local::fleet(2).into_iter();
             let (first, second) = (fleet.next().unwrap(), fleet.next().unwrap());
             let other = thread::spawn(move || drop(second.gather(nonsense)));
-            let error = Together::default().add_up(&first).unwrap_err();
+            let error = GlobalTotals::default().add_up(&first).unwrap_err();
             assert!(matches!(&error, Error::Comm { op: "add up", .. }), "{error:?}");
             assert!(error.to_string().contains("process 1"), "{error}");
             other.join().unwrap();

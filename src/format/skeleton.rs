@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::foreign::first_bytes;
-use super::torch::{self, Found};
+use super::torch::{self, TensorNode};
 use super::{Checkpoint, archive, dcp, safetensors};
 use crate::catalog::{FileLocation, checked_len_bytes, model};
 use crate::error::{Error, Result};
@@ -29,14 +29,14 @@ const STATE_BYTES: u64 = 1 << 20;
 
 /// Where all processes find what is not tensor data of a folder of which each sees but some files.
 #[derive(Clone, Debug)]
-pub struct TwinOf {
+pub struct MirrorOf {
     pub folder: PathBuf,
     pub twin: PathBuf,
     /// What is known of its files, by where they lie in it.
     pub holdings: Arc<Holdings>,
 }
 
-impl TwinOf {
+impl MirrorOf {
     fn place(&self, path: &Path) -> Option<PathBuf> {
         path.strip_prefix(&self.folder).ok().map(|rest| self.twin.join(rest))
     }
@@ -83,7 +83,7 @@ pub fn is_read(path: &Path) -> Result<bool> {
 ///
 /// # Errors
 /// `Io`; `Unsupported` for documents that nobody has.
-pub fn skeleton(path: &Path) -> Result<Ranges> {
+pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     let mut files = Files::new(IoMode::Read).noting();
     let file = files.add(path)?;
     let len = files.len_bytes(file);
@@ -112,7 +112,7 @@ pub fn skeleton(path: &Path) -> Result<Ranges> {
 ///
 /// # Errors
 /// `Io`.
-pub fn skeleton_of_items(path: &Path, objects: &[dcp::Object]) -> Result<Ranges> {
+pub fn metadata_ranges_of_items(path: &Path, objects: &[dcp::StoredObject]) -> Result<Ranges> {
     let mut files = Files::new(IoMode::Read).noting();
     let file = files.add(path)?;
     dcp::look_at(&files, file, objects);
@@ -137,7 +137,7 @@ fn is_document(name: &str) -> bool {
 fn look_at_archive(files: &Files, file: FileId) {
     let Ok(contents) = torch::reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in model::all_tensors(&contents.value) {
-        let Found::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
+        let TensorNode::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
         if let FileLocation::Record { record, .. } = contents.place(view)
             && model::is_random_state(fqn.as_str())
             && record.len <= STATE_BYTES
@@ -168,7 +168,7 @@ mod tests {
             let path = folder.path().join(name);
             std::fs::write(&path, content).unwrap();
             std::fs::File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
-            skeleton(&path).map(|ranges| ranges.len_bytes())
+            metadata_ranges(&path).map(|ranges| ranges.len_bytes())
         };
         assert_eq!(held("config.json", b"{}", 2).unwrap(), 2);
         assert_eq!(held("index.json", b"{}", WHOLE_BYTES + 1).unwrap(), WHOLE_BYTES + 1);
@@ -189,7 +189,7 @@ mod tests {
         ] {
             let path = folder.path().join(name);
             std::fs::write(&path, content).unwrap();
-            assert_eq!(skeleton(&path).unwrap().len_bytes(), content.len() as u64, "{name}");
+            assert_eq!(metadata_ranges(&path).unwrap().len_bytes(), content.len() as u64, "{name}");
         }
     }
 }

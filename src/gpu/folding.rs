@@ -15,7 +15,7 @@ use super::stream::Stream;
 use crate::catalog::Dtype;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::{Fold, Folding};
+use crate::exchange::{NcclReduction, ReductionKind};
 use crate::layout::ReduceOp;
 
 const OP: &str = "reduce";
@@ -25,7 +25,7 @@ impl Nccl {
     pub(super) fn queue_folds(
         &self,
         stream: &Stream,
-        folds: &[Fold],
+        folds: &[NcclReduction],
         outgoing: &DeviceBytes,
         unpacked: &mut DeviceBytes,
     ) -> Result<()> {
@@ -53,7 +53,7 @@ impl Nccl {
 }
 
 /// As NCCL has it.
-fn known(Folding { dtype, op }: Folding) -> Result<(DataType, RedOp)> {
+fn known(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
     let element = match dtype {
         Dtype::F16 => Some(DataType::Float16),
         Dtype::Bf16 => Some(DataType::Bfloat16),

@@ -18,7 +18,7 @@ use super::Gpu;
 use super::communicator::Nccl;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
-use super::watch::{Why, of_nccl};
+use super::watch::{AbortReason, of_nccl};
 use crate::comm::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 use crate::threads;
@@ -34,13 +34,13 @@ const SHARED_BLOCKS: u16 = 2;
 const OP: &str = "meet by NCCL";
 
 /// How ranks come out of it, all alike.
-pub enum Meeting {
+pub enum NcclSetup {
     Met(Nccl),
     /// They share devices and may not (`Usage`), or NCCL fails on one of them. They still have each other.
     Missed(Error),
 }
 
-impl Meeting {
+impl NcclSetup {
     /// Meet the other ranks of `control`, all of which do the same.
     ///
     /// # Errors
@@ -70,9 +70,9 @@ impl Nccl {
     where
         C: Communicator + FailureNotes + 'static,
     {
-        match Meeting::new(gpu, sharing, control)? {
-            Meeting::Met(nccl) => Ok(nccl),
-            Meeting::Missed(against) => Err(against),
+        match NcclSetup::new(gpu, sharing, control)? {
+            NcclSetup::Met(nccl) => Ok(nccl),
+            NcclSetup::Missed(against) => Err(against),
         }
     }
 }
@@ -101,7 +101,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
             heard
         })?;
         let made = make(gpu, sharing, control, &id, Arc::clone(&is_off));
-        let _ = tell.send(made.as_ref().map(drop).map_err(Why::clone));
+        let _ = tell.send(made.as_ref().map(drop).map_err(AbortReason::clone));
         Ok((made, heard.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
     })?;
     let heard = heard.map_err(|error| match error {
@@ -110,7 +110,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
     })?;
     Ok(match (made, heard) {
         (Ok(made), None) => Ok(made),
-        (Err(Why::Elsewhere(_)) | Ok(_), Some((rank, words))) if rank != control.rank() => {
+        (Err(AbortReason::Elsewhere(_)) | Ok(_), Some((rank, words))) if rank != control.rank() => {
             Err(Error::comm(rank, OP, words))
         }
         // What it has met with itself it knows best.
@@ -152,7 +152,7 @@ fn make<C: Communicator + Send + 'static>(
     control: &Arc<C>,
     id: &UniqueId,
     is_off: Arc<AtomicBool>,
-) -> Result<Made, Why> {
+) -> Result<Made, AbortReason> {
     let is_met = Arc::new(AtomicBool::new(false));
     let wait = {
         let (control, is_met) = (Arc::clone(control), Arc::clone(&is_met));
@@ -172,9 +172,9 @@ fn make<C: Communicator + Send + 'static>(
         Sharing::Allowed => Config::default().max_ctas(SHARED_BLOCKS),
     };
     let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
-    let here = |error: Error| Why::Here(error.to_string());
+    let here = |error: Error| AbortReason::Here(error.to_string());
     gpu.device.bind().map_err(here)?;
-    let nccl = gpu.nccl().map_err(|why| Why::Here(why.to_owned()))?;
+    let nccl = gpu.nccl().map_err(|why| AbortReason::Here(why.to_owned()))?;
     let peers = nccl::Communicator::new(nccl, place, id, &config, wait)?;
     let stream = Stream::new(&gpu.device).map_err(here)?;
     is_met.store(true, Ordering::Relaxed);
@@ -182,7 +182,7 @@ fn make<C: Communicator + Send + 'static>(
 }
 
 /// Tell all others, turn by turn, how it goes here, until all have met, or one says why it has not: that one.
-fn talk(control: &impl Communicator, ended: &Receiver<Result<(), Why>>) -> Result<Option<(u32, String)>> {
+fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;
     let mut pause = SHORTEST;
     loop {
@@ -250,7 +250,7 @@ mod tests {
         assert!(error.hint().unwrap().contains(SHARE));
     }
 
-    fn talks(ends: &[fn() -> Result<(), Why>]) -> Vec<Option<(u32, String)>> {
+    fn talks(ends: &[fn() -> Result<(), AbortReason>]) -> Vec<Option<(u32, String)>> {
         let ranks = Local::fleet(u32::try_from(ends.len()).unwrap()).into_iter().zip(ends);
         let ranks: Vec<_> = ranks
             .map(|(local, end)| {
@@ -275,9 +275,9 @@ mod tests {
         assert_eq!(talks(&[met, met, met]), [const { None }; 3]);
         let late = || {
             thread::sleep(Duration::from_millis(60));
-            Err(Why::Here("no network".into()))
+            Err(AbortReason::Here("no network".into()))
         };
-        let remote = || Err(Why::Elsewhere("a peer is lost".into()));
+        let remote = || Err(AbortReason::Elsewhere("a peer is lost".into()));
         assert_eq!(talks(&[remote, met, late]), vec![Some((2, String::from("no network"))); 3]);
     }
 }

@@ -39,15 +39,15 @@ mod watch;
 
 use std::sync::{Arc, OnceLock};
 
-pub use arithmetic::{Arithmetic, Conversion, Reduction};
+pub use arithmetic::{Arithmetic, CastJob, ReductionJob};
 pub use communicator::Nccl;
 pub use device::Device;
-pub use meeting::Meeting;
+pub use meeting::NcclSetup;
 pub use memory::{DeviceBytes, Pinned};
 pub use packer::Packer;
 pub use settings::{Kernels, Settings, Sharing};
 pub use shuffle::DeviceShuffle;
-pub use trial::Trial;
+pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 

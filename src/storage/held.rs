@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use super::{FileId, Stretch};
+use super::{FileId, FileRange};
 use crate::error::{Error, Result};
 use crate::name_list::name_processes;
 
@@ -50,7 +50,7 @@ impl Ranges {
 
 /// What is known of a file with a twin.
 #[derive(Clone, Debug)]
-pub struct Holding {
+pub struct LocalContent {
     /// What its twin holds.
     pub held: Arc<Ranges>,
     /// The ranks that see the file, ascending.
@@ -60,11 +60,11 @@ pub struct Holding {
 }
 
 /// The files of a twin, by where they lie in it.
-pub type Holdings = HashMap<PathBuf, Holding>;
+pub type Holdings = HashMap<PathBuf, LocalContent>;
 
 /// Where a file of a twin is for this process.
 #[derive(Clone, Debug)]
-pub struct Local {
+pub struct LocalFile {
     /// As the user calls it.
     pub path: PathBuf,
     /// When this process saw that it was last changed; `None` where it does not see it.
@@ -73,24 +73,24 @@ pub struct Local {
 
 /// Who looks at what is read of a file.
 #[derive(Clone, Debug)]
-pub(super) enum Watch {
+pub(super) enum ReadCheck {
     Note(FileId, Notes),
     /// No more than is held.
-    Hold(Holding),
+    Hold(LocalContent),
 }
 
 /// What was read.
-pub(super) type Notes = Arc<Mutex<Vec<Stretch>>>;
+pub(super) type Notes = Arc<Mutex<Vec<FileRange>>>;
 
-impl Watch {
+impl ReadCheck {
     pub fn look(&self, path: &Path, offset: u64, len: u64) -> Result<()> {
         match self {
             Self::Note(file, notes) => {
                 let mut notes = notes.lock().expect("no panic while the lock is held");
-                notes.push(Stretch { file: *file, offset, len });
+                notes.push(FileRange { file: *file, offset, len });
                 Ok(())
             }
-            Self::Hold(Holding { held, seen_by, .. }) => {
+            Self::Hold(LocalContent { held, seen_by, .. }) => {
                 let range = offset..offset.saturating_add(len);
                 if held.contains(&range) {
                     return Ok(());

@@ -23,21 +23,21 @@ use serde::{Deserialize, Serialize};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::format::dcp::{self, Objects};
-use crate::format::{is_data_file, skeleton, skeleton_of_items};
+use crate::format::{is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
 use crate::storage::{AnchoredPath, Ranges};
-use sighting::{Seen, Sighting};
-use walk::Walked;
+use sighting::{ReportedFile, FileReport};
+use walk::FileInventory;
 
 /// A twin, as one process knows it.
 #[derive(Debug)]
-pub struct Twin {
+pub struct MetadataMirror {
     /// The twin's folder, and the one of this process's SRC: that, or the one that its file is in.
     folder: PathBuf,
     own: PathBuf,
-    kind: Kind,
+    kind: SourceKind,
     /// By their paths below the folder.
-    files: BTreeMap<PathBuf, Seen>,
+    files: BTreeMap<PathBuf, ReportedFile>,
     /// Who sees nothing at its SRC, by that path: in the end it may be mistyped.
     blind: BTreeMap<String, Vec<u32>>,
     written: u64,
@@ -45,7 +45,7 @@ pub struct Twin {
 
 /// What SRC is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Kind {
+enum SourceKind {
     Folder,
     /// Of this name.
     File(String),
@@ -57,25 +57,25 @@ enum Kind {
 /// # Errors
 /// `Missing` where nobody sees anything, `Conflict` where ranks see different files under one name, and `Comm` naming the
 /// rank that cannot read its files, or write the twin.
-pub fn make(communicator: &impl Communicator, own: &Path, twin: &AnchoredPath) -> Result<Twin> {
-    let walked = communicator.settle(Walked::of(own))?;
+pub fn make(communicator: &impl Communicator, own: &Path, twin: &AnchoredPath) -> Result<MetadataMirror> {
+    let walked = communicator.settle(FileInventory::of(own))?;
     let (kind, blind) = agree_on_kind(communicator, own, walked.kind.as_ref())?;
-    let mut making = Making { communicator, walked: &walked, twin, written: 0 };
+    let mut making = MirrorMaker { communicator, walked: &walked, twin, written: 0 };
     communicator.settle(if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
-    let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
+    let mut files = making.round(|path| !is_data_file(path), &|path| metadata_ranges(&walked.folder.join(path)))?;
     let objects = communicator.settle(objects(&walked, twin.path()))?;
     files.extend(making.round(is_data_file, &|path| {
         let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
         let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
-        skeleton_of_items(&walked.folder.join(path), own.map_or(&[], Vec::as_slice))
+        metadata_ranges_of_items(&walked.folder.join(path), own.map_or(&[], Vec::as_slice))
     })?);
     let written = making.written;
     let (folder, own) = (twin.path().to_path_buf(), walked.folder);
-    Ok(Twin { folder, own, kind, files, blind, written })
+    Ok(MetadataMirror { folder, own, kind, files, blind, written })
 }
 
 /// Where objects lie in this process's data files, by folder: metadata tells it, which another rank may have.
-fn objects(walked: &Walked, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
+fn objects(walked: &FileInventory, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = walked.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
     let found = folders.into_iter().map(|folder| match dcp::objects(&twin.join(folder)) {
@@ -88,23 +88,23 @@ fn objects(walked: &Walked, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
 }
 
 /// What all ranks do together.
-struct Making<'a, C> {
+struct MirrorMaker<'a, C> {
     communicator: &'a C,
-    walked: &'a Walked,
+    walked: &'a FileInventory,
     twin: &'a AnchoredPath,
     written: u64,
 }
 
-impl<C: Communicator> Making<'_, C> {
+impl<C: Communicator> MirrorMaker<'_, C> {
     /// Look at some of the files, hear of those of the others, and write those that no lower rank has.
     fn round(
         &mut self,
         wanted: impl Fn(&Path) -> bool,
-        skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
-    ) -> Result<BTreeMap<PathBuf, Seen>> {
+        metadata_ranges: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
+    ) -> Result<BTreeMap<PathBuf, ReportedFile>> {
         let Self { communicator, walked, twin, .. } = *self;
-        let own = communicator.settle(sighting::look(walked, &wanted, skeleton))?;
-        let heard: Vec<Vec<Sighting>> = tell(communicator, &own)?;
+        let own = communicator.settle(sighting::look(walked, &wanted, metadata_ranges))?;
+        let heard: Vec<Vec<FileReport>> = tell(communicator, &own)?;
         let seen = sighting::merge(&walked.folder, communicator.rank(), heard)?;
         // One process makes the folders, so that no other looks for them before they are there.
         communicator.settle(if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
@@ -115,7 +115,7 @@ impl<C: Communicator> Making<'_, C> {
     }
 }
 
-impl Twin {
+impl MetadataMirror {
     /// How many bytes this process wrote into it.
     #[must_use]
     pub fn written(&self) -> u64 {
@@ -159,15 +159,15 @@ impl Twin {
         self.blind.values().flatten().any(|blind| *blind == rank)
     }
 
-    fn seen(&self, path: &Path) -> Option<&Seen> {
+    fn seen(&self, path: &Path) -> Option<&ReportedFile> {
         let below = |folder: &Path| path.strip_prefix(folder).ok().and_then(|path| self.files.get(path));
         below(&self.folder).or_else(|| below(&self.own))
     }
 
     fn place_of_src(&self, folder: &Path) -> PathBuf {
         match &self.kind {
-            Kind::Folder => folder.to_path_buf(),
-            Kind::File(name) => folder.join(name),
+            SourceKind::Folder => folder.to_path_buf(),
+            SourceKind::File(name) => folder.join(name),
         }
     }
 }
@@ -176,12 +176,12 @@ impl Twin {
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,
-    kind: Option<&Kind>,
-) -> Result<(Kind, BTreeMap<String, Vec<u32>>)> {
+    kind: Option<&SourceKind>,
+) -> Result<(SourceKind, BTreeMap<String, Vec<u32>>)> {
     let place = || std::path::absolute(own).unwrap_or_else(|_| own.to_path_buf()).display().to_string();
-    let kinds: Vec<Result<Kind, String>> = tell(communicator, &kind.ok_or_else(place))?;
+    let kinds: Vec<Result<SourceKind, String>> = tell(communicator, &kind.ok_or_else(place))?;
     let mut blind: BTreeMap<String, Vec<u32>> = BTreeMap::new();
-    let mut found: Option<(u32, &Kind)> = None;
+    let mut found: Option<(u32, &SourceKind)> = None;
     for (rank, kind) in (0..).zip(&kinds) {
         let kind = match kind {
             Ok(kind) => kind,
@@ -192,9 +192,9 @@ fn agree_on_kind(
         };
         let (first, known) = *found.get_or_insert((rank, kind));
         if known != kind {
-            let text = |kind: &Kind| match kind {
-                Kind::Folder => String::from("a folder"),
-                Kind::File(name) => format!("the file {name}"),
+            let text = |kind: &SourceKind| match kind {
+                SourceKind::Folder => String::from("a folder"),
+                SourceKind::File(name) => format!("the file {name}"),
             };
             return Err(Error::Conflict {
                 fqn: own.display().to_string(),

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::Twin;
+use super::MetadataMirror;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, ReadOptions, TwinOf};
+use crate::format::{Checkpoint, ReadOptions, MirrorOf};
 use crate::layout::LayoutError;
 use crate::name_list::name_processes;
-use crate::storage::{Holding, Holdings, IoMode, Local, filesystem, lookup};
+use crate::storage::{LocalContent, Holdings, IoMode, LocalFile, filesystem, lookup};
 
-impl Twin {
+impl MetadataMirror {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
     /// sees them; [`Files::seen_by`](crate::storage::Files::seen_by) says who does.
     ///
@@ -19,7 +19,7 @@ impl Twin {
     pub fn open(&self, options: &ReadOptions) -> Result<Checkpoint> {
         let holdings = self.files.iter().map(|(path, seen)| {
             let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.by));
-            (self.folder.join(path), Holding { held, seen_by, modified: seen.modified })
+            (self.folder.join(path), LocalContent { held, seen_by, modified: seen.modified })
         });
         let holdings: Arc<Holdings> = Arc::new(holdings.collect());
         let own = ReadOptions { io: Some(IoMode::Read), holdings: Arc::clone(&holdings), ..options.clone() };
@@ -33,7 +33,7 @@ impl Twin {
         };
         checkpoint.files.localise(io, &|path| {
             let seen = self.files.get(path.strip_prefix(&self.folder).ok()?)?;
-            Some(Local { path: self.own.join(&seen.path), seen: seen.own })
+            Some(LocalFile { path: self.own.join(&seen.path), seen: seen.own })
         })?;
         self.rename(&mut checkpoint.root);
         checkpoint.resolved_from.iter_mut().for_each(|path| self.rename(path));
@@ -46,7 +46,7 @@ impl Twin {
             let others = name_processes(&seen.not_taken);
             format!("{} is another one at {others}: that of process {writer} is taken", path.display())
         }));
-        checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone(), holdings });
+        checkpoint.twin = Some(MirrorOf { folder: self.own.clone(), twin: self.folder.clone(), holdings });
         Ok(checkpoint)
     }
 

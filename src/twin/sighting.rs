@@ -12,21 +12,21 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::walk::Walked;
+use super::walk::FileInventory;
 use crate::error::{Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
 /// What a rank tells of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sighting {
+pub struct FileReport {
     path: String,
     /// `None` for a link that leads nowhere.
-    found: Option<Found>,
+    found: Option<FoundFile>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Found {
+struct FoundFile {
     len: u64,
     modified: (i64, i64),
     skeleton: Vec<Bone>,
@@ -42,7 +42,7 @@ type Difference = (&'static str, String);
 
 /// A file, by all that ranks tell.
 #[derive(Debug)]
-pub struct Seen {
+pub struct ReportedFile {
     pub path: PathBuf,
     /// `None` where all that is there is a link that leads nowhere.
     pub len: Option<u64>,
@@ -67,20 +67,20 @@ pub const BLOCK_BYTES: u64 = 1 << 20;
 /// # Errors
 /// `Io`, and what finding a skeleton gives; of several faults the first.
 pub fn look(
-    walked: &Walked,
+    walked: &FileInventory,
     wanted: &impl Fn(&Path) -> bool,
     skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
-) -> Result<Vec<Sighting>> {
+) -> Result<Vec<FileReport>> {
     let files: Vec<&PathBuf> = walked.files.iter().filter(|path| wanted(path)).collect();
-    let looked: Vec<Result<Sighting>> = files
+    let looked: Vec<Result<FileReport>> = files
         .into_par_iter()
         .map(|path| {
-            let found = Found::of(&walked.folder.join(path), || skeleton(path))?;
-            Ok(Sighting { path: text(path), found: Some(found) })
+            let found = FoundFile::of(&walked.folder.join(path), || skeleton(path))?;
+            Ok(FileReport { path: text(path), found: Some(found) })
         })
         .collect();
     let dangling = walked.dangling.iter().filter(|path| wanted(path));
-    let dangling = dangling.map(|path| Ok(Sighting { path: text(path), found: None }));
+    let dangling = dangling.map(|path| Ok(FileReport { path: text(path), found: None }));
     looked.into_iter().chain(dangling).collect()
 }
 
@@ -88,7 +88,7 @@ fn text(path: &Path) -> String {
     path.to_str().expect("names that are not UTF-8 were refused").to_owned()
 }
 
-impl Found {
+impl FoundFile {
     fn of(path: &Path, skeleton: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
         let metadata = regular_file(path)?;
         let ranges = skeleton()?;
@@ -153,10 +153,10 @@ pub fn each_block(
 ///
 /// # Errors
 /// `Conflict` where files of one name differ, `Comm` for words that no rank says.
-pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<Sighting>>) -> Result<BTreeMap<PathBuf, Seen>> {
+pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
     let mut all: BTreeMap<PathBuf, Told> = BTreeMap::new();
     for (teller, sightings) in (0..).zip(heard) {
-        for Sighting { path, found } in sightings {
+        for FileReport { path, found } in sightings {
             let path = checked_path(teller, &path)?;
             if let Some(found) = &found {
                 check(teller, &path, found)?;
@@ -172,7 +172,7 @@ pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<Sighting>>) -> Result<BTreeMa
         }
     }
     let merged = all.into_iter().map(|(path, told)| {
-        let seen = Seen::of(&path, rank, &told)
+        let seen = ReportedFile::of(&path, rank, &told)
             .map_err(|(ranks, difference)| conflict(&own.join(&path), ranks, difference))?;
         Ok((path, seen))
     });
@@ -180,11 +180,11 @@ pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<Sighting>>) -> Result<BTreeMa
 }
 
 /// What ranks tell of one file, in their order.
-type Told = Vec<(u32, Option<Found>)>;
+type Told = Vec<(u32, Option<FoundFile>)>;
 
-impl Seen {
+impl ReportedFile {
     fn of(path: &Path, rank: u32, told: &Told) -> Result<Self, ((u32, u32), Difference)> {
-        let mut holders: Vec<(u32, &Found)> =
+        let mut holders: Vec<(u32, &FoundFile)> =
             told.iter().filter_map(|(teller, found)| Some((*teller, found.as_ref()?))).collect();
         let Some((writer, first)) = holders.first().copied() else {
             let held = Arc::default();
@@ -244,7 +244,7 @@ fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
     Err(Error::comm(rank, "tell of files", format!("`{}` is no file below SRC", path.display())))
 }
 
-fn check(rank: u32, path: &Path, found: &Found) -> Result<()> {
+fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
     let mut end = 0;
     for (start, stop, _) in &found.skeleton {
         if *start < end || stop <= start || *stop > found.len {
@@ -260,12 +260,12 @@ fn check(rank: u32, path: &Path, found: &Found) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> Sighting {
-        let found = Found { len, modified: (5, 0), skeleton: skeleton.to_vec(), counts: true };
-        Sighting { path: path.into(), found: Some(found) }
+    fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> FileReport {
+        let found = FoundFile { len, modified: (5, 0), skeleton: skeleton.to_vec(), counts: true };
+        FileReport { path: path.into(), found: Some(found) }
     }
 
-    fn refused(heard: Vec<Vec<Sighting>>) -> String {
+    fn refused(heard: Vec<Vec<FileReport>>) -> String {
         merge(Path::new("/src"), 0, heard).unwrap_err().to_string()
     }
 
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_file_is_no_folder_elsewhere() {
-        let link = Sighting { path: "a".into(), found: None };
+        let link = FileReport { path: "a".into(), found: None };
         let text = refused(vec![vec![link.clone()], vec![sighting("a/b", 0, &[])]]);
         assert_eq!(text, "/src/a: what it is differs between processes 0 and 1: a file and a folder");
         // Where it leads somewhere on one rank, it is what it is there.

@@ -7,17 +7,17 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::Kind;
+use super::SourceKind;
 use crate::error::{Error, Result};
 use crate::format::{companions, may_lead_on, refuse_address};
 use crate::storage::lookup;
 
 #[derive(Debug)]
-pub struct Walked {
+pub struct FileInventory {
     /// SRC, or the folder that it is in where it is a file.
     pub folder: PathBuf,
     /// `None` where nothing is seen.
-    pub kind: Option<Kind>,
+    pub kind: Option<SourceKind>,
     /// Files, below the folder, sorted.
     pub files: Vec<PathBuf>,
     /// Links that lead nowhere.
@@ -30,7 +30,7 @@ const MAX_DEPTH: usize = 16;
 /// Files and folders; checkpoints of the largest clusters have some ten thousand.
 const MAX_ENTRIES: usize = 1_000_000;
 
-impl Walked {
+impl FileInventory {
     /// # Errors
     /// `Io`; `Usage` where there is more than a checkpoint has; `Unsupported` for names that cannot be told.
     pub fn of(src: &Path) -> Result<Self> {
@@ -40,11 +40,11 @@ impl Walked {
         if metadata.is_dir() {
             let ancestors = vec![(metadata.dev(), metadata.ino())];
             walked.enter(Path::new(""), &ancestors, &mut 0)?;
-            walked.kind = (!walked.files.is_empty() || !walked.dangling.is_empty()).then_some(Kind::Folder);
+            walked.kind = (!walked.files.is_empty() || !walked.dangling.is_empty()).then_some(SourceKind::Folder);
         } else if metadata.is_file() {
             let Some(name) = src.file_name() else { return Err(not_told(src)) };
             walked.folder = src.parent().unwrap_or(Path::new("")).to_path_buf();
-            walked.kind = Some(Kind::File(name.to_str().ok_or_else(|| not_told(src))?.to_owned()));
+            walked.kind = Some(SourceKind::File(name.to_str().ok_or_else(|| not_told(src))?.to_owned()));
             let others = companions(src)?.into_iter().filter_map(|path| path.file_name().map(PathBuf::from));
             walked.files = others.chain([PathBuf::from(name)]).collect();
         } else {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rayon::prelude::*;
 
-use super::sighting::{Seen, each_block};
+use super::sighting::{ReportedFile, each_block};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
@@ -40,7 +40,7 @@ pub fn folders<'a>(twin: &AnchoredPath, files: impl Iterator<Item = &'a PathBuf>
 ///
 /// # Errors
 /// `Io`.
-pub fn files<'a>(own: &Path, twin: &AnchoredPath, files: impl Iterator<Item = (&'a PathBuf, &'a Seen)>) -> Result<u64> {
+pub fn files<'a>(own: &Path, twin: &AnchoredPath, files: impl Iterator<Item = (&'a PathBuf, &'a ReportedFile)>) -> Result<u64> {
     let files: Vec<_> = files.collect();
     let written: Vec<Result<u64>> = files
         .into_par_iter()
@@ -58,7 +58,7 @@ pub fn files<'a>(own: &Path, twin: &AnchoredPath, files: impl Iterator<Item = (&
     written.into_iter().sum()
 }
 
-fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &Seen) -> Result<()> {
+fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Result<()> {
     let source = File::open(from).map_err(Error::io("open", from))?;
     // Who cannot read SRC cannot read it here either.
     let target = to.create_new(0o600).map_err(Error::io("create", to))?;
@@ -85,7 +85,7 @@ const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 ///
 /// # Errors
 /// `Io`; `Missing` where one does not appear.
-pub fn wait_for(twin: &AnchoredPath, files: &BTreeMap<PathBuf, Seen>) -> Result<()> {
+pub fn wait_for(twin: &AnchoredPath, files: &BTreeMap<PathBuf, ReportedFile>) -> Result<()> {
     let begun = Instant::now();
     let folders: BTreeSet<&Path> = files.keys().filter_map(|file| file.parent()).collect();
     loop {
@@ -96,7 +96,7 @@ pub fn wait_for(twin: &AnchoredPath, files: &BTreeMap<PathBuf, Seen>) -> Result<
             let names = folder.names().map_err(Error::io("list", &folder))?;
             listed.extend(names.into_iter().map(|name| below.join(name)));
         }
-        let is_there = |path: &PathBuf, seen: &Seen| {
+        let is_there = |path: &PathBuf, seen: &ReportedFile| {
             let len = || twin.join(path).metadata().ok().map(|metadata| metadata.len());
             listed.contains(path) && (seen.len.is_none() || len() == seen.len)
         };

@@ -10,54 +10,54 @@
 //! ```
 
 use super::class::usual_class;
-use super::heads::Heads;
-use super::like::{Like, is_whole_anyway};
+use super::heads::AttentionHeads;
+use super::like::{LikeLayout, is_whole_anyway};
 use super::sharded::rows;
-use super::subject::{Subject, Subjects, ToldBy};
-use super::tally::Tally;
+use super::subject::{ParameterEvidence, TensorContext, TensorContexts};
+use super::tally::PlacementReport;
 use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
 use crate::error::{Error, Result};
 use crate::format::local::LocalLayout;
-use crate::format::parallelize::{Planned, Side};
+use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::torch::RankLayout;
-use crate::layout::cut::CutBy;
-use crate::layout::parallelize::{Laid, Order};
-use crate::layout::rules::{Fallback, Layout, Lies};
-use crate::layout::shards::{Held, Shared};
+use crate::layout::cut::SplitChoice;
+use crate::layout::parallelize::{ParameterOrder, ParameterPlacement};
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice};
+use crate::layout::shards::{Held, SharedTensor};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
-pub struct Chooser<'a> {
-    layout: &'a Layout,
-    subjects: Subjects<'a>,
+pub struct PlacementResolver<'a> {
+    layout: &'a MeshLayout,
+    subjects: TensorContexts<'a>,
     /// How the layout's plan has the parameters of this model.
-    planned: Option<Planned>,
+    planned: Option<PlannedModel>,
     /// A checkpoint whose tensors say how those without a rule lie.
-    like: Option<Like<'a>>,
+    like: Option<LikeLayout<'a>>,
     /// The class of tensors that ranks share; `None` for that of each in the source.
     class: Option<Class>,
     /// The same for those that have none there.
     usual_class: Class,
-    tally: Tally,
+    tally: PlacementReport,
 }
 
 /// How a tensor is to lie.
 enum Choice<'a> {
     /// Plain on every rank.
     Plain,
-    Shared(Chosen<'a>),
+    Shared(ResolvedPlacements<'a>),
 }
 
-struct Chosen<'a> {
-    shared: Shared,
-    by: By,
-    cut: CutBy<'a>,
+struct ResolvedPlacements<'a> {
+    shared: SharedTensor,
+    by: PlacementOrigin,
+    cut: SplitChoice<'a>,
 }
 
 /// Who says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum By {
+enum PlacementOrigin {
     /// A rule, the plan or a fallback: it was asked for.
     CommandLine,
     Source,
@@ -65,20 +65,20 @@ enum By {
     Like(Class),
 }
 
-impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a Layout, wrappers: Wrappers, class: Option<Class>) -> Self {
+impl<'a> PlacementResolver<'a> {
+    pub fn new(catalog: &'a Catalog, layout: &'a MeshLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
         Self {
             layout,
-            subjects: Subjects::new(catalog, wrappers, class),
+            subjects: TensorContexts::new(catalog, wrappers, class),
             planned: None,
             like: None,
             class,
             usual_class: usual_class(catalog),
-            tally: Tally::default(),
+            tally: PlacementReport::default(),
         }
     }
 
-    pub fn like(self, like: Option<Like<'a>>) -> Self {
+    pub fn like(self, like: Option<LikeLayout<'a>>) -> Self {
         Self { like, ..self }
     }
 
@@ -86,28 +86,28 @@ impl<'a> Chooser<'a> {
     ///
     /// # Errors
     /// `Usage` where it does not fit.
-    pub fn plan(self, order: Order) -> Result<Self> {
+    pub fn plan(self, order: ParameterOrder) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
         let model = model::parameters(&self.subjects.catalog.state);
         let parameters: Vec<_> = model.iter().map(|(fqn, id)| self.subjects.parameter(fqn, *id)).collect();
         let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
-        let planned = Planned::new(Side::Target, (plan, &self.layout.mesh), names, &parameters, order)?;
+        let planned = PlannedModel::new(PlanSide::Target, (plan, &self.layout.mesh), names, &parameters, order)?;
         Ok(Self { planned: Some(planned), ..self })
     }
 
     /// What there is to tell of the plan to who wants to know more.
     pub fn details(&self) -> Vec<String> {
-        self.planned.as_ref().map(Planned::details).unwrap_or_default()
+        self.planned.as_ref().map(PlannedModel::details).unwrap_or_default()
     }
 
     /// What to tell, or the error for what was said without an effect. `heads` are those of the model.
-    pub fn finish(self, heads: Heads) -> Result<Vec<String>> {
+    pub fn finish(self, heads: AttentionHeads) -> Result<Vec<String>> {
         self.tally.check(self.layout)?;
-        self.like.map_or(Ok(()), Like::finish)?;
+        self.like.map_or(Ok(()), LikeLayout::finish)?;
         let mut notes = Vec::new();
         if let Some(planned) = &self.planned {
             // Nothing tells which of those that no style names are trained.
-            let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ToldBy::Nothing;
+            let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ParameterEvidence::Nothing;
             let more = if may_be_buffers { "; options::placements 'NAME=plain' says which are buffers" } else { "" };
             notes.extend(planned.notes(more));
             notes.extend(heads.notes(planned));
@@ -122,7 +122,7 @@ impl<'a> Chooser<'a> {
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
-            Choice::Shared(Chosen { shared, by, .. }) => self.without_summands(path, shared, by)?,
+            Choice::Shared(ResolvedPlacements { shared, by, .. }) => self.without_summands(path, shared, by)?,
         };
         Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::of(&entry.fqn))?)
     }
@@ -132,15 +132,17 @@ impl<'a> Chooser<'a> {
         let mesh = &self.layout.mesh;
         match self.with_class(path, entry)? {
             None => Ok(RankLayout::Plain),
-            Some((Class::ShardedTensor, Chosen { shared, cut, .. })) => {
+            Some((Class::ShardedTensor, ResolvedPlacements { shared, cut, .. })) => {
                 RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared, cut)
             }
-            Some((Class::DTensor, Chosen { shared, cut, .. })) => {
+            Some((Class::DTensor, ResolvedPlacements { shared, cut, .. })) => {
                 RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared, cut)
             }
-            Some((Class::Tensor, Chosen { shared, by: By::CommandLine, .. })) => Ok(RankLayout::Local(shared)),
+            Some((Class::Tensor, ResolvedPlacements { shared, by: PlacementOrigin::CommandLine, .. })) => {
+                Ok(RankLayout::Local(shared))
+            }
             // Nothing in the file would say that it is a summand.
-            Some((Class::Tensor, Chosen { shared, by, .. })) => {
+            Some((Class::Tensor, ResolvedPlacements { shared, by, .. })) => {
                 Ok(RankLayout::Local(self.without_summands(path, shared, by)?))
             }
         }
@@ -151,18 +153,18 @@ impl<'a> Chooser<'a> {
         Ok(self.with_class(path, entry)?.map(|(class, chosen)| (class, chosen.shared)))
     }
 
-    fn with_class(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Chosen<'a>)>> {
+    fn with_class(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, ResolvedPlacements<'a>)>> {
         let Choice::Shared(chosen) = self.choose(path, entry)? else { return Ok(None) };
         let own = entry.is_shared().then_some(entry.class);
-        let of_like = if let By::Like(class) = chosen.by { Some(class) } else { None };
+        let of_like = if let PlacementOrigin::Like(class) = chosen.by { Some(class) } else { None };
         Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), chosen)))
     }
 
     /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
-    fn without_summands(&mut self, path: &Path, mut shared: Shared, by: By) -> Result<Shared> {
+    fn without_summands(&mut self, path: &Path, mut shared: SharedTensor, by: PlacementOrigin) -> Result<SharedTensor> {
         let mut partial = shared.placements.iter_mut().filter(|placement| placement.is_partial()).peekable();
         let Some(first) = partial.peek() else { return Ok(shared) };
-        if by == By::CommandLine {
+        if by == PlacementOrigin::CommandLine {
             return Err(Error::unsupported(
                 format!("{path}: {first} in a DCP directory, which holds values, not summands"),
                 "write rank files (options::to torch-ranks), or give it S or R placements, for which it is reduced",
@@ -180,7 +182,7 @@ impl<'a> Chooser<'a> {
         self.tally.see(&subject, self.layout);
         let mut choice = self.by_rule(&subject)?;
         match (&choice, &mut self.planned, &subject) {
-            (Some(_), Some(planned), Subject { in_model: Some(name), owner: None, .. }) => planned.leave(name),
+            (Some(_), Some(planned), TensorContext { in_model: Some(name), owner: None, .. }) => planned.leave(name),
             (Some(_), ..) => {}
             (None, ..) => choice = self.by_plan(&subject),
         }
@@ -188,18 +190,18 @@ impl<'a> Chooser<'a> {
             choice = self.by_like(&subject)?;
         }
         let choice = choice.unwrap_or_else(|| self.by_fallback(&subject));
-        if let Choice::Shared(Chosen { shared, cut, .. }) = &choice {
+        if let Choice::Shared(ResolvedPlacements { shared, cut, .. }) = &choice {
             cut.check(path, &entry.shape, &self.layout.mesh, shared)?;
         }
         Ok(choice)
     }
 
     /// Who said how a tensor is cut whose own splits are those of somebody else, unless something is said of all.
-    fn cut_as(&self, theirs: CutBy<'a>) -> CutBy<'a> {
-        if self.layout.split.is_some() { CutBy::All } else { theirs }
+    fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
+        if self.layout.split.is_some() { SplitChoice::All } else { theirs }
     }
 
-    fn by_rule(&self, subject: &Subject<'_>) -> Result<Option<Choice<'a>>> {
+    fn by_rule(&self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
         let shared = match self.layout.ruled(rule, &subject.names, &subject.entry.shape) {
             // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
@@ -208,16 +210,20 @@ impl<'a> Chooser<'a> {
         };
         Ok(Some(match shared {
             Some(shared) => {
-                let has_own = matches!(&rule.lies, Lies::Shared(spec) if !spec.splits.is_empty());
-                let cut = if has_own { CutBy::Rule(rule) } else { CutBy::All };
-                Choice::Shared(Chosen { shared: self.sliced(shared, subject), by: By::CommandLine, cut })
+                let has_own = matches!(&rule.lies, PlacementChoice::Shared(spec) if !spec.splits.is_empty());
+                let cut = if has_own { SplitChoice::Rule(rule) } else { SplitChoice::All };
+                Choice::Shared(ResolvedPlacements {
+                    shared: self.sliced(shared, subject),
+                    by: PlacementOrigin::CommandLine,
+                    cut,
+                })
             }
             None => Choice::Plain,
         }))
     }
 
     /// A parameter, or what has the shape of the one that it is of.
-    fn by_plan(&self, subject: &Subject<'_>) -> Option<Choice<'a>> {
+    fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
             None => subject.in_model.as_ref(),
@@ -225,20 +231,24 @@ impl<'a> Chooser<'a> {
             Some(owner) => owner.name.as_ref(),
         };
         match name.and_then(|name| planned.laid(name)) {
-            Some(Laid { shared: Some(shared), .. }) => {
+            Some(ParameterPlacement { shared: Some(shared), .. }) => {
                 let shared = self.layout.split_as_said(shared.clone());
-                Some(Choice::Shared(Chosen { shared, by: By::CommandLine, cut: CutBy::All }))
+                Some(Choice::Shared(ResolvedPlacements {
+                    shared,
+                    by: PlacementOrigin::CommandLine,
+                    cut: SplitChoice::All,
+                }))
             }
-            Some(Laid { shared: None, .. }) => Some(Choice::Plain),
+            Some(ParameterPlacement { shared: None, .. }) => Some(Choice::Plain),
             // What is no part of the model.
             None if self.like.is_some() || !self.layout.fallback.is_replicate() => None,
             None => Some(Choice::Plain),
         }
     }
 
-    fn by_like(&mut self, subject: &Subject<'_>) -> Result<Option<Choice<'a>>> {
+    fn by_like(&mut self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(like) = &mut self.like else { return Ok(None) };
-        let Subject { path, entry, in_model, owner, .. } = subject;
+        let TensorContext { path, entry, in_model, owner, .. } = subject;
         let parameter = owner.as_ref().and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
             // State of another shape than its parameter has nothing to follow.
@@ -259,11 +269,11 @@ impl<'a> Chooser<'a> {
                 self.layout.sliced(self.layout.as_in(source), source)
             }
         };
-        let (by, cut) = (By::Like(found.class), self.cut_as(CutBy::Like));
-        Ok(Some(Choice::Shared(Chosen { shared, by, cut })))
+        let (by, cut) = (PlacementOrigin::Like(found.class), self.cut_as(SplitChoice::Like));
+        Ok(Some(Choice::Shared(ResolvedPlacements { shared, by, cut })))
     }
 
-    fn by_fallback(&mut self, subject: &Subject<'_>) -> Choice<'a> {
+    fn by_fallback(&mut self, subject: &TensorContext<'_>) -> Choice<'a> {
         let as_it_is = matches!(self.layout.fallback, Fallback::Source);
         let is_plain = self.subjects.is_plain(subject.is_shared());
         if is_plain && as_it_is {
@@ -279,12 +289,16 @@ impl<'a> Chooser<'a> {
         if shape.is_empty() && subject.sharding().is_none() {
             return Choice::Plain;
         }
-        let (by, cut) = if as_it_is { (By::Source, self.cut_as(CutBy::Source)) } else { (By::CommandLine, CutBy::All) };
-        Choice::Shared(Chosen { shared: self.sliced(fitted.shared, subject), by, cut })
+        let (by, cut) = if as_it_is {
+            (PlacementOrigin::Source, self.cut_as(SplitChoice::Source))
+        } else {
+            (PlacementOrigin::CommandLine, SplitChoice::All)
+        };
+        Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
     }
 
     /// What was on a slice of its mesh stays there.
-    fn sliced(&self, shared: Shared, subject: &Subject<'_>) -> Shared {
+    fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
             Some(source) => self.layout.sliced(shared, source),
             None => shared,

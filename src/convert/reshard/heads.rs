@@ -9,19 +9,19 @@ use serde_json::Value as Json;
 use crate::convert::config;
 use crate::error::Result;
 use crate::format::Checkpoint;
-use crate::format::parallelize::Planned;
-use crate::layout::parallelize::By;
+use crate::format::parallelize::PlannedModel;
+use crate::layout::parallelize::PlacementSource;
 use crate::name_list::short_list;
 use crate::quantity::count;
 
 /// Numbers of heads, where they are known.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Heads {
+pub struct AttentionHeads {
     query: Option<u64>,
     key_value: Option<u64>,
 }
 
-impl Heads {
+impl AttentionHeads {
     /// # Errors
     /// `Io` where the configuration cannot be read.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
@@ -36,10 +36,12 @@ impl Heads {
     }
 
     /// What a plan cuts within heads.
-    pub fn notes(self, planned: &Planned) -> Vec<String> {
+    pub fn notes(self, planned: &PlannedModel) -> Vec<String> {
         let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
         let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
-        for (name, _) in planned.left().filter(|(_, laid)| matches!(laid.by, By::Style(style) if style.cuts())) {
+        for (name, _) in
+            planned.left().filter(|(_, laid)| matches!(laid.by, PlacementSource::Style(style) if style.cuts()))
+        {
             if let Some(heads) = self.cut_within(name, parts) {
                 within.entry(heads).or_default().push(name);
             }
@@ -71,13 +73,13 @@ mod tests {
 
     #[test]
     fn heads_are_cut_where_they_do_not_divide() {
-        let heads = Heads::of_config(&json!({ "num_attention_heads": 8, "num_key_value_heads": 2 }));
+        let heads = AttentionHeads::of_config(&json!({ "num_attention_heads": 8, "num_key_value_heads": 2 }));
         assert_eq!(heads.cut_within("layers.0.self_attn.k_proj.weight", 4), Some(("num_key_value_heads", 2)));
         assert_eq!(heads.cut_within("layers.0.self_attn.k_proj.weight", 2), None);
         assert_eq!(heads.cut_within("layers.0.attention.wo.weight", 4), None);
         assert_eq!(heads.cut_within("layers.0.mlp.up_proj.weight", 3), None);
-        let inner = Heads::of_config(&json!({ "text_config": { "num_attention_heads": 6 } }));
+        let inner = AttentionHeads::of_config(&json!({ "text_config": { "num_attention_heads": 6 } }));
         assert_eq!(inner.cut_within("wv.bias", 4), Some(("num_key_value_heads", 6)));
-        assert_eq!(Heads::default().cut_within("wv.bias", 4), None);
+        assert_eq!(AttentionHeads::default().cut_within("wv.bias", 4), None);
     }
 }

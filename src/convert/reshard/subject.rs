@@ -9,15 +9,15 @@ use std::collections::HashSet;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
-use crate::layout::parallelize::{Kind, Parameter, Sizes};
-use crate::layout::shards::OnMesh;
+use crate::layout::parallelize::{Parameter, ParameterKind, ShapeOrigin};
+use crate::layout::shards::MeshPlacement;
 use crate::select::Wrappers;
 
 /// The tensors of a checkpoint.
-pub struct Subjects<'a> {
+pub struct TensorContexts<'a> {
     pub catalog: &'a Catalog,
     pub wrappers: Wrappers,
-    pub told_by: ToldBy,
+    pub told_by: ParameterEvidence,
     owners: Owners<'a>,
     /// Tensors that an optimizer has state of: parameters, whether they are DTensors or not.
     trained: HashSet<Fqn>,
@@ -25,7 +25,7 @@ pub struct Subjects<'a> {
 
 /// How tensors that ranks share are told from those that every rank has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToldBy {
+pub enum ParameterEvidence {
     /// The source's rank files tell.
     Class,
     /// A DCP directory does not; parameters have state of an optimizer.
@@ -34,7 +34,7 @@ pub enum ToldBy {
 }
 
 /// One of them.
-pub struct Subject<'a> {
+pub struct TensorContext<'a> {
     pub path: &'a Path,
     pub entry: &'a TensorEntry,
     /// By which a rule may know it.
@@ -47,7 +47,7 @@ pub struct Subject<'a> {
     pub follows: Option<&'a TensorEntry>,
 }
 
-impl<'a> Subjects<'a> {
+impl<'a> TensorContexts<'a> {
     /// `class` is the one that tensors are to get, where that was asked for.
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers, class: Option<Class>) -> Self {
         let mut owners = Owners::new(catalog);
@@ -60,17 +60,17 @@ impl<'a> Subjects<'a> {
             }
         });
         let told_by = if catalog.tensors.iter().any(TensorEntry::is_shared) {
-            ToldBy::Class
+            ParameterEvidence::Class
         } else if class == Some(Class::ShardedTensor) && !trained.is_empty() {
             // FSDP1 takes buffers from plain tensors only.
-            ToldBy::Optimizer
+            ParameterEvidence::Optimizer
         } else {
-            ToldBy::Nothing
+            ParameterEvidence::Nothing
         };
         Self { catalog, wrappers, told_by, owners, trained }
     }
 
-    pub fn subject<'t>(&mut self, path: &'t Path, entry: &'t TensorEntry) -> Subject<'t>
+    pub fn subject<'t>(&mut self, path: &'t Path, entry: &'t TensorEntry) -> TensorContext<'t>
     where
         'a: 't,
     {
@@ -85,11 +85,11 @@ impl<'a> Subjects<'a> {
         }
         let inner = path.0.strip_prefix(self.owners.model_root.0.as_slice()).unwrap_or(&path.0);
         let in_model = Some(Path(inner.to_vec()).fqn()).filter(|name| self.owners.parameters.contains_key(name));
-        Subject { path, entry, names, in_model, owner, follows }
+        TensorContext { path, entry, names, in_model, owner, follows }
     }
 
     /// How it, or the parameter that it follows, lies.
-    pub fn source<'t>(&self, subject: &Subject<'t>) -> Option<OnMesh<'t>>
+    pub fn source<'t>(&self, subject: &TensorContext<'t>) -> Option<MeshPlacement<'t>>
     where
         'a: 't,
     {
@@ -98,13 +98,13 @@ impl<'a> Subjects<'a> {
     }
 
     /// Whether it is trained, or state of what is.
-    pub fn is_trained(&self, subject: &Subject<'_>) -> bool {
+    pub fn is_trained(&self, subject: &TensorContext<'_>) -> bool {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
 
     /// Whether it is plain beside tensors that ranks share.
     pub fn is_plain(&self, is_shared: bool) -> bool {
-        self.told_by != ToldBy::Nothing && !is_shared
+        self.told_by != ParameterEvidence::Nothing && !is_shared
     }
 
     /// A tensor of the model, as a plan knows it.
@@ -114,20 +114,24 @@ impl<'a> Subjects<'a> {
             Wrappers::Keep => fqn.to_string(),
             Wrappers::Cut | Wrappers::Match => clean_name(fqn.as_str()),
         };
-        Parameter { name, shape: &entry.shape, sizes: Sizes::OfWhole, kind: self.kind(entry) }
+        Parameter { name, shape: &entry.shape, sizes: ShapeOrigin::OfWhole, kind: self.kind(entry) }
     }
 
     /// What a tensor of the model is where no style names it.
-    fn kind(&self, entry: &TensorEntry) -> Kind {
+    fn kind(&self, entry: &TensorEntry) -> ParameterKind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
         // No job cuts a buffer; whole numbers that it does cut are quantised weights.
         let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());
         let is_cut = entry.sharding.as_deref().is_some_and(is_cut);
-        if self.trained.contains(&entry.fqn) || is_cut || is_float { Kind::Parameter } else { Kind::Buffer }
+        if self.trained.contains(&entry.fqn) || is_cut || is_float {
+            ParameterKind::Parameter
+        } else {
+            ParameterKind::Buffer
+        }
     }
 }
 
-impl<'a> Subject<'a> {
+impl<'a> TensorContext<'a> {
     /// Its own, or that of the parameter that it follows.
     pub fn sharding(&self) -> Option<&'a Sharding> {
         let inherited = || self.follows.and_then(|parameter| parameter.sharding.as_deref());

@@ -2,15 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use super::subject::{Subject, ToldBy};
+use super::subject::{ParameterEvidence, TensorContext};
 use crate::error::{Error, Result};
 use crate::layout::PlacementSpec;
-use crate::layout::rules::{Fallback, Layout, unheard};
+use crate::layout::rules::{Fallback, MeshLayout, unheard};
 use crate::nearest;
 use crate::quantity::count;
 
 #[derive(Default)]
-pub struct Tally {
+pub struct PlacementReport {
     /// Which rules are for some tensor.
     used: BTreeSet<usize>,
     /// Which of them are the first that is.
@@ -30,8 +30,8 @@ pub struct Tally {
     reduced: usize,
 }
 
-impl Tally {
-    pub fn see(&mut self, subject: &Subject<'_>, layout: &Layout) {
+impl PlacementReport {
+    pub fn see(&mut self, subject: &TensorContext<'_>, layout: &MeshLayout) {
         let for_it = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
         let mut for_it = for_it.map(|(index, _)| index);
         let first = for_it.next();
@@ -41,11 +41,11 @@ impl Tally {
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
 
-    pub fn plain(&mut self, subject: &Subject<'_>) {
+    pub fn plain(&mut self, subject: &TensorContext<'_>) {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());
     }
 
-    pub fn fallback(&mut self, subject: &Subject<'_>, is_misfit: bool) {
+    pub fn fallback(&mut self, subject: &TensorContext<'_>, is_misfit: bool) {
         let shape = &subject.entry.shape;
         self.fallback_ndims.insert(shape.len());
         self.misfits += usize::from(is_misfit);
@@ -58,7 +58,7 @@ impl Tally {
 
     /// # Errors
     /// `Usage` for rules that are for no tensor, and for placements of all tensors that fit none.
-    pub fn check(&self, layout: &Layout) -> Result<()> {
+    pub fn check(&self, layout: &MeshLayout) -> Result<()> {
         if let Some((_, rule)) = (0..).zip(&layout.rules).find(|(index, _)| !self.used.contains(index)) {
             return Err(Error::usage(
                 format!("{}: no tensor has a name like that", rule.said),
@@ -78,7 +78,7 @@ impl Tally {
     }
 
     /// What is not as somebody may think.
-    pub fn notes(&self, layout: &Layout, told_by: ToldBy) -> Vec<String> {
+    pub fn notes(&self, layout: &MeshLayout, told_by: ParameterEvidence) -> Vec<String> {
         let mut notes = Vec::new();
         let mut note = |number: usize, what: String| {
             if number > 0 {
@@ -91,8 +91,8 @@ impl Tally {
         };
         note(self.misfits, format!("{scalars} kept whole on a mesh dim where the placement does not fit"));
         let why = match told_by {
-            ToldBy::Class => "plain in the source (buffers)",
-            ToldBy::Optimizer | ToldBy::Nothing => "taken for buffers",
+            ParameterEvidence::Class => "plain in the source (buffers)",
+            ParameterEvidence::Optimizer | ParameterEvidence::Nothing => "taken for buffers",
         };
         note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
         note(self.reduced, " R where Partial in SRC or options::like: values are written, not summands".into());

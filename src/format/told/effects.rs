@@ -1,6 +1,6 @@
 //! What of that which is said came to anything. What did not is an error: somebody thinks that it says how tensors lie.
 
-use super::Told;
+use super::DeclaredLayout;
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::comma_list;
@@ -8,7 +8,7 @@ use crate::quantity::count;
 
 /// For how many tensors something was heard.
 #[derive(Debug, Default)]
-pub struct Effects {
+pub struct DeclarationEffects {
     pub by_plan: usize,
     /// Tensors that what is said of all of them is for; what has no dims lies in one way only.
     pub by_fallback: usize,
@@ -16,12 +16,12 @@ pub struct Effects {
     pub cut: usize,
 }
 
-impl Effects {
+impl DeclarationEffects {
     /// `--reduce` and rules are checked where they are heard. A layout file may say more than a source has.
     ///
     /// # Errors
     /// `Usage` for options without an effect.
-    pub fn check(&self, told: &Told, catalog: &Catalog) -> Result<()> {
+    pub fn check(&self, told: &DeclaredLayout, catalog: &Catalog) -> Result<()> {
         let own = told.fallback.as_ref().map(|(list, _)| list.as_slice());
         let of_file = told.file.as_ref().and_then(|file| file.fallback(told.mesh.as_ref()));
         let bare = own

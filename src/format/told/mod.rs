@@ -18,22 +18,22 @@ mod teller;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-pub use reduce::Reduce;
+pub use reduce::ReduceRule;
 
-use super::parallelize::Side;
-use super::reading::{Reading, without_ranks};
+use super::parallelize::PlanSide;
+use super::reading::{ReadFindings, without_ranks};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;
-use crate::layout::parallelize::{Draft, Order};
-use crate::layout::rules::{Fallback, Layout, Rule};
+use crate::layout::parallelize::{UnboundPlan, ParameterOrder};
+use crate::layout::rules::{Fallback, MeshLayout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
-use reduce::Reductions;
-use teller::{Findings, Teller};
+use reduce::ReduceRules;
+use teller::{ResolvedLayouts, LayoutResolver};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]
-pub struct Told {
+pub struct DeclaredLayout {
     /// `None` for the mesh that DTensors of the same files have.
     pub mesh: Option<DeviceMesh>,
     pub rules: Vec<Rule>,
@@ -42,11 +42,11 @@ pub struct Told {
     /// How dims are cut where nothing more particular is said.
     pub split: Option<Split>,
     /// How the parameters of the model lie that have no rule.
-    pub plan: Option<Draft>,
+    pub plan: Option<UnboundPlan>,
     /// A layout file, whose mesh and rules come behind the ones here.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold summands.
-    pub reduce: Vec<Reduce>,
+    pub reduce: Vec<ReduceRule>,
     /// Whether patterns match names only as they are, with the prefixes of wrappers.
     pub keep_names: bool,
 }
@@ -57,17 +57,17 @@ pub struct Told {
 /// `Usage` where there are no rank files, the mesh is not that of their ranks, and for what is said without an effect;
 /// `Conflict` where local shapes are not as they are said to be, `Layout` for rules that do not fit.
 pub(super) fn tell(
-    told: &Told,
+    told: &DeclaredLayout,
     catalog: &mut Catalog,
     root: &Path,
-    (reading, order): (&Reading<'_>, Order),
+    (reading, order): (&ReadFindings<'_>, ParameterOrder),
 ) -> Result<()> {
     if reading.ranks.is_empty() {
         return Err(without_ranks(root));
     }
     let mesh = told.mesh_of(catalog, root)?;
     check_ranks(&mesh, &reading.ranks, reading.options.allow_missing)?;
-    let reductions = Reductions::new(&told.reduce, &mesh, &catalog.state)?;
+    let reductions = ReduceRules::new(&told.reduce, &mesh, &catalog.state)?;
     let whole = || vec![PlacementSpec::Replicate; mesh.ndim()];
     let fallback = told.fallback.as_ref().map_or_else(whole, |(list, _)| list.clone());
     let mut rules = told.rules.clone();
@@ -76,11 +76,11 @@ pub(super) fn tell(
         rules.extend(file.rules(&mesh)?);
         split = split.or_else(|| file.split.clone());
     }
-    let plan = told.plan.as_ref().map(|plan| Side::Source.plan(plan, &mesh)).transpose()?;
-    let layout = Layout { plan, ..Layout::new(mesh, rules, Fallback::Placements(fallback), split)? };
+    let plan = told.plan.as_ref().map(|plan| PlanSide::Source.plan(plan, &mesh)).transpose()?;
+    let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, Fallback::Placements(fallback), split)? };
     let mesh = catalog.intern_mesh(layout.mesh.clone());
-    let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
-    let Findings { entries, notes } = teller.tell(order)?;
+    let teller = LayoutResolver::new(told, &layout, mesh, catalog, root, reading, reductions);
+    let ResolvedLayouts { entries, notes } = teller.tell(order)?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;
     }
@@ -88,7 +88,7 @@ pub(super) fn tell(
     Ok(())
 }
 
-impl Told {
+impl DeclaredLayout {
     fn mesh_of(&self, catalog: &Catalog, root: &Path) -> Result<DeviceMesh> {
         let own = || DeviceMesh::root_of(&catalog.meshes).cloned();
         let said = self.file.as_ref().map_or(Ok(self.mesh.clone()), |file| file.mesh(self.mesh.clone()))?;

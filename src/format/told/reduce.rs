@@ -11,25 +11,25 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dtype, Key, Path, Value};
 use crate::error::{Error, Result};
 use crate::layout::file::did_you_mean;
-use crate::layout::partial::Reduction;
+use crate::layout::partial::PartialReduction;
 use crate::layout::{DeviceMesh, Placement, ReduceOp};
 use crate::quantity::count;
 
 /// `--reduce dp,cp=avg`
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reduce {
+pub struct ReduceRule {
     pub dims: Vec<String>,
     pub op: ReduceOp,
 }
 
 /// What is reduced, and what was.
 #[derive(Debug)]
-pub struct Reductions {
+pub struct ReduceRules {
     /// One a mesh dim.
     ops: Vec<Option<ReduceOp>>,
     /// `dp, cp (avg)`
     said: String,
-    reach: Reach,
+    reach: ReduceScope,
     reduced: usize,
     /// Those of them that are sharded on one of the dims.
     sharded: usize,
@@ -37,7 +37,7 @@ pub struct Reductions {
 
 /// Which tensors are meant.
 #[derive(Debug)]
-enum Reach {
+enum ReduceScope {
     Gradients(Path),
     /// Where a model is that stands beside other things; empty where it is at the top.
     Floats {
@@ -46,10 +46,10 @@ enum Reach {
     },
 }
 
-impl Reductions {
+impl ReduceRules {
     /// # Errors
     /// `Usage` for dims that the mesh does not have or that are named twice, `Layout` for ops that do not commute.
-    pub fn new(reduce: &[Reduce], mesh: &DeviceMesh, state: &Value) -> Result<Self> {
+    pub fn new(reduce: &[ReduceRule], mesh: &DeviceMesh, state: &Value) -> Result<Self> {
         let mut ops: Vec<Option<ReduceOp>> = vec![None; mesh.ndim()];
         for (name, op) in reduce.iter().flat_map(|reduce| reduce.dims.iter().map(|name| (name, reduce.op))) {
             let Some(dim) = mesh.dim_by_name(name) else { return Err(unknown_dim(name, mesh)) };
@@ -62,13 +62,13 @@ impl Reductions {
         }
         let placements: Vec<Placement> =
             ops.iter().map(|op| op.map_or(Placement::Replicate, Placement::Partial)).collect();
-        Reduction::of(mesh.shape(), &placements)?;
+        PartialReduction::of(mesh.shape(), &placements)?;
         let said: Vec<String> =
             reduce.iter().map(|reduce| format!("{} over {}", reduce.op, reduce.dims.join(", "))).collect();
         let root = model_root(state);
         let reach = match gradients_root(state, &root) {
-            Some(gradients) => Reach::Gradients(gradients),
-            None => Reach::floats(state, &root),
+            Some(gradients) => ReduceScope::Gradients(gradients),
+            None => ReduceScope::floats(state, &root),
         };
         Ok(Self { ops, said: said.join("; "), reach, reduced: 0, sharded: 0 })
     }
@@ -103,8 +103,8 @@ impl Reductions {
             return Ok(None);
         }
         let what = match &self.reach {
-            Reach::Gradients(root) => format!("below {root}"),
-            Reach::Floats { .. } => String::from("of floats (optimizer and random state apart)"),
+            ReduceScope::Gradients(root) => format!("below {root}"),
+            ReduceScope::Floats { .. } => String::from("of floats (optimizer and random state apart)"),
         };
         if self.reduced == 0 {
             return Err(Error::usage(
@@ -120,7 +120,7 @@ impl Reductions {
     }
 }
 
-impl Reach {
+impl ReduceScope {
     fn floats(state: &Value, root: &Path) -> Self {
         let siblings = root.0.len().saturating_sub(1);
         let dict = Path(root.0[..siblings].to_vec()).find(state).and_then(Value::as_dict);

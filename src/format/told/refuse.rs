@@ -4,23 +4,23 @@ use std::path::Path;
 
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::Error;
-use crate::layout::shards::Shared;
-use crate::layout::whole::{Held, PartError, nearest};
+use crate::layout::shards::SharedTensor;
+use crate::layout::whole::{RankPart, PartError, nearest};
 use crate::layout::{DeviceMesh, Split, comma_list};
 
 /// A tensor that is not as it is told to be.
-pub struct Refused<'a> {
+pub struct LayoutMisfit<'a> {
     pub entry: &'a TensorEntry,
     /// The name to put into a rule.
     pub name: &'a str,
-    pub shared: &'a Shared,
+    pub shared: &'a SharedTensor,
     /// Where it was said.
     pub said: &'a str,
-    pub held: &'a [Held],
+    pub held: &'a [RankPart],
     pub mesh: &'a DeviceMesh,
 }
 
-impl Refused<'_> {
+impl LayoutMisfit<'_> {
     /// `file` is that of the rank in question.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);

@@ -7,24 +7,24 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
-use super::Told;
-use super::effects::Effects;
-use super::reduce::Reductions;
-use super::refuse::{self, Refused};
+use super::DeclaredLayout;
+use super::effects::DeclarationEffects;
+use super::reduce::ReduceRules;
+use super::refuse::{self, LayoutMisfit};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
+    Catalog, Chunk, ChunkTable, Fqn, MeshId, Path, Sharding, PartialValues, TensorEntry, TensorId, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
-use crate::format::parallelize::{Planned, Side};
-use crate::format::reading::Reading;
-use crate::layout::parallelize::{By, Kind, Order, Parameter, Sizes};
-use crate::layout::rules::{Layout, Rule, unheard};
-use crate::layout::shards::{OnMesh, Shared};
-use crate::layout::whole::{Held, PartError, whole};
+use crate::format::parallelize::{PlannedModel, PlanSide};
+use crate::format::reading::ReadFindings;
+use crate::layout::parallelize::{PlacementSource, ParameterKind, ParameterOrder, Parameter, ShapeOrigin};
+use crate::layout::rules::{MeshLayout, Rule, unheard};
+use crate::layout::shards::{MeshPlacement, SharedTensor};
+use crate::layout::whole::{RankPart, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
@@ -35,30 +35,30 @@ const UNSAID: &str = "the others (nothing is said of it: whole on every rank)";
 const UNTRAINED: &str =
     "the others (no rule is for it and no optimizer has state of it: a buffer, whole on every rank)";
 
-pub struct Teller<'a> {
-    told: &'a Told,
-    layout: &'a Layout,
+pub struct LayoutResolver<'a> {
+    told: &'a DeclaredLayout,
+    layout: &'a MeshLayout,
     mesh: MeshId,
     catalog: &'a Catalog,
     root: &'a FilePath,
-    reading: &'a Reading<'a>,
+    reading: &'a ReadFindings<'a>,
     owners: Owners<'a>,
     /// Tensors of the model.
     parameters: HashSet<TensorId>,
     /// Where each tensor stands, by number; nowhere where only ranks that disagree have it.
     paths: Vec<Vec<Path>>,
-    reductions: Reductions,
+    reductions: ReduceRules,
     /// Parameters that an optimizer has state of, in their shape.
     trained: HashSet<TensorId>,
     /// Tensors that were taken for buffers.
     buffers: usize,
-    effects: Effects,
+    effects: DeclarationEffects,
     /// How a plan has the parameters.
-    planned: Option<(Planned, HashMap<TensorId, Fqn>)>,
+    planned: Option<(PlannedModel, HashMap<TensorId, Fqn>)>,
 }
 
 /// What was found out.
-pub struct Findings {
+pub struct ResolvedLayouts {
     /// Tensors as they are.
     pub entries: Vec<(TensorId, TensorEntry)>,
     /// What to tell of it.
@@ -66,7 +66,7 @@ pub struct Findings {
 }
 
 /// By what a rule may know a tensor.
-struct Known {
+struct TensorNames {
     names: Vec<String>,
     /// It belongs to a parameter of other shapes, which goes by these names.
     stray: Option<Vec<String>>,
@@ -78,7 +78,7 @@ struct Known {
     parameter: Option<TensorId>,
 }
 
-impl Known {
+impl TensorNames {
     fn is_meant_by(&self, rule: &Rule) -> bool {
         // What is said of a parameter is not said of the stray.
         let is_of_parameter = || self.stray.as_ref().is_some_and(|parameter| rule.covers(parameter));
@@ -86,21 +86,21 @@ impl Known {
     }
 }
 
-impl<'a> Teller<'a> {
+impl<'a> LayoutResolver<'a> {
     pub fn new(
-        told: &'a Told,
-        layout: &'a Layout,
+        told: &'a DeclaredLayout,
+        layout: &'a MeshLayout,
         mesh: MeshId,
         catalog: &'a Catalog,
         root: &'a FilePath,
-        reading: &'a Reading<'a>,
-        reductions: Reductions,
+        reading: &'a ReadFindings<'a>,
+        reductions: ReduceRules,
     ) -> Self {
         let mut paths = vec![Vec::new(); catalog.tensors.len()];
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
         let owners = Owners::new(catalog);
         let parameters = owners.parameters.values().copied().collect();
-        let (trained, buffers, effects, planned) = (HashSet::new(), 0, Effects::default(), None);
+        let (trained, buffers, effects, planned) = (HashSet::new(), 0, DeclarationEffects::default(), None);
         Self {
             told,
             layout,
@@ -119,7 +119,7 @@ impl<'a> Teller<'a> {
         }
     }
 
-    pub fn tell(mut self, order: Order) -> Result<Findings> {
+    pub fn tell(mut self, order: ParameterOrder) -> Result<ResolvedLayouts> {
         let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
             // State tells what is trained, however it lies.
@@ -147,11 +147,11 @@ impl<'a> Teller<'a> {
         let buffers = (self.buffers > 0).then_some(buffers);
         let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
         let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).chain(unheard).collect();
-        Ok(Findings { entries, notes })
+        Ok(ResolvedLayouts { entries, notes })
     }
 
     /// Let the plan meet the parameters.
-    fn plan(&self, order: Order) -> Result<Option<(Planned, HashMap<TensorId, Fqn>)>> {
+    fn plan(&self, order: ParameterOrder) -> Result<Option<(PlannedModel, HashMap<TensorId, Fqn>)>> {
         let Some(plan) = &self.layout.plan else { return Ok(None) };
         let model = model::parameters(&self.catalog.state);
         let parameter = |(fqn, id): &(Fqn, TensorId)| {
@@ -160,31 +160,31 @@ impl<'a> Teller<'a> {
             Parameter {
                 name: if self.told.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
                 shape: &entry.shape,
-                sizes: Sizes::OfPart,
-                kind: if entry.dtype.is_float() && is_trained { Kind::Parameter } else { Kind::Buffer },
+                sizes: ShapeOrigin::OfPart,
+                kind: if entry.dtype.is_float() && is_trained { ParameterKind::Parameter } else { ParameterKind::Buffer },
             }
         };
         let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
         let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
-        let planned = Planned::new(Side::Source, (plan, &self.layout.mesh), names, &parameters, order)?;
+        let planned = PlannedModel::new(PlanSide::Source, (plan, &self.layout.mesh), names, &parameters, order)?;
         // What is tied goes by its first name.
         Ok(Some((planned, model.into_iter().rev().map(|(fqn, id)| (id, fqn)).collect())))
     }
 
     /// How the plan has it, or the parameter whose shape it has.
-    fn planned(&self, id: TensorId, known: &Known) -> Option<(Shared, By)> {
+    fn planned(&self, id: TensorId, known: &TensorNames) -> Option<(SharedTensor, PlacementSource)> {
         let (planned, names) = self.planned.as_ref()?;
         let laid = planned.laid(names.get(&known.parameter.unwrap_or(id))?)?;
         let shared = match &laid.shared {
             None => self.layout.replicated(),
             // Ranks of any dim may hold summands.
-            Some(shared) if !self.told.reduce.is_empty() => Shared { slice: None, ..shared.clone() },
+            Some(shared) if !self.told.reduce.is_empty() => SharedTensor { slice: None, ..shared.clone() },
             Some(shared) => shared.clone(),
         };
         Some((self.layout.split_as_said(shared), laid.by))
     }
 
-    fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
+    fn check_rules(&self, meant: &[(TensorId, &TensorEntry, TensorNames)]) -> Result<()> {
         let mut names = meant.iter().flat_map(|(.., known)| &known.names);
         let unused = self.layout.rules.iter().find(|rule| !names.clone().any(|name| rule.pattern.covers(name)));
         let Some(rule) = unused else { return Ok(()) };
@@ -196,7 +196,7 @@ impl<'a> Teller<'a> {
     }
 
     /// What to tell of rules that never win.
-    fn unheard(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Vec<String> {
+    fn unheard(&self, meant: &[(TensorId, &TensorEntry, TensorNames)]) -> Vec<String> {
         let (mut heard, mut late) = (BTreeSet::new(), BTreeSet::new());
         for (.., known) in meant {
             let mut for_it =
@@ -208,7 +208,7 @@ impl<'a> Teller<'a> {
         late.difference(&heard).map(|at| unheard(said(at))).collect()
     }
 
-    fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
+    fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &TensorNames) -> Result<TensorEntry> {
         let (mut shared, said) = self.choose(id, entry, known)?;
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         self.effects.cut += usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
@@ -218,7 +218,7 @@ impl<'a> Teller<'a> {
         let found = whole(mesh, &shared, &held, &is_missing).map_err(|error| {
             let file = self.file(entry, rank_of(&error));
             let name = known.names.last().map_or(entry.fqn.as_str(), String::as_str);
-            Refused { entry, name, shared: &shared, said: &said, held: &held, mesh }.error(error, &file)
+            LayoutMisfit { entry, name, shared: &shared, said: &said, held: &held, mesh }.error(error, &file)
         })?;
         if checked_len_bytes(&found.shape, entry.dtype).is_none() {
             return Err(refuse::too_large(
@@ -233,7 +233,7 @@ impl<'a> Teller<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = Summands::of(OnMesh { mesh, shared: &shared }, &chunks)?.map(Box::new);
+        let summands = PartialValues::of(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
@@ -241,7 +241,7 @@ impl<'a> Teller<'a> {
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
-    fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
+    fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &TensorNames) -> Result<(SharedTensor, String)> {
         let layout = self.layout;
         if let Some(rule) = layout.rules.iter().find(|rule| known.is_meant_by(rule)) {
             match layout.ruled(rule, &known.names, &entry.shape) {
@@ -250,7 +250,7 @@ impl<'a> Teller<'a> {
             }
         }
         if let Some((shared, by)) = self.planned(id, known) {
-            self.effects.by_plan += usize::from(by != By::Buffer);
+            self.effects.by_plan += usize::from(by != PlacementSource::Buffer);
             return Ok((shared, format!("the plan ({by})")));
         }
         let (shared, said) = match (&known.stray, &self.told.fallback) {
@@ -276,8 +276,8 @@ impl<'a> Teller<'a> {
         Ok((shared, said.to_owned()))
     }
 
-    fn known(&mut self, id: TensorId) -> Known {
-        let mut known = Known {
+    fn known(&mut self, id: TensorId) -> TensorNames {
+        let mut known = TensorNames {
             names: Vec::new(),
             stray: None,
             is_orphan: false,
@@ -329,14 +329,14 @@ impl<'a> Teller<'a> {
 }
 
 /// What ranks hold of it; a tensor that is tied on some ranks may be there twice.
-fn held(entry: &TensorEntry) -> Vec<Held> {
+fn held(entry: &TensorEntry) -> Vec<RankPart> {
     let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(entry.chunks.len());
     let mut held = Vec::with_capacity(entry.chunks.len());
     for chunk in entry.chunks.iter() {
         let Some(rank) = chunk.rank else { continue };
         let sizes = chunk.tile.sizes();
         if known.insert(rank, sizes.clone()).as_ref() != Some(&sizes) {
-            held.push(Held { rank, sizes });
+            held.push(RankPart { rank, sizes });
         }
     }
     held

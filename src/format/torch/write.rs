@@ -27,7 +27,7 @@ const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
-pub struct Saved {
+pub struct SavedArchive {
     /// By storage key.
     pub tensors: Vec<SavedTensor>,
     /// Length of the archive.
@@ -96,7 +96,7 @@ pub fn save(
     value: &Value,
     file: &mut OutputFile,
     frames: &mut SharedBytes,
-) -> Result<Saved, WriteError> {
+) -> Result<SavedArchive, WriteError> {
     let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
     let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
@@ -116,7 +116,7 @@ pub fn save(
     let lens = stored.iter().map(|(id, _)| source.tensor(*id).len_bytes());
     let (offsets, len) = append(&writer.finish(), lens, file, frames);
     let tensors = stored.into_iter().zip(offsets).map(|((id, order), offset)| SavedTensor { id, offset, order });
-    Ok(Saved { tensors: tensors.collect(), len })
+    Ok(SavedArchive { tensors: tensors.collect(), len })
 }
 
 /// The archives that torch.save makes of one contiguous tensor each. They tell of dtype and sizes and not of their place,

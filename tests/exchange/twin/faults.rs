@@ -145,10 +145,10 @@ fn ranks_may_see_nothing_but_not_all_of_them() {
     fs::copy(spread.own[3].with_extension("gone").join(name), spread.own[0].join(name)).unwrap();
     let seen = spread.each(|_, twin| {
         let checkpoint = twin.open(&all())?;
-        Ok((Sight::of(&checkpoint.files, 4), twin.written()))
+        Ok((FileVisibility::of(&checkpoint.files, 4), twin.written()))
     });
     let seen: Vec<_> = seen.into_iter().map(|seen| seen.unwrap()).collect();
-    let of = |ranks: [u32; 4]| Sight::PerRank(ranks.map(|rank| [rank].into_iter().collect()).to_vec());
+    let of = |ranks: [u32; 4]| FileVisibility::PerRank(ranks.map(|rank| [rank].into_iter().collect()).to_vec());
     assert!(seen.iter().all(|(sight, _)| *sight == of([0, 1, 2, 0])), "{seen:?}");
     assert_eq!(seen[3].1, 0);
 

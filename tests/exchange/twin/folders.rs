@@ -182,7 +182,7 @@ fn replicas_on_several_ranks_are_compared() {
             let spread = Spread::new(&source, ranks);
             let found = spread.each(|rank, twin| {
                 let checkpoint = twin.open(&ReadOptions::default())?;
-                let sight = Sight::of(&checkpoint.files, rank.size());
+                let sight = FileVisibility::of(&checkpoint.files, rank.size());
                 exchange::differing(rank, &sight, input(&checkpoint), &ids, &Silent, &Stop::default())
             });
             for found in found {

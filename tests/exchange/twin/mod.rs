@@ -12,17 +12,17 @@ use crate::common::{fixture, succeed};
 use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
-use dtshard::exchange::{Counting, Exchange, HostShuffle, Owners, Parties, Reducing, Sight, agree};
+use dtshard::exchange::{Counting, Exchange, FileOwners, FileVisibility, HostShuffle, Reducing, Topology, agree};
 use dtshard::exec::division::stretch;
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
 use dtshard::publish::log::{AtEnd, Log};
-use dtshard::publish::recovery::Known;
+use dtshard::publish::recovery::CompletedWork;
 use dtshard::publish::seal::seal;
 use dtshard::storage::{AnchoredPath, IoMode};
-use dtshard::twin::{Twin, make};
+use dtshard::twin::{MetadataMirror, make};
 use tempfile::TempDir;
 
 /// A checkpoint whose files several ranks have between them.
@@ -55,7 +55,7 @@ impl Spread {
     }
 
     /// Let each rank make the twin, and go on with it.
-    fn each<T: Send>(&self, then: impl Fn(&Local, &Twin) -> Result<T> + Sync) -> Vec<Result<T>> {
+    fn each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
         std::thread::scope(|scope| {
             let ranks = Local::fleet(u32::try_from(self.own.len()).unwrap());
             let threads: Vec<_> = ranks
@@ -197,8 +197,8 @@ fn input(checkpoint: &Checkpoint) -> Input<'_> {
 fn in_safetensors(catalog: &Catalog) -> Reservation {
     let tensors = model::all_tensors(&catalog.state);
     let dtypes: Vec<Dtype> = catalog.tensors.iter().map(|entry| entry.dtype).collect();
-    let wanted = safetensors::Wanted { source: catalog, dtypes: &dtypes };
-    safetensors::reserve(wanted, &tensors, &[], &safetensors::Shape::Folder { max_shard_bytes: 3000 }).unwrap()
+    let wanted = safetensors::SelectedTensors { source: catalog, dtypes: &dtypes };
+    safetensors::reserve(wanted, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
 }
 
 /// Each tensor along its last dim.
@@ -217,7 +217,7 @@ fn in_dcp(catalog: &Catalog) -> Reservation {
 /// The output files, by one process and by several.
 fn written(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
     let journals = &anchored(journals);
-    let known = Known::read(journals, &reservation.files, 0, false).unwrap();
+    let known = CompletedWork::read(journals, &reservation.files, 0, false).unwrap();
     assert_eq!(known.done, Extents::of_files(&reservation.files));
     seal(&anchored(folder), &reservation.files, &[], &known, journals, false).unwrap();
     reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
@@ -240,11 +240,11 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let done = spread.each(|rank, twin| {
         let checkpoint = twin.open(&ReadOptions::default())?;
         let reservation = reserve(&checkpoint.catalog);
-        let (sight, nodes) = (Sight::of(&checkpoint.files, rank.size()), Parties::meet(rank)?);
+        let (sight, nodes) = (FileVisibility::of(&checkpoint.files, rank.size()), Topology::meet(rank)?);
         assert_eq!(nodes, vec![0; ranks]);
-        let parties = Parties { sight, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
+        let parties = Topology { sight, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
         let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
-        let owners = Owners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
+        let owners = FileOwners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
         let exchange = Exchange {
             input: input(&checkpoint),
             reservation: &reservation,

@@ -20,7 +20,7 @@ use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::ranks::RankFile;
-use crate::format::torch::{Found, View};
+use crate::format::torch::{TensorNode, View};
 use crate::layout::Region;
 
 /// A state dict with flat parameters, as all ranks have it.
@@ -207,15 +207,15 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
     for (key, value) in &dict.entries {
         let (Some(name), Value::Tensor(id)) = (key.as_str(), value) else { continue };
         match &file.contents.tensors[id.0 as usize] {
-            found @ Found::Sharded { .. } => {
+            found @ TensorNode::Sharded { .. } => {
                 let Some(module) = flat_module(name) else { continue };
                 let part = flat_part(file, name, found)?;
                 if state.flats.insert(module, part).is_some() {
                     return Err(Error::malformed(&file.path, name, "one flat parameter a module", "another one"));
                 }
             }
-            Found::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
-            Found::Distributed { .. } => {}
+            TensorNode::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
+            TensorNode::Distributed { .. } => {}
         }
     }
     if state.flats.is_empty() {
@@ -250,9 +250,9 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
     Ok(Some(state))
 }
 
-fn flat_part(file: &RankFile, name: &str, found: &Found) -> Result<FlatPart> {
+fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart> {
     let bad = |expected: String, found: String| Err(Error::malformed(&file.path, name, expected, found));
-    let Found::Sharded { dtype, shape, group, local, all, .. } = found else { unreachable!("a ShardedTensor") };
+    let TensorNode::Sharded { dtype, shape, group, local, all, .. } = found else { unreachable!("a ShardedTensor") };
     let [total] = shape.as_slice() else {
         return bad(String::from("a flat parameter of 1 dim"), format!("shape {:?}", shape.as_slice()));
     };
