@@ -150,7 +150,7 @@ macro_rules! interior {
 
 interior! {
     catalog comm error exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
-    twin
+    metadata_mirror
 }
 
 pub use catalog::Dtype;

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::fate::{DROPPED, FirstFailure, PeerFailure, LEFT, other_length};
+use super::failure::{DROPPED, FirstFailure, PeerFailure, LEFT, other_length};
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};

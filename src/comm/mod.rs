@@ -9,13 +9,13 @@
 mod communicator;
 pub mod cpus;
 mod environment;
-mod fate;
+mod failure;
 pub mod launch;
 mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod node;
-mod patience;
+mod wait_notices;
 mod process;
 mod ranges;
 #[cfg(test)]
@@ -25,10 +25,10 @@ mod traffic;
 use std::fmt;
 
 pub use communicator::{Communicator, FailureNotes};
-pub(crate) use fate::{DROPPED, ENDED, FirstFailure, PeerFailure, LEFT, FailureReason};
+pub(crate) use failure::{DROPPED, ENDED, FirstFailure, PeerFailure, LEFT, FailureReason};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-pub use patience::{WaitNotices, Wait, WaitReporter};
+pub use wait_notices::{WaitNotices, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
 pub(crate) use traffic::Counter;

@@ -23,7 +23,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, Destination, Source};
 use serde::{Deserialize, Serialize};
 
-use super::fate::{DROPPED, FirstFailure, PeerFailure, LEFT, FailureReason, other_length};
+use super::failure::{DROPPED, FirstFailure, PeerFailure, LEFT, FailureReason, other_length};
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, Env, Launch, Launcher, Part};
@@ -98,7 +98,7 @@ enum Word {
     },
     Left,
     /// The rank that is gone first, and why: by a signal, which is one of [`STOPPING`](crate::error::STOPPING), or for a reason.
-    PeerFailure {
+    Failed {
         rank: u32,
         signal: Option<usize>,
         reason: String,
@@ -210,7 +210,7 @@ impl Mpi {
             FailureReason::Stopped(which) => (Some(*which), ""),
         };
         let reason = &reason[..reason.floor_char_boundary(LONGEST_REASON)];
-        self.tell_all(state, |_| Word::PeerFailure { rank: *rank, signal, reason: reason.to_owned() });
+        self.tell_all(state, |_| Word::Failed { rank: *rank, signal, reason: reason.to_owned() });
     }
 
     /// Asks whether to go on, and ends this rank where not.
@@ -456,7 +456,7 @@ impl Inbox {
         while let Some(found) = world.any_process().immediate_matched_probe_with_tag(self.tag) {
             let (bytes, status) = found.matched_receive_vec::<u8>();
             let from = u32::try_from(status.source_rank()).expect("MPI counts ranks from 0");
-            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::PeerFailure {
+            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::Failed {
                 rank: from,
                 signal: None,
                 reason: format!("does not speak as it should: {error}"),
@@ -512,7 +512,7 @@ impl Inbox {
 
 impl Word {
     fn gone(&self) -> Option<PeerFailure> {
-        let Self::PeerFailure { rank, signal, reason } = self else { return None };
+        let Self::Failed { rank, signal, reason } = self else { return None };
         let stopped = signal.filter(|which| *which < STOPPING.len()).map(FailureReason::Stopped);
         Some(PeerFailure { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
     }
@@ -563,7 +563,7 @@ impl Pause {
     }
 }
 
-/// FailureReason a rank ends that says these words, which may be those of [`Error::Stopped`].
+/// Returns why a rank ends that says these words, which may be those of [`Error::Stopped`].
 fn reason(words: &str) -> FailureReason {
     let signal = words.strip_prefix("stopped by ").and_then(|rest| rest.split(';').next());
     let which = STOPPING.iter().position(|(name, _)| Some(*name) == signal);

@@ -17,7 +17,7 @@ use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetens
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::convert::options::{Assets, ConsolidateOptions};
 use crate::error::{Error, Result};
-use crate::exec::carry::SidecarFile;
+use crate::exec::sidecar_files::SidecarFile;
 use crate::format::known_files::is_asset;
 use crate::format::safetensors::SelectedTensors;
 use crate::format::{Checkpoint, Format, distinct_names, natural_order, safetensors, torch};

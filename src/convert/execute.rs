@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use super::estimate::{room_for_rounds, within_memory};
-use super::foresee::describe_destination;
-use super::idle::{unused_after_run, unused_options};
 use super::options::{ConvertOptions, OnConflict};
+use super::preflight::describe_destination;
 use super::prepared::{Prepared, check_destination};
-use super::produce::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use super::reading::input;
 use super::reading::refuse_without_tensors;
 use super::report::{Account, Outcome, Preview, Report, left_out, notes};
 use super::run::Run;
+use super::unused_options::{unused_after_run, unused_options};
+use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
 use crate::exchange::Reducing;

@@ -3,36 +3,35 @@
 //! Each conversion (`reshard`, `unshard`, `flatten`, `consolidate`) is one way to choose a target layout; from the laid-out
 //! destination on they share one path, [`Prepared`]. Knows options as values ([`options`]), no command line and no terminal.
 
-mod alike;
 mod bucket;
+mod byte_meter;
 mod checks;
 mod config;
 mod conflicts;
 mod consolidate;
+mod declared_layout;
 mod digests;
 mod estimate;
 mod execute;
 mod fill;
 mod flatten;
-mod foresee;
-mod idle;
+mod journals;
 mod link;
 mod memory;
-mod meter;
 mod names;
 mod nesting;
+mod option_consistency;
 pub mod options;
 mod partial;
 mod parts;
 mod peers;
 mod placements;
 mod plans;
+mod preflight;
 mod prepared;
 mod process_table;
-mod produce;
 mod read_back;
 mod reading;
-mod records;
 mod replaceable;
 mod report;
 mod reshard;
@@ -41,12 +40,13 @@ mod source;
 mod space;
 mod target_format;
 mod tied;
-mod told;
 mod unshard;
+mod unused_options;
 mod verify;
 mod waiting;
 mod whole;
 mod work_folder;
+mod write;
 
 pub use execute::{execute, preview, settle};
 pub use options::InspectOptions;

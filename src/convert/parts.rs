@@ -10,7 +10,7 @@ use super::source::ConversionSource;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
 use crate::error::{Error, Result};
-use crate::exec::carry::SidecarFile;
+use crate::exec::sidecar_files::SidecarFile;
 use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, RankNames};
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};

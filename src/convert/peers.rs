@@ -1,6 +1,6 @@
 //! The processes of a run that need each other: those of `--source per-rank`, of `--backend nccl` and of `--backend mpi`.
 //!
-//! They meet, make a [metadata mirror](crate::twin) of SRC if no process sees all of it, and stay connected until DST is
+//! They meet, make a [metadata mirror](crate::metadata_mirror) of SRC if no process sees all of it, and stay connected until DST is
 //! published. Then they [exchange](crate::exchange) what they read, or [copy](crate::exchange::source_copy) the files that
 //! only some of them see, and go on as processes that all see SRC. A process that fails says so to the others, and nobody waits
 //! for one that is gone.
@@ -10,11 +10,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::alike;
 use super::bucket::Bucket;
 use super::link::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
+use super::option_consistency;
 use super::process_table::ProcessTable;
 use super::reading::input;
 use super::run::Run;
@@ -37,15 +37,15 @@ use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::{Stats, Writing};
 use crate::exec::division::own_files;
 use crate::exec::fingerprint::Fingerprint;
-use crate::exec::together::GlobalTotals;
+use crate::exec::global_totals::GlobalTotals;
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::{self, DeviceShuffle};
+use crate::metadata_mirror::{self, MetadataMirror};
 use crate::progress::{Progress, Task};
 use crate::publish::presence::Presence;
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
-use crate::twin::{self, MetadataMirror};
 
 /// The longest time until all hear of a process that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
@@ -57,7 +57,7 @@ const LACKING_HURRIED: Duration = Duration::from_secs(3);
 pub struct Peers {
     link: Link,
     /// `None` where all see SRC.
-    twin: Option<MetadataMirror>,
+    mirror: Option<MetadataMirror>,
     /// For each rank its node.
     nodes: Vec<u32>,
     roster: ProcessTable,
@@ -128,7 +128,8 @@ impl Peers {
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
         let roster = ProcessTable::meet(&link).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
-        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, run.options_told));
+        let agreed =
+            option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, run.labels));
         let nodes = agreed.and_then(|()| Topology::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
@@ -148,7 +149,7 @@ impl Peers {
             _ => Reducing::InRankOrder,
         };
         let bucket = Bucket::of(&args.exchange);
-        let mut peers = Self { link, twin: None, nodes, roster, counting, reducing, bucket, copying: None, work };
+        let mut peers = Self { link, mirror: None, nodes, roster, counting, reducing, bucket, copying: None, work };
         let read = peers.read(args, options, run).map_err(|error| {
             let error = if is_not_there(&error) { cause(&peers.link, error) } else { error };
             peers.roster.name(error)
@@ -164,7 +165,7 @@ impl Peers {
             return self.link.settle(checkpoint);
         }
         let mirror = self.work.of_run().join(MIRROR);
-        let twin = self.twin.insert(twin::make(&self.link, &args.src, &mirror)?);
+        let twin = self.mirror.insert(metadata_mirror::make(&self.link, &args.src, &mirror)?);
         if twin.is_blind(run.launch.part.index) {
             let src = args.src.display();
             run.progress.warning(&format!("no files at {src}: this process reads nothing"));
@@ -187,7 +188,7 @@ impl Peers {
     /// # Errors
     /// `Comm` with the error of process 0, which has its own.
     pub fn is_copy_wanted(&self, decide: impl FnOnce() -> Result<bool>) -> Result<bool> {
-        if self.exchange_bytes() || self.twin.is_none() {
+        if self.exchange_bytes() || self.mirror.is_none() {
             return Ok(false);
         }
         let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(false) })?;
@@ -207,7 +208,7 @@ impl Peers {
         resumes: bool,
         run: &Run<'_>,
     ) -> Result<()> {
-        let Some(twin) = self.twin.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
+        let Some(twin) = self.mirror.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
         let folder = self.work.copy();
         let source = (&checkpoint.catalog, reservation);
         let copy = SourceCopy::plan(folder, twin.own(), &checkpoint.files, source, self.link.size());
@@ -239,9 +240,9 @@ impl Peers {
     pub fn name(&self, error: Error) -> Error {
         // What is in files that are there is as true when others end because of it, too.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
-        let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
+        let has_lost = is_of_files && self.mirror.as_ref().is_some_and(|twin| !twin.is_whole());
         let error = self.roster.name(if has_lost { cause(&self.link, error) } else { error });
-        match &self.twin {
+        match &self.mirror {
             Some(twin) => self.roster.locate(error, twin),
             None => error,
         }
@@ -268,7 +269,7 @@ impl Peers {
     /// Whether each sees only its own files of SRC.
     #[must_use]
     pub fn see_apart(&self) -> bool {
-        self.twin.is_some()
+        self.mirror.is_some()
     }
 
     /// How long rounds are.
@@ -296,7 +297,7 @@ impl Peers {
     /// Who can read all of a file of SRC, where not all can.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
-        let apart = self.twin.as_ref().filter(|twin| !twin.holds_whole(path));
+        let apart = self.mirror.as_ref().filter(|twin| !twin.holds_whole(path));
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 

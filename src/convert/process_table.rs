@@ -2,8 +2,8 @@
 
 use crate::comm::{Communicator, Part, Process};
 use crate::error::{Error, Peer, Result};
+use crate::metadata_mirror::MetadataMirror;
 use crate::name_list::short_list;
-use crate::twin::MetadataMirror;
 
 pub struct ProcessTable {
     of: u32,

@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::exec::carry::{SidecarFile, is_carried, is_unchanged_copy};
+use crate::exec::sidecar_files::{SidecarFile, is_carried, is_unchanged_copy};
 use crate::format::known_files::{FileRole, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use crate::name_list::short_list;
 use crate::publish::DestinationKind;

@@ -94,7 +94,7 @@ impl Engine {
         // Another node cannot rely on what this one has not written yet.
         let sync = sync || !launch.part.is_alone();
         let (options, started) = (Options { sync, ..self.options }, self.started);
-        let run = Run { progress, options, stop: stop.clone(), started, launch: launch.clone(), options_told: labels };
+        let run = Run { progress, options, stop: stop.clone(), started, launch: launch.clone(), labels };
         self.workers.install(move || work(&run))
     }
 }
@@ -107,7 +107,7 @@ pub struct Run<'a> {
     pub started: Instant,
     pub launch: Launch,
     /// See [`Setup::labels`].
-    pub options_told: &'a BTreeMap<String, String>,
+    pub labels: &'a BTreeMap<String, String>,
 }
 
 impl Run<'_> {

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
 use super::conflicts::{self, ResolvedConflicts, TargetFiles};
+use super::declared_layout::declared_layout;
 use super::peers::Peers;
 use super::reading::{check_series, input, read_options};
 use super::run::Run;
 use super::tied;
-use super::told::declared_layout;
 use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
@@ -309,8 +309,11 @@ pub struct ReadRequest<'a> {
 pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> Result<(Checkpoint, Option<Peers>)> {
     let ReadRequest { like, series, want, incomplete, raw_flat } = reading;
     let told = declared_layout(&args.source.layout, args.select.keep_names)?;
-    let mut options =
-        ReadOptions { told, show_incomplete: incomplete, ..read_options(&args.source, like, series, want) };
+    let mut options = ReadOptions {
+        declared_layout: told,
+        show_incomplete: incomplete,
+        ..read_options(&args.source, like, series, want)
+    };
     options.flat.raw = raw_flat;
     let (peers, checkpoint) = match Peers::open(args, &options, run)? {
         Some((peers, checkpoint)) => (Some(peers), checkpoint),

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::Extents;
-use crate::exec::carry::SidecarFile;
+use crate::exec::sidecar_files::SidecarFile;
 use crate::quantity::human_bytes;
 use crate::storage::{AnchoredPath, filesystem};
 

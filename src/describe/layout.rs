@@ -45,8 +45,8 @@ fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Mes
     let mut layout = beginning(mesh, &tensors)?;
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
-    layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
-    for naming in [Naming::Wide, Naming::Whole] {
+    layout.rules = rules_of(&tensors, &wanting, RuleNames::InModel, &layout)?;
+    for naming in [RuleNames::Wide, RuleNames::Whole] {
         let wanting = misled(catalog, format, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
@@ -206,7 +206,7 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
 
 /// What rules call tensors.
 #[derive(Clone, Copy)]
-enum Naming {
+enum RuleNames {
     /// Names within the model, or `*` for their numbers.
     InModel,
     /// Whole names, `*` for their numbers, or what is first and last in them: `optim.**.exp_avg`.
@@ -215,7 +215,7 @@ enum Naming {
     Whole,
 }
 
-impl Naming {
+impl RuleNames {
     /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
@@ -240,12 +240,12 @@ impl Naming {
 fn rules_of(
     tensors: &[NamedTensor],
     wanting: &BTreeSet<usize>,
-    naming: Naming,
+    naming: RuleNames,
     layout: &MeshLayout,
 ) -> Result<Vec<Rule>> {
     let name_of = |tensor: &NamedTensor| match naming {
-        Naming::InModel => tensor.name.clone(),
-        Naming::Wide | Naming::Whole => tensor.path.to_string(),
+        RuleNames::InModel => tensor.name.clone(),
+        RuleNames::Wide | RuleNames::Whole => tensor.path.to_string(),
     };
     let mut found: IndexMap<String, &PlacementChoice> = IndexMap::new();
     let mut mixed: HashSet<String> = HashSet::new();
@@ -260,7 +260,7 @@ fn rules_of(
         let mut chosen = literal(&name);
         for wider in wider.into_iter().filter(|wider| !mixed.contains(wider)).collect::<Vec<_>>() {
             let pattern = Pattern::parse(&wider)?;
-            let mut others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
+            let mut others = tensors.iter().filter(|other| !matches!(naming, RuleNames::InModel) || other.of_model);
             if others.all(|other| other.lies == tensor.lies || !pattern.covers(&name_of(other))) {
                 chosen = wider;
                 break;

@@ -8,19 +8,19 @@
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
-mod ahead;
+mod prefetch;
 mod casts;
 mod demand;
-mod draft;
-mod folds;
-mod hop;
+mod transfer_plan;
+mod nccl_reduce;
+mod phase;
 mod load;
 mod moves;
 mod readers;
 pub mod records;
 mod reduced;
 mod replicas;
-mod rooms;
+mod buffers;
 mod rounds;
 mod shuffle;
 pub mod source_copy;
@@ -28,7 +28,7 @@ mod staged;
 mod strided;
 #[cfg(test)]
 pub(crate) mod tests;
-mod torn;
+mod partial_replicas;
 mod transfers;
 
 use std::collections::VecDeque;
@@ -40,28 +40,28 @@ use std::time::Duration;
 pub use crate::exec::reduce::Reducing;
 pub use casts::{Casting, Casts, CastTile, Portion};
 pub use demand::FileOwners;
-pub use folds::{NcclReduction, ReductionKind};
-pub use hop::TransferPhase;
+pub use nccl_reduce::{NcclReduction, ReductionKind};
+pub use phase::TransferPhase;
 pub use load::{Load, Loads, Wire};
 pub use moves::{Arriving, Landing, Making, Moves, ByteOrigin, SourceRead};
 pub use readers::{Counting, Topology, FileVisibility};
 pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
-pub use rooms::{HostMemory, PooledBuffer, BufferPool};
+pub use buffers::{HostMemory, PooledBuffer, BufferPool};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
-pub use torn::partial_replicas;
+pub use partial_replicas::partial_replicas;
 
 use staged::{Stage, Staged};
 
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::bands::OutputRange;
+use crate::exec::row_groups::OutputRange;
 use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
 use crate::exec::gather::TileElements;
-use crate::exec::window::{Counted, PlannedTile};
+use crate::exec::window::{CastCounter, PlannedTile};
 use crate::exec::{Extents, Input, PreparedTile, Stop};
 use crate::threads::start_within;
 
@@ -242,10 +242,10 @@ impl<'a> Exchange<'a> {
             let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
             let place = laid.map_or(place, |laid| &laid.place);
             let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
-                None => (pair.0, Counted::InStrips(pair)),
+                None => (pair.0, CastCounter::InStrips(pair)),
                 Some((cast, portions)) => {
                     let firsts = portions.iter().map(|portion| portion.counted.start);
-                    (cast.to(), Counted::Before(pair, firsts.zip(lost.by_ref()).collect()))
+                    (cast.to(), CastCounter::Before(pair, firsts.zip(lost.by_ref()).collect()))
                 }
             };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
@@ -264,7 +264,7 @@ impl<'a> Exchange<'a> {
                 });
                 // Of replicas the first counts, whoever does it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
-                let counted = is_counted.then(|| mem::replace(&mut counted, Counted::InStrips(pair)));
+                let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::InStrips(pair)));
                 slots.push(PlannedTile { tile, counted, copies: None });
             }
         }

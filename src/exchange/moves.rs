@@ -23,9 +23,9 @@ use std::sync::Arc;
 
 use super::casts::{Casts, CastTile, Portion};
 use super::demand::WantedTile;
-use super::draft::TransferPlan;
-use super::folds::NcclReduction;
-use super::hop::{TransferPhase, PhaseSchedule, range};
+use super::transfer_plan::TransferPlan;
+use super::nccl_reduce::NcclReduction;
+use super::phase::{TransferPhase, PhaseSchedule, range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
 use super::transfers::{SourceRange, Transfer};

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::moves::{Making, Moves};
-use super::rooms::pieces;
+use super::buffers::pieces;
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 

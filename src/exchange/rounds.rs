@@ -14,9 +14,9 @@
 
 use std::ops::Range;
 
-use super::ahead::{Prefetch, PlannedUnit};
+use super::prefetch::{Prefetch, PlannedUnit};
 use super::demand::FileOwners;
-use super::draft::{TransferPlan, MOST_COPIES, SizedPlan};
+use super::transfer_plan::{TransferPlan, MOST_COPIES, SizedPlan};
 use super::load::{Load, Loads};
 use super::readers::Topology;
 use super::transfers::Unit;

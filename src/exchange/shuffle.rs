@@ -5,10 +5,10 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::casts::Casting;
-use super::hop::TransferPhase;
+use super::phase::TransferPhase;
 use super::moves::{Landing, Moves, ByteOrigin};
 use super::reduced::reduce;
-use super::rooms::{HostMemory, PooledBuffer, BufferPool, pieces};
+use super::buffers::{HostMemory, PooledBuffer, BufferPool, pieces};
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exec::cast::LossCounts;

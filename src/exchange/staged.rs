@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use rayon::prelude::*;
 
 use super::moves::{Moves, SourceRead};
-use super::rooms::{HostMemory, PooledBuffer, BufferPool, pieces};
+use super::buffers::{HostMemory, PooledBuffer, BufferPool, pieces};
 use crate::error::Result;
-use crate::exec::passing::{CrcRecorder, SourceCrcs};
+use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, PreparedTile, Scratch, Stop};
 
 /// A round that has been read.

@@ -7,8 +7,8 @@ use std::slice;
 use std::sync::Arc;
 
 use super::demand::{Demand, Ranks, WantedTile};
-use super::folds::ReductionKind;
-use super::hop::Message;
+use super::nccl_reduce::ReductionKind;
+use super::phase::Message;
 use super::readers::Reader;
 use crate::plan::Piece;
 

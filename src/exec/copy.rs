@@ -19,17 +19,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::bands::OutputRange;
+use super::row_groups::OutputRange;
 use super::block::WantedRange;
 use super::cast::{LossCounts, DtypePair};
 use super::digest::Digest;
 use super::finished::{CastLosses, FinishedRange, SumPart, WorkLog};
 use super::output::Outputs;
-use super::passing::{CrcRecorder, SourceCrcs};
-use super::strips::{SegmentContent, Cutter, Segment, WriteBlock, order};
-use super::sums::{BlockChecksums, Checksums};
-use super::together::GlobalTotals;
-use super::window::{Counted, WindowPace, PlannedTile, Windows, prepare};
+use super::source_crc::{CrcRecorder, SourceCrcs};
+use super::write_blocks::{SegmentContent, Cutter, Segment, WriteBlock, order};
+use super::checksums::{BlockChecksums, Checksums};
+use super::global_totals::GlobalTotals;
+use super::window::{CastCounter, WindowPace, PlannedTile, Windows, prepare};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{Reservation, SITE_BYTES};
 use crate::comm::Traffic;
@@ -497,7 +497,7 @@ impl Filler<'_> {
         let mut counting = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, counted(copy)?)));
         match counting.next() {
             None => {}
-            Some((lost, copy, Counted::InStrips(pair))) => {
+            Some((lost, copy, CastCounter::InStrips(pair))) => {
                 let at = copy.segments[segment].offset;
                 // Of an element that two write, it counts where its first byte is to be done.
                 let beyond = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
@@ -508,7 +508,7 @@ impl Filler<'_> {
                 };
                 lost.entry(*pair).or_default().add(counts.without(beyond));
             }
-            Some((lost, _, Counted::Before(pair, met))) => {
+            Some((lost, _, CastCounter::Before(pair, met))) => {
                 let elements = first..bytes.end / tile.itemsize();
                 let met = met.iter().filter(|(element, _)| elements.contains(element));
                 met.for_each(|(_, counts)| lost.entry(*pair).or_default().add(*counts));

@@ -21,7 +21,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Input;
-use super::carry::SidecarFile;
+use super::sidecar_files::SidecarFile;
 use super::reduce::Reducing;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;

@@ -14,7 +14,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::block::{Block, WantedRange};
 use super::cast::{Cast, LossCounts};
-use super::passing::CrcRecorder;
+use super::source_crc::CrcRecorder;
 use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
 use super::{CAST_BYTES, Input, room};

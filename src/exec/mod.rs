@@ -3,36 +3,36 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
-pub mod about;
-pub(crate) mod bands;
+pub mod plan_description;
+pub(crate) mod row_groups;
 pub(crate) mod block;
-pub mod carry;
+pub mod sidecar_files;
 pub mod cast;
 pub mod compare;
 pub mod copy;
 mod difference;
 pub mod digest;
 pub mod division;
-pub(crate) mod edges;
+pub(crate) mod block_joiner;
 mod extents;
 pub mod fingerprint;
 mod finished;
 mod floats;
 pub mod gather;
-pub mod literals;
+pub mod header_bytes;
 pub(crate) mod output;
-pub(crate) mod passing;
+pub(crate) mod source_crc;
 pub mod reduce;
 pub(crate) mod runs;
 mod stop;
-pub(crate) mod strips;
-pub mod sums;
+pub(crate) mod write_blocks;
+pub mod checksums;
 #[cfg(test)]
 pub(crate) mod tests;
-pub mod together;
+pub mod global_totals;
 pub(crate) mod window;
 
-pub use edges::HELD_BYTES;
+pub use block_joiner::HELD_BYTES;
 pub use extents::Extents;
 pub use finished::{CastLosses, FinishedRange, SumPart, WorkLog, add_lost};
 pub use gather::{Locations, PreparedTile, Scratch};

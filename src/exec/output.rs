@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::edges::{DirectBlock, BlockJoiner, Joined, BlockRemainder};
+use super::block_joiner::{DirectBlock, BlockJoiner, Joined, BlockRemainder};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};

@@ -13,7 +13,7 @@ use super::BLOCK_BYTES;
 use super::block::Block;
 use super::digest::WORTH_BYTES;
 use super::finished::SumPart;
-use super::passing::CrcRecorder;
+use super::source_crc::CrcRecorder;
 use crate::catalog::{Fqn, StridedLocation, ChecksummedRange};
 use crate::error::Result;
 use crate::plan::Piece;

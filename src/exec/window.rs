@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::bands::{self, Member, RowGroupKind, OutputRange};
+use super::row_groups::{self, Member, RowGroupKind, OutputRange};
 use super::cast::{LossCounts, DtypePair};
 use super::{Extents, Input, Locations, PreparedTile};
 use crate::catalog::{Reserved, TensorId};
@@ -137,14 +137,14 @@ fn is_wanted(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct PlannedTile {
     pub tile: PreparedTile,
     /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
-    pub counted: Option<Counted>,
+    pub counted: Option<CastCounter>,
     /// The tiles that are equal to it.
     pub copies: Option<usize>,
 }
 
 /// Where what a cast of a tile meets is counted.
 #[derive(Clone, Debug)]
-pub enum Counted {
+pub enum CastCounter {
     InStrips(DtypePair),
     /// It was, with what comes to the strips of these elements.
     Before(DtypePair, Vec<(u64, LossCounts)>),
@@ -202,7 +202,7 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
         }
         let prepared = PreparedTile::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
         let slot =
-            PlannedTile { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(Counted::InStrips(pair)), copies: None };
+            PlannedTile { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(CastCounter::InStrips(pair)), copies: None };
         let itemsize = pair.1.itemsize();
         let payload = OutputRange { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
@@ -219,7 +219,7 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
         is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
     });
-    bands::group(members, first);
+    row_groups::group(members, first);
     Ok(())
 }
 

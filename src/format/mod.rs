@@ -26,8 +26,8 @@ pub mod safetensors;
 mod series;
 mod sets;
 mod shortfall;
-mod skeleton;
-pub mod told;
+mod metadata_ranges;
+pub mod declared_layout;
 pub mod torch;
 
 use std::collections::HashSet;
@@ -41,8 +41,8 @@ pub use parts::{PartContent, CheckpointPart};
 pub use rank_names::{RankName, RankNames};
 pub use registry::{FormatEntry, Layouts, ShardedTarget, TensorStorage};
 pub use series::SeriesChoice;
-pub use skeleton::{MirrorOf, is_data_file, is_read, metadata_ranges, metadata_ranges_of_items};
-pub use told::DeclaredLayout;
+pub use metadata_ranges::{MirrorOf, is_data_file, is_read, metadata_ranges, metadata_ranges_of_items};
+pub use declared_layout::DeclaredLayout;
 
 pub use crate::name_list::natural_order;
 
@@ -211,7 +211,7 @@ pub struct ReadOptions {
     /// What is known of flat parameters beyond what their files tell.
     pub flat: FlatKnowledge,
     /// How plain tensors lie on ranks, where files do not tell.
-    pub told: Option<DeclaredLayout>,
+    pub declared_layout: Option<DeclaredLayout>,
     /// What is held of files, where what is read is a twin.
     pub holdings: Arc<Holdings>,
 }
@@ -233,7 +233,7 @@ impl ReadOptions {
     }
 
     fn plain(&self) -> PlainKind {
-        if self.told.is_some() { PlainKind::Parts } else { PlainKind::Replicas }
+        if self.declared_layout.is_some() { PlainKind::Parts } else { PlainKind::Replicas }
     }
 }
 
@@ -261,8 +261,8 @@ impl Checkpoint {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),
         };
-        if let Some(told) = &options.told {
-            told::tell(told, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+        if let Some(declared) = &options.declared_layout {
+            declared_layout::tell(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {

@@ -384,7 +384,7 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && options.told.is_none()
+            && options.declared_layout.is_none()
             && merge(&loaded, PlainKind::Replicas)
                 .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }

@@ -32,7 +32,7 @@ pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> R
     if is_given(path, paths) {
         return lone_file(path)?.map_or_else(|| linked_file(path), |found| Ok(Some(found)));
     }
-    if let Some(found) = numbered(path, paths, options.told.is_some())? {
+    if let Some(found) = numbered(path, paths, options.declared_layout.is_some())? {
         return Ok(Some(found));
     }
     for path in paths.iter().filter(|path| RankName::parse(path).is_none()) {

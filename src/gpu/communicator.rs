@@ -19,7 +19,7 @@ use nccl::{DataType, DeviceView, DeviceViewMut, Group};
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::stream::Stream;
-use super::watch::{Met, NcclWatch, AbortReason, reason};
+use super::watch::{NcclState, NcclWatch, AbortReason, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{Error, Result};
 
@@ -37,7 +37,7 @@ const LEN_BYTES: usize = 8;
 pub struct Nccl {
     // Ended first: it has both of the others.
     watch: Option<NcclWatch>,
-    met: Arc<Met>,
+    met: Arc<NcclState>,
     notes: Arc<dyn FailureNotes>,
     stream: Stream,
     counter: Counter,
@@ -55,7 +55,7 @@ impl Nccl {
     pub(super) fn new(peers: nccl::Communicator, stream: Stream, notes: Arc<dyn FailureNotes>) -> Result<Self> {
         let place = peers.place();
         let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
-        let met = Met::new(peers);
+        let met = NcclState::new(peers);
         let own = u32::try_from(place.rank).expect("fewer than 2^32 ranks");
         let watch = NcclWatch::start(Arc::clone(&met), Arc::clone(&notes), own)?;
         Ok(Self {

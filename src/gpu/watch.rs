@@ -76,12 +76,12 @@ pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
 }
 
 /// NCCL among the ranks, or why there is none any more.
-pub(super) struct Met {
+pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
     given_up: OnceLock<AbortReason>,
 }
 
-impl Met {
+impl NcclState {
     pub fn new(peers: nccl::Communicator) -> Arc<Self> {
         Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
     }
@@ -119,7 +119,7 @@ pub(super) struct NcclWatch {
 impl NcclWatch {
     /// # Errors
     /// `Usage` where no thread can be started.
-    pub fn start(met: Arc<Met>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
+    pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
         let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {

@@ -59,7 +59,7 @@ use self::partial::{FoundPartial, Partial};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
-use crate::exec::about::About;
+use crate::exec::plan_description::About;
 use crate::exec::fingerprint::Fingerprint;
 use crate::fault;
 use crate::storage::AnchoredPath;

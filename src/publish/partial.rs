@@ -11,7 +11,7 @@ use super::destination::{Destination, FileIdentity, TMP, TRASH, is_gone, is_hidd
 use super::lease::{LeaseRole, SeenLease, read_leases};
 use super::{Claim, WorkPlan, DestinationKind};
 use crate::error::{Error, Result};
-use crate::exec::about::About;
+use crate::exec::plan_description::About;
 use crate::fault;
 use crate::storage::AnchoredPath;
 

@@ -14,8 +14,8 @@ use rayon::prelude::*;
 use super::recovery::CompletedWork;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, Untrusted};
-use crate::exec::carry::{SidecarFile, is_carried, len_of};
-use crate::exec::{Extents, Outputs, Stop, sums};
+use crate::exec::sidecar_files::{SidecarFile, is_carried, len_of};
+use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
 
 /// Returns whether everything is finished.
@@ -52,7 +52,7 @@ pub fn seal(
         }
     }
     let outputs = Outputs::of(folder, files, sync)?;
-    sums::patch(&outputs, files, &known.sums, journals.path())?;
+    checksums::patch(&outputs, files, &known.sums, journals.path())?;
     crate::fault::point("seal-summed");
     if sync {
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;

@@ -8,7 +8,7 @@ pub mod afresh;
 mod anchored;
 pub mod direct;
 pub mod filesystem;
-mod held;
+mod local_content;
 pub mod lookup;
 mod mapping;
 pub mod memory;
@@ -25,14 +25,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use anchored::AnchoredPath;
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
-pub use held::{LocalContent, Holdings, LocalFile, Ranges};
+pub use local_content::{LocalContent, Holdings, LocalFile, Ranges};
 pub use lookup::regular_file;
 pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 
 use crate::error::{Error, Result};
-use held::{Notes, ReadCheck};
+use local_content::{Notes, ReadCheck};
 use open_files::OpenFiles;
 
 /// Index of a file within [`Files`].

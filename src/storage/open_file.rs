@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::held::ReadCheck;
+use super::local_content::ReadCheck;
 use super::mapping::Mapping;
 use super::{changed, direct};
 use crate::error::{Error, Result};

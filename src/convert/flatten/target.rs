@@ -22,7 +22,7 @@ use crate::layout::Pattern;
 const MAX_RANKS: u32 = 1 << 14;
 
 /// What a target starts from.
-struct Base {
+struct FlatBase {
     layout: FlatLayout,
     /// From nothing but the order of a state dict, which knows no ranks.
     derived: bool,
@@ -129,7 +129,7 @@ impl FlattenRequest {
     /// # Errors
     /// `Unsupported` where an order would be a guess, `Usage` for wishes that contradict each other.
     pub fn layout(&self, source: &ConversionSource) -> Result<(FlatLayout, Vec<String>)> {
-        let Base { layout: base, derived, notes } = self.base(source)?;
+        let FlatBase { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
@@ -207,7 +207,7 @@ impl FlattenRequest {
     }
 
     /// The units, and how ranks shared them.
-    fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<Base> {
+    fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
         let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
         let known = self.layout.as_ref().or_else(|| like.and_then(of)).or_else(|| of(&source.checkpoint));
@@ -218,7 +218,7 @@ impl FlattenRequest {
                     "leave it out; what is not in the layout is a buffer",
                 ));
             }
-            return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
+            return Ok(FlatBase { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {
             return Err(Error::usage("options::wrap and a flat layout: both say the units", "leave one of them out"));
@@ -239,7 +239,7 @@ impl FlattenRequest {
         if like.is_some() {
             units::add_tied(&mut layout, &source.wanted.catalog.state)?;
         }
-        Ok(Base { layout, derived: true, notes })
+        Ok(FlatBase { layout, derived: true, notes })
     }
 
     /// The names of the model in the order of registration, where something keeps it.

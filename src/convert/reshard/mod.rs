@@ -1,15 +1,15 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
-mod chooser;
+mod attention_heads;
 mod class;
 mod flat;
-mod heads;
 mod like;
+mod placement_report;
+mod placement_resolver;
 mod sharded;
 mod strided;
-mod subject;
-mod tally;
 mod target;
+mod tensor_context;
 
 use super::conflicts::TargetFiles;
 use super::fill::with_others;
@@ -31,10 +31,10 @@ use crate::layout::shards::Held;
 use crate::progress::Progress;
 use crate::publish::DestinationKind;
 use crate::select::Wrappers;
-pub use chooser::PlacementResolver;
+use attention_heads::AttentionHeads;
 use class::tensor_class;
-use heads::AttentionHeads;
 use like::LikeLayout;
+pub use placement_resolver::PlacementResolver;
 pub use sharded::rows;
 use target::target_layout;
 pub use target::{own_mesh, row_specs, shared_mesh};

@@ -7,12 +7,12 @@ use self::comparison::{Comparison, suggest_dtype};
 use self::findings::Findings;
 pub use self::findings::Verification;
 use super::checks;
+use super::declared_layout::declared_layout;
 use super::digests::DigestListing;
 use super::reading::input;
 use super::reading::{check_flat, check_series, read_options, refuse_without_tensors};
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
-use super::told::declared_layout;
 use crate::catalog::{TensorEntry, model, path};
 use crate::convert::options::VerifyOptions;
 use crate::error::{Error, Result};
@@ -86,7 +86,7 @@ fn open(
     found: &mut Findings,
 ) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.like.as_deref(), SeriesChoice::All, Want::State);
-    options.told = told;
+    options.declared_layout = told;
     // Damage to that is none of the checkpoint.
     if let Some(path) = &options.flat.layout {
         fsdp_flat::document::read(path)?;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::catalog::{OutputFile, Reserved, ChecksumSpan, TensorId};
 use crate::exec::Silent;
-use crate::exec::sums::first_wrong;
+use crate::exec::checksums::first_wrong;
 use crate::publish::recovery::CompletedWork;
 use crate::publish::{recovery, seal};
 use crate::storage::{AnchoredPath, FileId};

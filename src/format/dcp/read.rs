@@ -53,7 +53,7 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
 }
 
 /// What one name stands for, all metadata files together.
-enum Slot {
+enum NamedSlot {
     Tensor(TensorId),
     /// One place, or one a rank where it was saved without collectives.
     Object(Vec<(Rank, FileRange)>),
@@ -65,7 +65,7 @@ enum Slot {
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut slots: Vec<(Fqn, StatePath, Slot)> = Vec::new();
+    let mut slots: Vec<(Fqn, StatePath, NamedSlot)> = Vec::new();
     // Those of the metadata files before.
     let mut known: HashMap<Fqn, usize, RandomState> = HashMap::default();
     let mut before = 0;
@@ -85,18 +85,18 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         metadata.entries(make, |(fqn, state_path, content)| {
             let Some(at) = known.get(&fqn) else {
                 let slot = match content {
-                    NameContent::Tensor(entry) => Slot::Tensor(catalog.push_tensor(entry)),
-                    NameContent::Object(place) => Slot::Object(vec![(rank, place)]),
+                    NameContent::Tensor(entry) => NamedSlot::Tensor(catalog.push_tensor(entry)),
+                    NameContent::Object(place) => NamedSlot::Object(vec![(rank, place)]),
                 };
                 slots.push((fqn, state_path, slot));
                 return Ok(());
             };
             // Another rank's part, of a save without collectives.
             match (&mut slots[*at].2, content) {
-                (Slot::Tensor(id), NameContent::Tensor(more)) => {
+                (NamedSlot::Tensor(id), NameContent::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
                 }
-                (Slot::Object(known), NameContent::Object(place)) => known.push((rank, place)),
+                (NamedSlot::Object(known), NameContent::Object(place)) => known.push((rank, place)),
                 _ => {
                     let found = "a tensor and an object of this name";
                     return Err(Error::malformed(&path, fqn.as_str(), "one kind on all ranks", found));
@@ -109,8 +109,8 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     let mut state = Unflatten::default();
     for (fqn, path, slot) in slots {
         let value = match slot {
-            Slot::Tensor(id) => Value::Tensor(id),
-            Slot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
+            NamedSlot::Tensor(id) => Value::Tensor(id),
+            NamedSlot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
                 Some(value) => value,
                 None => continue,
             },

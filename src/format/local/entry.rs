@@ -18,7 +18,7 @@ impl Read for Reader {
     }
 
     fn read(&self, reading: &mut ReadFindings<'_>, path: &FilePath, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
-        if reading.options.told.is_some() {
+        if reading.options.declared_layout.is_some() {
             refuse_told(path)?;
             return read_parts(reading, path, &found.paths);
         }

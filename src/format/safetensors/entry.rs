@@ -34,7 +34,7 @@ impl Read for Reader {
 
     fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let DetectedFiles { paths, index, .. } = found;
-        if index.is_none() && reading.options.told.is_some() {
+        if index.is_none() && reading.options.declared_layout.is_some() {
             return read_parts(reading, path, &paths);
         }
         let index = index.as_deref().map(ShardIndex::read).transpose()?;

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::survey::{Beside, FlatPart, FlatState, RankState};
+use super::survey::{PlainTensor, FlatPart, FlatState, RankState};
 use super::totals::{self, LayoutMismatch};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
@@ -159,8 +159,8 @@ fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u
     for (name, of) in names(unit) {
         let Some(expected) = positions.get(of).map(|index| &held[*index]) else { continue };
         let found = match rank.beside.get(name) {
-            Some(Beside::View { module, range }) if *module == unit.module => Some(Some(range.clone())),
-            Some(Beside::Empty) => Some(None),
+            Some(PlainTensor::View { module, range }) if *module == unit.module => Some(Some(range.clone())),
+            Some(PlainTensor::Empty) => Some(None),
             _ => None,
         };
         if found.as_ref() == Some(expected) {

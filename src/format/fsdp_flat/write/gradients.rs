@@ -8,7 +8,7 @@
 
 use indexmap::IndexMap;
 
-use super::groups::{Member, of_member};
+use super::groups::{GroupMember, of_member};
 use super::metadata::wrapped_name;
 use super::params::ParameterNames;
 use super::plan::{ParameterIndex, StorageContent, Padding, FlatPlan, TensorRole};
@@ -64,7 +64,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
 fn of_units(gradients: &IndexMap<ParameterIndex, TensorId>, path: &Path, plan: &mut FlatPlan<'_>) -> Result<Vec<(Value, Value)>> {
     let mut entries = Vec::new();
     for (unit, known) in plan.layout.units.iter().enumerate() {
-        let params = of_member(Member::Unit(unit), plan);
+        let params = of_member(GroupMember::Unit(unit), plan);
         let tensors: Vec<TensorId> = params.iter().filter_map(|at| gradients.get(at).copied()).collect();
         let Some(first) = tensors.first() else { continue };
         let dtype = plan.source.tensor(*first).dtype;

@@ -15,13 +15,13 @@ use crate::error::{Error, Result};
 
 /// What the optimizer of the target updates: one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Member {
+pub enum GroupMember {
     Parameter(ParameterIndex),
     /// The flat parameter of a unit.
     Unit(usize),
 }
 
-impl Member {
+impl GroupMember {
     /// The name of the parameter, or the key of the flat one.
     pub fn name(self, plan: &FlatPlan<'_>) -> Fqn {
         match self {
@@ -87,11 +87,11 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// The groups of the target: as the layout has them, else as the source has.
-    pub fn target_groups(&self, names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<Member>)>> {
+    pub fn target_groups(&self, names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let layout = plan.layout;
         let Some(listed) = &layout.optimizer else {
             return if layout.use_orig_params {
-                let members = |params: &Vec<ParameterIndex>| params.iter().copied().map(Member::Parameter).collect();
+                let members = |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
                 self.groups_of_units(plan)
@@ -104,9 +104,9 @@ impl<'v> SourceOptimizer<'v> {
             let mut params = Vec::new();
             for fqn in list {
                 let member = if layout.use_orig_params {
-                    names.find(fqn.as_str()).map(Member::Parameter)
+                    names.find(fqn.as_str()).map(GroupMember::Parameter)
                 } else {
-                    names.find_unit(fqn.as_str()).map(Member::Unit)
+                    names.find_unit(fqn.as_str()).map(GroupMember::Unit)
                 };
                 let Some(member) = member.filter(|member| seen.insert(*member)) else {
                     let kind = if layout.use_orig_params { "a parameter" } else { "a flat parameter" };
@@ -132,11 +132,11 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// Units in the order of the layout, in the groups that their parameters are in.
-    fn groups_of_units(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<Member>)>> {
-        let mut groups: Vec<(&Dict, Vec<Member>)> =
+    fn groups_of_units(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
+        let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
             self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
         for (unit, known) in plan.layout.units.iter().enumerate() {
-            let params: Vec<ParameterIndex> = of_member(Member::Unit(unit), plan);
+            let params: Vec<ParameterIndex> = of_member(GroupMember::Unit(unit), plan);
             let group = |at: &ParameterIndex| self.group_of.get(at).copied();
             let Some(first) = params.first() else { continue };
             if let Some(other) = params.iter().find(|at| group(at) != group(first)) {
@@ -154,7 +154,7 @@ impl<'v> SourceOptimizer<'v> {
                 ));
             }
             if let Some(group) = group(first) {
-                groups[group].1.push(Member::Unit(unit));
+                groups[group].1.push(GroupMember::Unit(unit));
             }
         }
         Ok(groups)
@@ -257,10 +257,10 @@ fn listed_alike(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>, plan: 
     pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
 }
 
-pub fn of_member(member: Member, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
+pub fn of_member(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
     match member {
-        Member::Parameter(at) => vec![at],
-        Member::Unit(unit) => (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect(),
+        GroupMember::Parameter(at) => vec![at],
+        GroupMember::Unit(unit) => (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect(),
     }
 }
 

@@ -8,7 +8,7 @@
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
 
-use super::groups::{Member, SourceOptimizer, of_member};
+use super::groups::{GroupMember, SourceOptimizer, of_member};
 use super::params::ParameterNames;
 use super::plan::{ParameterIndex, StorageContent, Padding, FlatPlan, TensorRole};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
@@ -37,8 +37,8 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
         let first = next;
         for member in &members {
             let state = match member {
-                Member::Parameter(at) => source.parameter_state(*at, plan)?,
-                Member::Unit(unit) => source.unit_state(*unit, plan)?,
+                GroupMember::Parameter(at) => source.parameter_state(*at, plan)?,
+                GroupMember::Unit(unit) => source.unit_state(*unit, plan)?,
             };
             let state = state.map(|entries| Value::Dict(Dict { entries, ..Dict::default() }));
             states.extend(state.map(|state| (Value::Int(next), state)));
@@ -54,7 +54,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member], plan: &mut FlatPlan<'_>) -> Value {
+fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[GroupMember], plan: &mut FlatPlan<'_>) -> Value {
     let names: Vec<Value> = members.iter().map(|member| Value::Str((&member.name(plan)).into())).collect();
     let entries = options.entries.iter().map(|(key, value)| {
         let value = match key.as_str() {
@@ -88,7 +88,7 @@ impl SourceOptimizer<'_> {
     }
 
     fn unit_state(&self, unit: usize, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
-        let params = of_member(Member::Unit(unit), plan);
+        let params = of_member(GroupMember::Unit(unit), plan);
         let stored: Vec<(ParameterIndex, &Dict)> = params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
         let Some((first, state)) = stored.first().copied() else { return Ok(None) };
         let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {

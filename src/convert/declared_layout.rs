@@ -7,7 +7,7 @@ use super::plans::PlanOptions;
 use crate::convert::options::SourceLayoutOptions;
 use crate::error::{Error, Result};
 use crate::format::DeclaredLayout;
-use crate::format::told::ReduceRule;
+use crate::format::declared_layout::ReduceRule;
 use crate::layout::file::LayoutFile;
 use crate::layout::parallelize::RoleNames;
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};

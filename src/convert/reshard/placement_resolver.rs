@@ -9,12 +9,12 @@
 //!       a rule that does not fit is an error, the fallback is R where it does not fit
 //! ```
 
+use super::attention_heads::AttentionHeads;
 use super::class::usual_class;
-use super::heads::AttentionHeads;
 use super::like::{LikeLayout, is_whole_anyway};
+use super::placement_report::PlacementReport;
 use super::sharded::rows;
-use super::subject::{ParameterEvidence, TensorContext, TensorContexts};
-use super::tally::PlacementReport;
+use super::tensor_context::{ParameterEvidence, TensorContext, TensorContexts};
 use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
 use crate::error::{Error, Result};
 use crate::format::local::LocalLayout;

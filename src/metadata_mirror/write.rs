@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rayon::prelude::*;
 
-use super::sighting::{ReportedFile, each_block};
+use super::file_report::{ReportedFile, each_block};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;

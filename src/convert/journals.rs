@@ -13,7 +13,7 @@ use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exchange::partial_replicas;
 use crate::exec::Extents;
-use crate::exec::carry::{SidecarFile, is_carried};
+use crate::exec::sidecar_files::{SidecarFile, is_carried};
 use crate::progress::Task;
 use crate::publish::Staging;
 use crate::publish::journal::doubt;

@@ -18,11 +18,11 @@ use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
+use dtshard::metadata_mirror::{MetadataMirror, make};
 use dtshard::publish::log::{AtEnd, Log};
 use dtshard::publish::recovery::CompletedWork;
 use dtshard::publish::seal::seal;
 use dtshard::storage::{AnchoredPath, IoMode};
-use dtshard::twin::{MetadataMirror, make};
 use tempfile::TempDir;
 
 /// A checkpoint whose files several ranks have between them.

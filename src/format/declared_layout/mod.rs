@@ -12,8 +12,8 @@
 
 mod effects;
 mod reduce;
-mod refuse;
-mod teller;
+mod misfit;
+mod resolver;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -29,7 +29,7 @@ use crate::layout::parallelize::{UnboundPlan, ParameterOrder};
 use crate::layout::rules::{Fallback, MeshLayout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use reduce::ReduceRules;
-use teller::{ResolvedLayouts, LayoutResolver};
+use resolver::{ResolvedLayouts, LayoutResolver};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]

@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::Extents;
-use super::bands::{Band, Cut, OutputRange, cuts};
+use super::row_groups::{Band, Cut, OutputRange, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 

@@ -10,7 +10,7 @@ use std::path::{Path as FilePath, PathBuf};
 use super::DeclaredLayout;
 use super::effects::DeclarationEffects;
 use super::reduce::ReduceRules;
-use super::refuse::{self, LayoutMisfit};
+use super::misfit::{self, LayoutMisfit};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
@@ -221,7 +221,7 @@ impl<'a> LayoutResolver<'a> {
             LayoutMisfit { entry, name, shared: &shared, said: &said, held: &held, mesh }.error(error, &file)
         })?;
         if checked_len_bytes(&found.shape, entry.dtype).is_none() {
-            return Err(refuse::too_large(
+            return Err(misfit::too_large(
                 &self.file(entry, held.first().map(|part| part.rank)),
                 &entry.fqn,
                 &found.shape,
@@ -265,7 +265,7 @@ impl<'a> LayoutResolver<'a> {
             && !entry.shape.is_empty()
             && !(is_whole && self.layout.rules.is_empty() && self.planned.is_none())
         {
-            return Err(refuse::unknown_number(&entry.fqn));
+            return Err(misfit::unknown_number(&entry.fqn));
         }
         // To take a whole tensor for a part would make up a larger one, and nothing would show it.
         if known.is_of_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::carry::SidecarFile;
+use super::sidecar_files::SidecarFile;
 use super::fingerprint::below;
 use crate::storage::Files;
 

@@ -7,12 +7,12 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::meter::{EarlierWork, Meter};
+use super::byte_meter::{EarlierWork, Meter};
+use super::journals::JournalSet;
 use super::peers::Peers;
 use super::prepared::Prepared;
 use super::read_back::read_back;
 use super::reading::input;
-use super::records::JournalSet;
 use super::replaceable::check_replaceable;
 use super::run::Run;
 use super::source::ConversionSource;
@@ -24,10 +24,10 @@ use crate::comm::{Launch, Part};
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
 use crate::exchange::Reducing;
-use crate::exec::about::About;
-use crate::exec::carry::{SidecarFile, carry};
 use crate::exec::copy::{Stats, Writing, copy};
 use crate::exec::fingerprint::fingerprint;
+use crate::exec::plan_description::About;
+use crate::exec::sidecar_files::{SidecarFile, carry};
 use crate::exec::{Extents, Options, sources};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
@@ -134,7 +134,7 @@ pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, ru
 /// What a plan is of, for people.
 pub fn about(conversion: &Prepared, reducing: Reducing, run: &Run<'_>) -> About {
     let Prepared { source, carried, .. } = conversion;
-    let mut options = run.options_told.clone();
+    let mut options = run.labels.clone();
     if reducing == Reducing::ByNccl {
         options.insert(String::from("options::fast_reduce"), reducing.to_string());
     }

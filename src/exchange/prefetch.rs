@@ -12,7 +12,7 @@ use std::vec;
 use rayon::prelude::*;
 
 use super::demand::{Demand, FileOwners};
-use super::draft::{TransferPlan, MOST_COPIES, SizedPlan};
+use super::transfer_plan::{TransferPlan, MOST_COPIES, SizedPlan};
 use super::readers::Topology;
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::walk::FileInventory;
+use super::file_inventory::FileInventory;
 use crate::error::{Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
@@ -29,13 +29,13 @@ pub struct FileReport {
 struct FoundFile {
     len: u64,
     modified: (i64, i64),
-    skeleton: Vec<Bone>,
+    metadata: Vec<HashedRange>,
     /// It may be a part of the checkpoint, and no log or script that happens to lie there.
     counts: bool,
 }
 
-/// A stretch of a skeleton: start, end, and a hash of what is there.
-type Bone = (u64, u64, u64);
+/// A range of metadata: start, end, and a hash of what is there.
+type HashedRange = (u64, u64, u64);
 
 /// What differs, and how.
 type Difference = (&'static str, String);
@@ -65,17 +65,17 @@ pub const BLOCK_BYTES: u64 = 1 << 20;
 /// Look at those of the files that are `wanted`.
 ///
 /// # Errors
-/// `Io`, and what finding a skeleton gives; of several faults the first.
+/// `Io`, and what finding metadata gives; of several faults the first.
 pub fn look(
     walked: &FileInventory,
     wanted: &impl Fn(&Path) -> bool,
-    skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
+    metadata_ranges: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
 ) -> Result<Vec<FileReport>> {
     let files: Vec<&PathBuf> = walked.files.iter().filter(|path| wanted(path)).collect();
     let looked: Vec<Result<FileReport>> = files
         .into_par_iter()
         .map(|path| {
-            let found = FoundFile::of(&walked.folder.join(path), || skeleton(path))?;
+            let found = FoundFile::of(&walked.folder.join(path), || metadata_ranges(path))?;
             Ok(FileReport { path: text(path), found: Some(found) })
         })
         .collect();
@@ -89,11 +89,11 @@ fn text(path: &Path) -> String {
 }
 
 impl FoundFile {
-    fn of(path: &Path, skeleton: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
+    fn of(path: &Path, metadata_ranges: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
         let metadata = regular_file(path)?;
-        let ranges = skeleton()?;
+        let ranges = metadata_ranges()?;
         let file = File::open(path).map_err(Error::io("open", path))?;
-        let mut bones = Vec::new();
+        let mut ranges = Vec::new();
         for range in ranges.iter() {
             let mut hasher = blake3::Hasher::new();
             each_block(&file, path, range.clone(), &mut |_, block| {
@@ -102,12 +102,12 @@ impl FoundFile {
             })?;
             let hash = hasher.finalize();
             let (short, _) = hash.as_bytes().split_first_chunk().expect("32 bytes");
-            bones.push((range.start, range.end, u64::from_le_bytes(*short)));
+            ranges.push((range.start, range.end, u64::from_le_bytes(*short)));
         }
         Ok(Self {
             len: metadata.len(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
-            skeleton: bones,
+            metadata: ranges,
             counts: is_read(path)?,
         })
     }
@@ -117,10 +117,10 @@ impl FoundFile {
         if self.len != other.len {
             return Some(("the length", format!("{} and {} bytes", self.len, other.len)));
         }
-        let both = self.skeleton.iter().zip(&other.skeleton);
+        let both = self.metadata.iter().zip(&other.metadata);
         let first = both.clone().find(|(one, other)| one != other).map(|(one, other)| one.0.min(other.0));
         let at = first.or_else(|| {
-            let behind = self.skeleton.get(both.len()).or_else(|| other.skeleton.get(both.len()));
+            let behind = self.metadata.get(both.len()).or_else(|| other.metadata.get(both.len()));
             behind.map(|bone| bone.0)
         })?;
         Some(("the file", format!("bytes from {at} on, which are no tensor data, are not the same")))
@@ -214,7 +214,7 @@ impl ReportedFile {
             len: Some(first.len),
             modified: holders.iter().map(|(_, found)| found.modified).max().expect("one at least"),
             own: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
-            held: Arc::new(first.skeleton.iter().map(|(start, end, _)| *start..*end).collect()),
+            held: Arc::new(first.metadata.iter().map(|(start, end, _)| *start..*end).collect()),
             by: holders.iter().map(|(holder, _)| *holder).collect(),
             not_taken,
             writer,
@@ -246,7 +246,7 @@ fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
 
 fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
     let mut end = 0;
-    for (start, stop, _) in &found.skeleton {
+    for (start, stop, _) in &found.metadata {
         if *start < end || stop <= start || *stop > found.len {
             let what = format!("{}: bytes {start} to {stop} of {}", path.display(), found.len);
             return Err(Error::comm(rank, "tell of files", what));
@@ -260,8 +260,8 @@ fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> FileReport {
-        let found = FoundFile { len, modified: (5, 0), skeleton: skeleton.to_vec(), counts: true };
+    fn sighting(path: &str, len: u64, metadata: &[HashedRange]) -> FileReport {
+        let found = FoundFile { len, modified: (5, 0), metadata: metadata.to_vec(), counts: true };
         FileReport { path: path.into(), found: Some(found) }
     }
 
@@ -275,15 +275,15 @@ mod tests {
             let text = refused(vec![vec![], vec![sighting(path, 0, &[])]]);
             assert_eq!(text, format!("process 1: tell of files: `{path}` is no file below SRC"));
         }
-        for skeleton in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
-            let text = refused(vec![vec![sighting("a", 8, skeleton)]]);
+        for metadata in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
+            let text = refused(vec![vec![sighting("a", 8, metadata)]]);
             assert!(text.starts_with("process 0: tell of files: a: bytes"), "{text}");
         }
     }
 
     #[test]
     fn the_first_byte_in_question_is_told() {
-        let one = |skeleton: &[Bone]| vec![sighting("a", 9, skeleton)];
+        let one = |metadata: &[HashedRange]| vec![sighting("a", 9, metadata)];
         for (other, at) in [
             (vec![(0, 2, 7), (4, 6, 9)], 4),
             (vec![(0, 2, 9), (4, 6, 8)], 0),

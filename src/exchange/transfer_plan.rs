@@ -24,8 +24,8 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::demand::Ranks;
-use super::folds::{self, ReductionKind};
-use super::hop::Message;
+use super::nccl_reduce::{self, ReductionKind};
+use super::phase::Message;
 use super::load::{Load, PartLoads};
 use super::readers::{Topology, Reader};
 use super::transfers::{SourceRange, TransferTarget, Transfer, Unit};
@@ -205,7 +205,7 @@ impl<'a> TransferPlan<'a> {
         for target in targets {
             target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
             if let Some((root, _)) = target.folded() {
-                folds::weigh(root, target.part_bytes, &mut loads);
+                nccl_reduce::weigh(root, target.part_bytes, &mut loads);
             } else if target.wanted.reducer.is_some() {
                 target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::subject::{ParameterEvidence, TensorContext};
+use super::tensor_context::{ParameterEvidence, TensorContext};
 use crate::error::{Error, Result};
 use crate::layout::PlacementSpec;
 use crate::layout::rules::{Fallback, MeshLayout, unheard};

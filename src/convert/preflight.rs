@@ -5,9 +5,9 @@ use std::path::Path;
 use rustix::fs::{Access, access};
 
 use super::prepared::{Prepared, check_destination};
-use super::produce::{about, claim, plan};
 use super::run::Run;
 use super::space::no_space;
+use super::write::{about, claim, plan};
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
 use crate::exec::Options;

@@ -1,18 +1,18 @@
 //! Twins: one catalog for processes of which none sees all of SRC.
 //!
 //! Where shards lie on disks of nodes, each process sees its own. Together they make a twin of SRC on a file system that
-//! all see: every file of each of them at its true length, holding what is not tensor data ([`skeleton`]), sparse else.
+//! all see: every file of each of them at its true length, holding what is not tensor data ([`metadata`]), sparse else.
 //! Reading the twin is reading SRC, by the same code, so all have the same catalog. Then each process turns to its own
 //! files where it sees them; of the others it can read what the twin holds, and knows who sees them.
 //!
-//! Counts bytes. Invariants: files of one name on several ranks have one length and one skeleton, where
+//! Counts bytes. Invariants: files of one name on several ranks have one length and one metadata, where
 //! they can be part of a checkpoint, and else the lowest rank's is taken; what the ranks read does
 //! not depend on where the twin is, nor on who wrote which file of it; a hole is never taken for data; no path leads out
 //! of the twin.
 
 mod opened;
-mod sighting;
-mod walk;
+mod file_report;
+mod file_inventory;
 mod write;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,8 +26,8 @@ use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
 use crate::storage::{AnchoredPath, Ranges};
-use sighting::{ReportedFile, FileReport};
-use walk::FileInventory;
+use file_report::{ReportedFile, FileReport};
+use file_inventory::FileInventory;
 
 /// A twin, as one process knows it.
 #[derive(Debug)]
@@ -103,9 +103,9 @@ impl<C: Communicator> MirrorMaker<'_, C> {
         metadata_ranges: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
     ) -> Result<BTreeMap<PathBuf, ReportedFile>> {
         let Self { communicator, walked, twin, .. } = *self;
-        let own = communicator.settle(sighting::look(walked, &wanted, metadata_ranges))?;
+        let own = communicator.settle(file_report::look(walked, &wanted, metadata_ranges))?;
         let heard: Vec<Vec<FileReport>> = tell(communicator, &own)?;
-        let seen = sighting::merge(&walked.folder, communicator.rank(), heard)?;
+        let seen = file_report::merge(&walked.folder, communicator.rank(), heard)?;
         // One process makes the folders, so that no other looks for them before they are there.
         communicator.settle(if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
         let own = seen.iter().filter(|(_, seen)| seen.writer == communicator.rank());

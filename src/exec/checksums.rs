@@ -21,7 +21,7 @@ use super::Stop;
 use super::digest::{Digest, for_each_block};
 use super::finished::SumPart;
 use super::output::Outputs;
-use super::strips::WriteBlock;
+use super::write_blocks::WriteBlock;
 use crate::catalog::{OutputFile, Reservation, SITE_BYTES, ChecksumSpan};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
