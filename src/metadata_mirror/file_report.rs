@@ -93,7 +93,7 @@ impl FoundFile {
         let metadata = regular_file(path)?;
         let ranges = metadata_ranges()?;
         let file = File::open(path).map_err(Error::io("open", path))?;
-        let mut ranges = Vec::new();
+        let mut hashed = Vec::new();
         for range in ranges.iter() {
             let mut hasher = blake3::Hasher::new();
             each_block(&file, path, range.clone(), &mut |_, block| {
@@ -102,12 +102,12 @@ impl FoundFile {
             })?;
             let hash = hasher.finalize();
             let (short, _) = hash.as_bytes().split_first_chunk().expect("32 bytes");
-            ranges.push((range.start, range.end, u64::from_le_bytes(*short)));
+            hashed.push((range.start, range.end, u64::from_le_bytes(*short)));
         }
         Ok(Self {
             len: metadata.len(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
-            metadata: ranges,
+            metadata: hashed,
             counts: is_read(path)?,
         })
     }
