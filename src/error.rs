@@ -334,9 +334,9 @@ impl Error {
                 Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
             }
             Self::Layout(LayoutError::Cut { hint, .. }) => Some(hint),
-            Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => {
-                Some("a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3")
-            }
+            Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => Some(
+                "a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3",
+            ),
             Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,
         }

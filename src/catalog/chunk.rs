@@ -191,7 +191,9 @@ impl ChunkTable {
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.places {
             match place {
-                FileLocation::Bytes { file, .. } | FileLocation::Record { file, .. } | FileLocation::Item(FileRange { file, .. }) => {
+                FileLocation::Bytes { file, .. }
+                | FileLocation::Record { file, .. }
+                | FileLocation::Item(FileRange { file, .. }) => {
                     file.0 += by;
                 }
                 FileLocation::Nowhere => {}

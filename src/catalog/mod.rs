@@ -20,10 +20,13 @@ pub mod wrappers;
 use std::fmt;
 use std::sync::Arc;
 
-pub use chunk::{Chunk, ChunkTable, StridedLocation, FileLocation, Record, ChecksummedRange, contiguous_strides, permuted_stride, span};
+pub use chunk::{
+    ChecksummedRange, Chunk, ChunkTable, FileLocation, Record, StridedLocation, contiguous_strides, permuted_stride,
+    span,
+};
 pub use dtype::Dtype;
-pub use path::{Key, StateLeaf, Path};
-pub use reserved::{HeaderBytes, OutputFile, Reservation, Reserved, SITE_BYTES, ChecksumSpan};
+pub use path::{Key, Path, StateLeaf};
+pub use reserved::{ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved, SITE_BYTES};
 pub use validate::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 

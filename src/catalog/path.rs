@@ -131,7 +131,11 @@ pub fn edit_leaves(state: &mut Value, visit: &mut dyn FnMut(&Path, &mut Value) -
     edit_below(state, &mut Path::default(), visit);
 }
 
-fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &mut Value) -> LeafAction) -> LeafAction {
+fn edit_below(
+    value: &mut Value,
+    path: &mut Path,
+    visit: &mut dyn FnMut(&Path, &mut Value) -> LeafAction,
+) -> LeafAction {
     match value {
         Value::Dict(dict) => {
             let was_empty = dict.entries.is_empty();
@@ -301,14 +305,17 @@ impl Unflatten {
         let Key::Name(name) = first else {
             return Err(format!("{path}: the state dict itself is not a list"));
         };
-        let mut node = self.root.entry(name.clone()).or_insert_with(|| NestedNode::for_key(parents.get(1).unwrap_or(last)));
+        let mut node =
+            self.root.entry(name.clone()).or_insert_with(|| NestedNode::for_key(parents.get(1).unwrap_or(last)));
         for (depth, key) in middle.iter().enumerate() {
             let next = parents.get(depth + 2).unwrap_or(last);
             node = match (node, key) {
                 (NestedNode::Dict(entries), Key::Name(name)) => {
                     entries.entry(name.clone()).or_insert_with(|| NestedNode::for_key(next))
                 }
-                (NestedNode::List(items), Key::Index(index)) => items.entry(*index).or_insert_with(|| NestedNode::for_key(next)),
+                (NestedNode::List(items), Key::Index(index)) => {
+                    items.entry(*index).or_insert_with(|| NestedNode::for_key(next))
+                }
                 _ => return Err(format!("{path}: {key} is a step into something else")),
             };
         }

@@ -106,7 +106,8 @@ impl OutputFile {
     pub fn append(&mut self, other: &Self) -> u64 {
         let base = self.len;
         self.len += other.len;
-        let moved = |literal: &HeaderBytes| HeaderBytes { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
+        let moved =
+            |literal: &HeaderBytes| HeaderBytes { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
         self.literals.extend(other.literals.iter().map(moved));
         self.sums.extend(other.sums.iter().map(|sum| ChecksumSpan {
             range: base + sum.range.start..base + sum.range.end,

@@ -85,7 +85,12 @@ impl TensorEntry {
         known.into_iter().unzip()
     }
 
-    fn coverage_error(&self, error: &CoverError, holders: &[Holders], summand: Option<(&PartialReduction, u64)>) -> Error {
+    fn coverage_error(
+        &self,
+        error: &CoverError,
+        holders: &[Holders],
+        summand: Option<(&PartialReduction, u64)>,
+    ) -> Error {
         let shape = format!("shape {:?}", self.shape.as_slice());
         let shape = summand.map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.name(number)));
         let (kind, region, detail) = match error {

@@ -32,9 +32,11 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
 fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<EnvironmentShare>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
-        (Some(index), Some(of)) if index < of => {
-            Ok(Some(EnvironmentShare { launcher, part: Part { index, of }, by: format!("{rank}={index}, {size}={of}") }))
-        }
+        (Some(index), Some(of)) if index < of => Ok(Some(EnvironmentShare {
+            launcher,
+            part: Part { index, of },
+            by: format!("{rank}={index}, {size}={of}"),
+        })),
         (Some(index), Some(of)) => Err(Error::usage(
             format!("{rank}={index} and {size}={of} in the environment: the first must be below the second"),
             format!("unset both; {ALONE}"),

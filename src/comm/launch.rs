@@ -122,7 +122,10 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
 
 /// A part of a number of parts that the command line says, and by whom it was started.
 fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
-    let options = part.map_or_else(|| format!("options::parts {parts}"), |part| format!("options::part {part} options::parts {parts}"));
+    let options = part.map_or_else(
+        || format!("options::parts {parts}"),
+        |part| format!("options::part {part} options::parts {parts}"),
+    );
     if parts == 0 {
         return Err(Error::usage(
             format!("{options}: at least one part is needed"),
@@ -154,7 +157,10 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Enviro
         (part, Some(told), None) if told.part.of != parts || part.is_some_and(|index| index != told.part.index) => {
             Err(Error::usage(
                 format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
-                format!("leave {} out; {ALONE}", if part.is_some() { "options::part and options::parts" } else { "options::parts" }),
+                format!(
+                    "leave {} out; {ALONE}",
+                    if part.is_some() { "options::part and options::parts" } else { "options::parts" }
+                ),
             ))
         }
         (_, Some(told), None) => Ok(told),

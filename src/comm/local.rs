@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::failure::{DROPPED, FirstFailure, PeerFailure, LEFT, other_length};
+use super::failure::{DROPPED, FirstFailure, LEFT, PeerFailure, other_length};
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
@@ -50,7 +50,12 @@ impl Local {
             waiting: (0..size).map(|_| (0..size).map(|_| VecDeque::new()).collect()).collect(),
             silent: vec![None; size as usize],
         };
-        let office = Mailboxes { size, fate: FirstFailure::default(), letters: Mutex::new(letters), changed: Condvar::default() };
+        let office = Mailboxes {
+            size,
+            fate: FirstFailure::default(),
+            letters: Mutex::new(letters),
+            changed: Condvar::default(),
+        };
         let office = Arc::new(office);
         (0..size).map(|rank| Self { rank, office: Arc::clone(&office), counter: Counter::default() }).collect()
     }

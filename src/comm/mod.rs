@@ -15,24 +15,24 @@ mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod node;
-mod wait_notices;
 mod process;
 mod ranges;
 #[cfg(test)]
 pub(crate) mod tests;
 mod traffic;
+mod wait_notices;
 
 use std::fmt;
 
 pub use communicator::{Communicator, FailureNotes};
-pub(crate) use failure::{DROPPED, ENDED, FirstFailure, PeerFailure, LEFT, FailureReason};
+pub(crate) use failure::{DROPPED, ENDED, FailureReason, FirstFailure, LEFT, PeerFailure};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-pub use wait_notices::{WaitNotices, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
 pub(crate) use traffic::Counter;
 pub use traffic::Traffic;
+pub use wait_notices::{Wait, WaitNotices, WaitReporter};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

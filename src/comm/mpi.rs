@@ -23,7 +23,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, Destination, Source};
 use serde::{Deserialize, Serialize};
 
-use super::failure::{DROPPED, FirstFailure, PeerFailure, LEFT, FailureReason, other_length};
+use super::failure::{DROPPED, FailureReason, FirstFailure, LEFT, PeerFailure, other_length};
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, Env, Launch, Launcher, Part};

@@ -119,7 +119,8 @@ impl<'a> Demand<'a> {
             let (parts, reducer) = match &share {
                 None => (vec![SourceElements::new(entry, source.plan(&tile, 0, None))], None),
                 Some(share) => {
-                    let of = |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
+                    let of =
+                        |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
                     (share.summands.iter().map(of).collect(), Reducer::of(entry, share)?)
                 }
             };

@@ -8,19 +8,19 @@
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
-mod prefetch;
+mod buffers;
 mod casts;
 mod demand;
-mod transfer_plan;
-mod nccl_reduce;
-mod phase;
 mod load;
 mod moves;
+mod nccl_reduce;
+mod partial_replicas;
+mod phase;
+mod prefetch;
 mod readers;
 pub mod records;
 mod reduced;
 mod replicas;
-mod buffers;
 mod rounds;
 mod shuffle;
 pub mod source_copy;
@@ -28,7 +28,7 @@ mod staged;
 mod strided;
 #[cfg(test)]
 pub(crate) mod tests;
-mod partial_replicas;
+mod transfer_plan;
 mod transfers;
 
 use std::collections::VecDeque;
@@ -38,29 +38,29 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 pub use crate::exec::reduce::Reducing;
-pub use casts::{Casting, Casts, CastTile, Portion};
+pub use buffers::{BufferPool, HostMemory, PooledBuffer};
+pub use casts::{CastTile, Casting, Casts, Portion};
 pub use demand::FileOwners;
-pub use nccl_reduce::{NcclReduction, ReductionKind};
-pub use phase::TransferPhase;
 pub use load::{Load, Loads, Wire};
-pub use moves::{Arriving, Landing, Making, Moves, ByteOrigin, SourceRead};
-pub use readers::{Counting, Topology, FileVisibility};
+pub use moves::{Arriving, ByteOrigin, Landing, Making, Moves, SourceRead};
+pub use nccl_reduce::{NcclReduction, ReductionKind};
+pub use partial_replicas::partial_replicas;
+pub use phase::TransferPhase;
+pub use readers::{Counting, FileVisibility, Topology};
 pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
-pub use buffers::{HostMemory, PooledBuffer, BufferPool};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
-pub use partial_replicas::partial_replicas;
 
 use staged::{Stage, Staged};
 
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::row_groups::OutputRange;
 use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
 use crate::exec::gather::TileElements;
+use crate::exec::row_groups::OutputRange;
 use crate::exec::window::{CastCounter, PlannedTile};
 use crate::exec::{Extents, Input, PreparedTile, Stop};
 use crate::threads::start_within;

@@ -21,13 +21,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::casts::{Casts, CastTile, Portion};
+use super::casts::{CastTile, Casts, Portion};
 use super::demand::WantedTile;
-use super::transfer_plan::TransferPlan;
 use super::nccl_reduce::NcclReduction;
-use super::phase::{TransferPhase, PhaseSchedule, range};
+use super::phase::{PhaseSchedule, TransferPhase, range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
+use super::transfer_plan::TransferPlan;
 use super::transfers::{SourceRange, Transfer};
 use crate::catalog::{Catalog, Reservation, Reserved, TensorId};
 use crate::exec::Extents;
@@ -261,7 +261,13 @@ impl Moves {
 type StagedAt = BTreeMap<SourceRange, u64>;
 
 /// Pack and copy what the transfers of a draft say.
-fn bring(draft: &TransferPlan<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMap<usize, Arriving>, first: &mut PhaseSchedule) {
+fn bring(
+    draft: &TransferPlan<'_>,
+    rank: u32,
+    staged: &StagedAt,
+    arriving: &mut BTreeMap<usize, Arriving>,
+    first: &mut PhaseSchedule,
+) {
     for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
         let Transfer { from, takers, to, part, piece, .. } = transfer;
         let source = || staged[from].wrapping_add(piece.source);

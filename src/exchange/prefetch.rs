@@ -12,8 +12,8 @@ use std::vec;
 use rayon::prelude::*;
 
 use super::demand::{Demand, FileOwners};
-use super::transfer_plan::{TransferPlan, MOST_COPIES, SizedPlan};
 use super::readers::Topology;
+use super::transfer_plan::{MOST_COPIES, SizedPlan, TransferPlan};
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
@@ -108,7 +108,7 @@ mod tests {
 
     use super::super::readers::{Counting, FileVisibility};
     use super::*;
-    use crate::catalog::{Chunk, Dtype, OutputFile, FileLocation, TensorId};
+    use crate::catalog::{Chunk, Dtype, FileLocation, OutputFile, TensorId};
     use crate::exec::Extents;
     use crate::exec::reduce::Reducing;
     use crate::layout::Tile;

@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::comm::{Communicator, ENDED, FailureNotes, PeerFailure, Part, WaitNotices, Traffic, Wait};
+use crate::comm::{Communicator, ENDED, FailureNotes, Part, PeerFailure, Traffic, Wait, WaitNotices};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::name_list::name_processes;
-use crate::publish::presence::{FoundLease, Observer, Presence, PeerState};
+use crate::publish::presence::{FoundLease, Observer, PeerState, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::{AnchoredPath, lookup};
 
@@ -242,7 +242,8 @@ impl Meeting<'_> {
                 found.failure.map_or(Ok(Some(generation)), |gone| Err(gone.error(OP)))
             }
             PeerState::Ended if was_alive => {
-                let ended = || PeerFailure { rank: index, why: format!("{ENDED}, while others were waited for").into() };
+                let ended =
+                    || PeerFailure { rank: index, why: format!("{ENDED}, while others were waited for").into() };
                 Err(found.failure.unwrap_or_else(ended).error(OP))
             }
             PeerState::Ended | PeerState::Unsure => Ok(None),

@@ -5,8 +5,8 @@
 
 use rayon::prelude::*;
 
-use super::moves::{Making, Moves};
 use super::buffers::pieces;
+use super::moves::{Making, Moves};
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 

@@ -14,11 +14,11 @@
 
 use std::ops::Range;
 
-use super::prefetch::{Prefetch, PlannedUnit};
 use super::demand::FileOwners;
-use super::transfer_plan::{TransferPlan, MOST_COPIES, SizedPlan};
 use super::load::{Load, Loads};
+use super::prefetch::{PlannedUnit, Prefetch};
 use super::readers::Topology;
+use super::transfer_plan::{MOST_COPIES, SizedPlan, TransferPlan};
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;

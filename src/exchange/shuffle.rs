@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
 use super::casts::Casting;
+use super::moves::{ByteOrigin, Landing, Moves};
 use super::phase::TransferPhase;
-use super::moves::{Landing, Moves, ByteOrigin};
 use super::reduced::reduce;
-use super::buffers::{HostMemory, PooledBuffer, BufferPool, pieces};
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exec::cast::LossCounts;

@@ -27,7 +27,7 @@ use crate::comm::{Communicator, Part};
 use crate::error::{Error, Result};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
-use crate::publish::presence::{Observer, Presence, PeerState};
+use crate::publish::presence::{Observer, PeerState, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, FileId, Files};

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
 use super::moves::{Moves, SourceRead};
-use super::buffers::{HostMemory, PooledBuffer, BufferPool, pieces};
 use crate::error::Result;
 use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, PreparedTile, Scratch, Stop};

@@ -55,7 +55,11 @@ impl StridedCopy {
 }
 
 /// The levels with steps on one side as if nothing were between the runs.
-fn dense(levels: &[LoopLevel], with_step: impl Fn(LoopLevel, u64) -> LoopLevel, run_bytes: u64) -> SmallVec<[LoopLevel; 4]> {
+fn dense(
+    levels: &[LoopLevel],
+    with_step: impl Fn(LoopLevel, u64) -> LoopLevel,
+    run_bytes: u64,
+) -> SmallVec<[LoopLevel; 4]> {
     let mut step = run_bytes;
     let mut dense: SmallVec<[LoopLevel; 4]> = SmallVec::from_slice(levels);
     for level in dense.iter_mut().rev() {

@@ -24,11 +24,11 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::demand::Ranks;
+use super::load::{Load, PartLoads};
 use super::nccl_reduce::{self, ReductionKind};
 use super::phase::Message;
-use super::load::{Load, PartLoads};
-use super::readers::{Topology, Reader};
-use super::transfers::{SourceRange, TransferTarget, Transfer, Unit};
+use super::readers::{Reader, Topology};
+use super::transfers::{SourceRange, Transfer, TransferTarget, Unit};
 use crate::error::Result;
 use crate::exec::reduce::Reducing;
 use crate::plan::Pieces;

@@ -7,7 +7,7 @@
 
 use super::{BLOCK_BYTES, room};
 use crate::error::Result;
-use crate::storage::{Files, FileRange};
+use crate::storage::{FileRange, Files};
 
 /// Stretches with less than this between them are read in one go: it takes no longer, and disks have no shorter blocks.
 const GAP_BYTES: u64 = 4 << 10;

@@ -88,8 +88,9 @@ impl BlockJoiner {
         let start = usize::try_from(offset % ALIGNMENT).expect("less than a block");
         let place = (file, offset / ALIGNMENT);
         let mut held = self.held();
-        let entry =
-            held.entry(place).or_insert_with(|| PendingBlock { block: Box::new(DirectBlock([0; BLOCK])), parts: SmallVec::new() });
+        let entry = held
+            .entry(place)
+            .or_insert_with(|| PendingBlock { block: Box::new(DirectBlock([0; BLOCK])), parts: SmallVec::new() });
         entry.block.0[start..start + bytes.len()].copy_from_slice(bytes);
         entry.parts.push(start..start + bytes.len());
         if entry.parts.iter().map(Range::len).sum::<usize>() == BLOCK {

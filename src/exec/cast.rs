@@ -8,8 +8,8 @@
 use std::iter::zip;
 
 use super::floats::{
-    BF16, BF16_OF_F16, F8_E4M3FN, F8_E4M3FNUZ, F8_E5M2, F8_E5M2FNUZ, F16, INFINITY, Infinity, LoadedFloat, StoredFloat, exact,
-    load_f64, magnitude, single_of_bf16, single_of_f16, store_f32, store_f64,
+    BF16, BF16_OF_F16, F8_E4M3FN, F8_E4M3FNUZ, F8_E5M2, F8_E5M2FNUZ, F16, INFINITY, Infinity, LoadedFloat, StoredFloat,
+    exact, load_f64, magnitude, single_of_bf16, single_of_f16, store_f32, store_f64,
 };
 use crate::catalog::Dtype;
 
@@ -83,7 +83,12 @@ impl Cast {
 
     /// One loop for each pair of dtypes, in which everything but the values is known to the compiler.
     #[inline]
-    fn load_with<const N: usize>(self, source: &[u8], target: &mut [u8], load: impl Fn([u8; N]) -> LoadedFloat) -> LossCounts {
+    fn load_with<const N: usize>(
+        self,
+        source: &[u8],
+        target: &mut [u8],
+        load: impl Fn([u8; N]) -> LoadedFloat,
+    ) -> LossCounts {
         match self.to {
             Dtype::F64 => each(source, target, Infinity::Kept, load, store_f64),
             Dtype::F32 => each(source, target, Infinity::Kept, load, store_f32),

@@ -22,7 +22,7 @@ use super::digest::{Digest, for_each_block};
 use super::finished::SumPart;
 use super::output::Outputs;
 use super::write_blocks::WriteBlock;
-use crate::catalog::{OutputFile, Reservation, SITE_BYTES, ChecksumSpan};
+use crate::catalog::{ChecksumSpan, OutputFile, Reservation, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 

@@ -19,17 +19,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::row_groups::OutputRange;
 use super::block::WantedRange;
-use super::cast::{LossCounts, DtypePair};
+use super::cast::{DtypePair, LossCounts};
+use super::checksums::{BlockChecksums, Checksums};
 use super::digest::Digest;
 use super::finished::{CastLosses, FinishedRange, SumPart, WorkLog};
-use super::output::Outputs;
-use super::source_crc::{CrcRecorder, SourceCrcs};
-use super::write_blocks::{SegmentContent, Cutter, Segment, WriteBlock, order};
-use super::checksums::{BlockChecksums, Checksums};
 use super::global_totals::GlobalTotals;
-use super::window::{CastCounter, WindowPace, PlannedTile, Windows, prepare};
+use super::output::Outputs;
+use super::row_groups::OutputRange;
+use super::source_crc::{CrcRecorder, SourceCrcs};
+use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare};
+use super::write_blocks::{Cutter, Segment, SegmentContent, WriteBlock, order};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{Reservation, SITE_BYTES};
 use crate::comm::Traffic;
@@ -402,7 +402,10 @@ impl Filler<'_> {
     /// Whether one strip holds the same tensor data at the same places as the other.
     fn are_copies(&self, one: &WriteBlock, other: &WriteBlock) -> bool {
         let is_same = |(this, that): (&Segment, &Segment)| match (&this.content, &that.content) {
-            (SegmentContent::Payload { slot, bytes }, SegmentContent::Payload { slot: other_slot, bytes: other_bytes }) => {
+            (
+                SegmentContent::Payload { slot, bytes },
+                SegmentContent::Payload { slot: other_slot, bytes: other_bytes },
+            ) => {
                 let copies = self.slots[*slot].copies;
                 copies.is_some()
                     && copies == self.slots[*other_slot].copies

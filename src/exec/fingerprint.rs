@@ -21,8 +21,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Input;
-use super::sidecar_files::SidecarFile;
 use super::reduce::Reducing;
+use super::sidecar_files::SidecarFile;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
@@ -253,11 +253,11 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     use super::*;
-    use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, FileLocation, Record, ChecksumSpan, PartialValues};
+    use crate::catalog::{Catalog, ChecksumSpan, Chunk, ChunkTable, Dtype, FileLocation, PartialValues, Record};
     use crate::exec::Resolve;
     use crate::layout::partial::{PartialReduction, Share};
     use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
-    use crate::storage::{FileId, IoMode, FileRange};
+    use crate::storage::{FileId, FileRange, IoMode};
 
     /// Everything that a fingerprint is of, with something of every kind in it.
     struct Work {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
 
-use super::cast::{LossCounts, DtypePair};
+use super::cast::{DtypePair, LossCounts};
 use super::output::Outputs;
 use super::{Extents, Stop};
 use crate::catalog::{Dtype, OutputFile};

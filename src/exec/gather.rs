@@ -14,14 +14,14 @@ use smallvec::{SmallVec, smallvec};
 
 use super::block::{Block, WantedRange};
 use super::cast::{Cast, LossCounts};
-use super::source_crc::CrcRecorder;
 use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
+use super::source_crc::CrcRecorder;
 use super::{CAST_BYTES, Input, room};
 use crate::catalog::{Dtype, Fqn, StridedLocation, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
-use crate::layout::{Dims, CommonRange, Tile};
+use crate::layout::{CommonRange, Dims, Tile};
 use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
 
 /// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks. A tensor of which
@@ -140,7 +140,12 @@ impl PreparedTile {
                 &whole
             }
             (None, None) => {
-                prepared.parts.push(PartialSource::Files(Gathered::new(input, entry, source.plan(tile, 0, None), known)?));
+                prepared.parts.push(PartialSource::Files(Gathered::new(
+                    input,
+                    entry,
+                    source.plan(tile, 0, None),
+                    known,
+                )?));
                 return Ok(prepared);
             }
         };

@@ -3,34 +3,34 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
-pub mod plan_description;
-pub(crate) mod row_groups;
 pub(crate) mod block;
-pub mod sidecar_files;
+pub(crate) mod block_joiner;
 pub mod cast;
+pub mod checksums;
 pub mod compare;
 pub mod copy;
 mod difference;
 pub mod digest;
 pub mod division;
-pub(crate) mod block_joiner;
 mod extents;
 pub mod fingerprint;
 mod finished;
 mod floats;
 pub mod gather;
+pub mod global_totals;
 pub mod header_bytes;
 pub(crate) mod output;
-pub(crate) mod source_crc;
+pub mod plan_description;
 pub mod reduce;
+pub(crate) mod row_groups;
 pub(crate) mod runs;
+pub mod sidecar_files;
+pub(crate) mod source_crc;
 mod stop;
-pub(crate) mod write_blocks;
-pub mod checksums;
 #[cfg(test)]
 pub(crate) mod tests;
-pub mod global_totals;
 pub(crate) mod window;
+pub(crate) mod write_blocks;
 
 pub use block_joiner::HELD_BYTES;
 pub use extents::Extents;

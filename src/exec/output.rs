@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::block_joiner::{DirectBlock, BlockJoiner, Joined, BlockRemainder};
+use super::block_joiner::{BlockJoiner, BlockRemainder, DirectBlock, Joined};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
@@ -334,7 +334,9 @@ mod tests {
         } else {
             WriteMode::WriteBehind
         };
-        for (sync, way) in [(true, suited), (true, WriteMode::WriteBehind), (true, WriteMode::Direct), (false, WriteMode::Cache)] {
+        for (sync, way) in
+            [(true, suited), (true, WriteMode::WriteBehind), (true, WriteMode::Direct), (false, WriteMode::Cache)]
+        {
             let mut file = OutputFile::new("f");
             file.push_payload(LEN);
             let files = [file];

@@ -7,8 +7,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::sidecar_files::SidecarFile;
 use super::fingerprint::below;
+use super::sidecar_files::SidecarFile;
 use crate::storage::Files;
 
 /// Differences that are told.
@@ -90,14 +90,21 @@ mod tests {
 
     #[test]
     fn what_differs_is_named_with_what_was_and_what_is() {
-        let was = about(&[("options::dtype", "f16"), ("options::everything", "")], &[("a", 5, 1), ("b", 5, 1), ("c", 5, 1)]);
+        let was =
+            about(&[("options::dtype", "f16"), ("options::everything", "")], &[("a", 5, 1), ("b", 5, 1), ("c", 5, 1)]);
         assert_eq!(was.difference(&was), None);
         let text = |options: &[(&str, &str)], sources: &[(&str, u64, i64)]| {
             was.difference(&about(options, sources)).unwrap_or_default()
         };
         let all = &[("a", 5, 1), ("b", 5, 1), ("c", 5, 1)];
-        assert_eq!(text(&[("options::dtype", "bf16"), ("options::everything", "")], all), "options::dtype was f16, and is bf16");
-        assert_eq!(text(&[], all), "options::dtype was f16, and is not given; options::everything was given, and is not given");
+        assert_eq!(
+            text(&[("options::dtype", "bf16"), ("options::everything", "")], all),
+            "options::dtype was f16, and is bf16"
+        );
+        assert_eq!(
+            text(&[], all),
+            "options::dtype was f16, and is not given; options::everything was given, and is not given"
+        );
         let options = &[("options::dtype", "f16"), ("options::everything", ""), ("options::root", "x")];
         assert_eq!(
             text(options, &[("a", 6, 1), ("b", 5, 2), ("d", 5, 1)]),

@@ -139,7 +139,8 @@ pub fn cuts(payloads: &[OutputRange], strip_bytes: u64) -> Vec<Cut> {
     let mut cuts: Vec<Cut> = Vec::new();
     // Source bytes of the band of rows that is begun, in each group all of its tiles.
     let mut begun = None;
-    let is_copy = |payload: &OutputRange| matches!(payload.group, Some(RowGroupMember { of: RowGroupKind::Copies { .. }, .. }));
+    let is_copy =
+        |payload: &OutputRange| matches!(payload.group, Some(RowGroupMember { of: RowGroupKind::Copies { .. }, .. }));
     let follows = |one: &OutputRange, next: &OutputRange| {
         one.file == next.file && next.offset <= one.offset + one.len + GAP_BYTES && is_copy(one) == is_copy(next)
     };

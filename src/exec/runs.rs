@@ -14,18 +14,25 @@ use super::block::Block;
 use super::digest::WORTH_BYTES;
 use super::finished::SumPart;
 use super::source_crc::CrcRecorder;
-use crate::catalog::{Fqn, StridedLocation, ChecksummedRange};
+use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;
 use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
-use crate::storage::{IoMode, OpenFile, FileRange};
+use crate::storage::{FileRange, IoMode, OpenFile};
 
 /// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
-pub fn note_runs(noting: &mut CrcRecorder<'_>, fqn: &Fqn, located: &StridedLocation, summed: ChecksummedRange, piece: &Piece, buffer: &[u8]) {
+pub fn note_runs(
+    noting: &mut CrcRecorder<'_>,
+    fqn: &Fqn,
+    located: &StridedLocation,
+    summed: ChecksummedRange,
+    piece: &Piece,
+    buffer: &[u8],
+) {
     if is_scattered(piece) {
         return;
     }

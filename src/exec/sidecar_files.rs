@@ -58,7 +58,13 @@ impl SidecarFile {
 ///
 /// # Errors
 /// `Io` naming the file; `Stopped`.
-pub fn carry(file: &SidecarFile, folder: &AnchoredPath, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+pub fn carry(
+    file: &SidecarFile,
+    folder: &AnchoredPath,
+    sync: bool,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<()> {
     let path = folder.join(&file.to);
     let above = file.to.parent().unwrap_or(Path::new(""));
     folder.create_folders(above).map_err(Error::io("create", &folder.join(above)))?;

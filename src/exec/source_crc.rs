@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
 use super::finished::SumPart;
-use crate::catalog::{Fqn, ChecksummedRange};
+use crate::catalog::{ChecksummedRange, Fqn};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 

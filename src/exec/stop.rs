@@ -91,7 +91,8 @@ mod tests {
             assert_eq!(error.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
             let kept = error.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
             assert_eq!(code(&kept), if number == SIGINT { 130 } else { 75 });
-            let words = format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
+            let words =
+                format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
             assert_eq!(kept.to_string(), words);
         }
     }

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::row_groups::{self, Member, RowGroupKind, OutputRange};
-use super::cast::{LossCounts, DtypePair};
+use super::cast::{DtypePair, LossCounts};
+use super::row_groups::{self, Member, OutputRange, RowGroupKind};
 use super::{Extents, Input, Locations, PreparedTile};
 use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
@@ -154,7 +154,12 @@ pub enum CastCounter {
 ///
 /// # Errors
 /// That of the first tensor that has one.
-pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &mut Vec<PlannedTile>) -> Result<Vec<OutputRange>> {
+pub fn prepare(
+    input: Input<'_>,
+    window: &[&Reserved],
+    todo: &Extents,
+    slots: &mut Vec<PlannedTile>,
+) -> Result<Vec<OutputRange>> {
     slots.clear();
     let of_part = |tensors: &[&Reserved]| -> Result<Vec<(PlannedTile, OutputRange)>> {
         let mut tiles = Vec::with_capacity(tensors.iter().map(|tensor| tensor.entry.chunks.len()).sum());
@@ -184,7 +189,12 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
 }
 
 /// Add the tiles of one tensor that are to be done, with groups that count from where these begin.
-fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &mut Vec<(PlannedTile, OutputRange)>) -> Result<()> {
+fn prepare_tensor(
+    input: Input<'_>,
+    tensor: &Reserved,
+    todo: &Extents,
+    tiles: &mut Vec<(PlannedTile, OutputRange)>,
+) -> Result<()> {
     let source = SourceTensor::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
     let mut known = Locations::of_tiles(tensor.entry.chunks.len());
@@ -201,8 +211,11 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
             continue;
         }
         let prepared = PreparedTile::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-        let slot =
-            PlannedTile { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(CastCounter::InStrips(pair)), copies: None };
+        let slot = PlannedTile {
+            tile: prepared.cast_to(pair.1)?,
+            counted: is_new.then_some(CastCounter::InStrips(pair)),
+            copies: None,
+        };
         let itemsize = pair.1.itemsize();
         let payload = OutputRange { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));

@@ -146,7 +146,14 @@ impl<'a> WriteBlocks<'a> {
     }
 
     /// Add what is to be done of a stretch of a file, in whole elements.
-    fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> SegmentContent) {
+    fn push(
+        &mut self,
+        file: u32,
+        offset: u64,
+        len: u64,
+        itemsize: u64,
+        content: impl Fn(Range<u64>) -> SegmentContent,
+    ) {
         let mut pushed = 0;
         for todo in self.todo.within(file, offset..offset + len) {
             // The element in which the stretch before has ended is there.

@@ -11,10 +11,10 @@ use torch_pickle::ReadAt;
 use torch_pickle::pickle::{WriteError, WriteLeaves, Writer};
 use torch_pickle::zip::{self, Archive, ArchiveError, ArchiveLayout, Record};
 
-use crate::catalog::{RankValue, OutputFile, ChecksumSpan, TensorId, list_ranks};
+use crate::catalog::{ChecksumSpan, OutputFile, RankValue, TensorId, list_ranks};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
-use crate::storage::{FileId, Files, IoMode, FileRange};
+use crate::storage::{FileId, FileRange, Files, IoMode};
 
 /// A file of a checkpoint as a source of archives. It is opened when something is read, and not kept open: the archives of
 /// all ranks are known at a time.

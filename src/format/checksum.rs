@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use std::io;
 
 use super::archive::ArchiveSource;
-use crate::catalog::{Catalog, Fqn, FileLocation};
+use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
-use crate::storage::{Files, FileRange};
+use crate::storage::{FileRange, Files};
 
 /// The archives of a checkpoint, those of single tensors with their names; none where the format has no checksums.
 #[must_use]

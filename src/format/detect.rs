@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::foreign::{self, first_bytes};
 use super::known_files::is_no_model;
-use super::listing::{FileStart, DetectedFiles, FolderListing, Match, has_suffix};
+use super::listing::{DetectedFiles, FileStart, FolderListing, Match, has_suffix};
 use super::{Format, name_of};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};

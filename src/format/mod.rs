@@ -7,6 +7,7 @@ pub mod archive;
 pub mod checksum;
 pub mod dcp;
 mod dcp_hf;
+pub mod declared_layout;
 mod detect;
 mod folder;
 mod foreign;
@@ -17,6 +18,7 @@ pub mod known_files;
 pub mod layout_file;
 mod listing;
 pub mod local;
+mod metadata_ranges;
 pub mod parallelize;
 mod parts;
 mod rank_names;
@@ -26,8 +28,6 @@ pub mod safetensors;
 mod series;
 mod sets;
 mod shortfall;
-mod metadata_ranges;
-pub mod declared_layout;
 pub mod torch;
 
 use std::collections::HashSet;
@@ -35,14 +35,14 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+pub use declared_layout::DeclaredLayout;
 pub use folder::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
-pub use parts::{PartContent, CheckpointPart};
+pub use metadata_ranges::{MirrorOf, is_data_file, is_read, metadata_ranges, metadata_ranges_of_items};
+pub use parts::{CheckpointPart, PartContent};
 pub use rank_names::{RankName, RankNames};
 pub use registry::{FormatEntry, Layouts, ShardedTarget, TensorStorage};
 pub use series::SeriesChoice;
-pub use metadata_ranges::{MirrorOf, is_data_file, is_read, metadata_ranges, metadata_ranges_of_items};
-pub use declared_layout::DeclaredLayout;
 
 pub use crate::name_list::natural_order;
 
@@ -54,7 +54,7 @@ use foldhash::fast::RandomState;
 use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, StridedLocation, FileLocation, ChecksummedRange, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, ChecksummedRange, FileLocation, StridedLocation, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};

@@ -7,7 +7,10 @@ use indexmap::IndexMap;
 
 use crate::catalog::Fqn;
 use crate::error::Error;
-use crate::layout::parallelize::{PlacementSource, UnboundPlan, ParameterPlacement, ParameterOrder, Parameter, ParallelizePlan, PlanError, UncutReason, alike};
+use crate::layout::parallelize::{
+    ParallelizePlan, Parameter, ParameterOrder, ParameterPlacement, PlacementSource, PlanError, UnboundPlan,
+    UncutReason, alike,
+};
 use crate::layout::{DeviceMesh, MeshDim};
 use crate::name_list::short_list;
 use crate::nearest;
@@ -48,14 +51,16 @@ impl PlanSide {
                 String::from("tensor parallelism, FSDP and its copies have a dim of their own each")
             }
             (PlanError::LeftOver { name, .. }, Self::Target) => {
-                format!("say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh")
+                format!(
+                    "say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh"
+                )
             }
             (PlanError::LeftOver { name, .. }, Self::Source) => format!(
                 "a layout file (options::src_layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
             ),
-            (PlanError::NoTensorDim { .. }, Self::Target) => {
-                String::from("say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp")
-            }
+            (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
+                "say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp",
+            ),
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
                 "call it tp in options::src_mesh, or say in a layout file (options::src_layout) which it is: tp = \"DIM\"",
             ),

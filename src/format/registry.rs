@@ -5,13 +5,13 @@
 
 use std::path::Path as FilePath;
 
-use super::listing::{FileStart, DetectedFiles, FolderListing};
+use super::listing::{DetectedFiles, FileStart, FolderListing};
 use super::local::LocalLayout;
 use super::parts::LoadedFolder;
 use super::rank_names::RankNames;
 use super::reading::ReadFindings;
 use super::shortfall::Shortfall;
-use super::torch::{RankLayout, DTensorStyle};
+use super::torch::{DTensorStyle, RankLayout};
 use super::{Format, ReadOptions};
 use crate::catalog::{Catalog, Path, Reservation, TensorEntry, Value};
 use crate::error::Result;
@@ -89,7 +89,12 @@ pub trait Read: Sync {
     ///
     /// # Errors
     /// `Malformed`, `Missing`, `Conflict`, `Unsupported`, `Io`.
-    fn read(&self, reading: &mut ReadFindings<'_>, path: &FilePath, found: DetectedFiles) -> Result<(Format, LoadedFolder)>;
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &FilePath,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)>;
 }
 
 /// A format that is written for the ranks of a mesh.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
-use super::parts::{PartContent, LoadedFolder, CheckpointPart, adopt};
+use super::parts::{CheckpointPart, LoadedFolder, PartContent, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::shortfall::list_absent;
 use super::torch;
@@ -315,7 +315,8 @@ fn model_of(names: &[String]) -> String {
 }
 
 /// What to say where missing files are not needed.
-pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
+pub const WITHOUT_THEM: &str =
+    "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
 
 /// Ranks whose files are not there.
 struct MissingRanks {

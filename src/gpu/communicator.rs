@@ -19,7 +19,7 @@ use nccl::{DataType, DeviceView, DeviceViewMut, Group};
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::stream::Stream;
-use super::watch::{NcclState, NcclWatch, AbortReason, reason};
+use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{Error, Result};
 
@@ -191,7 +191,10 @@ impl Nccl {
         let mut pause = SHORTEST;
         loop {
             self.stream.device().bind()?;
-            if point.try_is_complete().map_err(|error| self.abandon(op, AbortReason::Here(failed(op)(error).to_string())))? {
+            if point
+                .try_is_complete()
+                .map_err(|error| self.abandon(op, AbortReason::Here(failed(op)(error).to_string())))?
+            {
                 return Ok(());
             }
             // After an abort there is nothing to wait for but the stream.

@@ -12,7 +12,7 @@ use nccl::DeviceBuffer;
 
 use super::device::{Device, failed, text};
 use crate::error::{Error, Result};
-use crate::exchange::{HostMemory, BufferPool};
+use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
 /// Allocations are multiples of this, or powers of two below.

@@ -29,11 +29,11 @@ use super::communicator::Nccl;
 use super::computing::Computing;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::{Copies, Packer};
-use super::slot::{LentBuffers, SecondPhaseCopies, RoundSlot};
+use super::slot::{LentBuffers, RoundSlot, SecondPhaseCopies};
 use super::stream::Stream;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exchange::{Casting, Given, TransferPhase, Moves, PooledBuffer, BufferPool, Shuffle, reduce};
+use crate::exchange::{BufferPool, Casting, Given, Moves, PooledBuffer, Shuffle, TransferPhase, reduce};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
@@ -289,7 +289,13 @@ impl Drop for DeviceShuffle<'_> {
 }
 
 /// Queue a hop.
-fn across(peers: &Nccl, wire: &Stream, hop: &TransferPhase, outgoing: &DeviceBytes, incoming: &mut DeviceBytes) -> Result<()> {
+fn across(
+    peers: &Nccl,
+    wire: &Stream,
+    hop: &TransferPhase,
+    outgoing: &DeviceBytes,
+    incoming: &mut DeviceBytes,
+) -> Result<()> {
     peers.queue_exchange(wire, outgoing, &hop.to, incoming, &hop.from)?;
     if hop.is_told() { peers.queue_all_gather(wire, incoming, &hop.told) } else { Ok(()) }
 }

@@ -13,7 +13,7 @@ use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::Copies;
 use crate::error::Result;
-use crate::exchange::{TransferPhase, Moves, ByteOrigin, PooledBuffer, StridedCopy};
+use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhase};
 
 /// A round's memory on the device, and what it has of the host's.
 pub(super) struct RoundSlot {

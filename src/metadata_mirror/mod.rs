@@ -10,9 +10,9 @@
 //! not depend on where the twin is, nor on who wrote which file of it; a hole is never taken for data; no path leads out
 //! of the twin.
 
-mod opened;
-mod file_report;
 mod file_inventory;
+mod file_report;
+mod opened;
 mod write;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,8 +26,8 @@ use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
 use crate::storage::{AnchoredPath, Ranges};
-use file_report::{ReportedFile, FileReport};
 use file_inventory::FileInventory;
+use file_report::{FileReport, ReportedFile};
 
 /// A twin, as one process knows it.
 #[derive(Debug)]

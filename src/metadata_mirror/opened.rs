@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use super::MetadataMirror;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, ReadOptions, MirrorOf};
+use crate::format::{Checkpoint, MirrorOf, ReadOptions};
 use crate::layout::LayoutError;
 use crate::name_list::name_processes;
-use crate::storage::{LocalContent, Holdings, IoMode, LocalFile, filesystem, lookup};
+use crate::storage::{Holdings, IoMode, LocalContent, LocalFile, filesystem, lookup};
 
 impl MetadataMirror {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process

@@ -40,7 +40,11 @@ pub fn folders<'a>(twin: &AnchoredPath, files: impl Iterator<Item = &'a PathBuf>
 ///
 /// # Errors
 /// `Io`.
-pub fn files<'a>(own: &Path, twin: &AnchoredPath, files: impl Iterator<Item = (&'a PathBuf, &'a ReportedFile)>) -> Result<u64> {
+pub fn files<'a>(
+    own: &Path,
+    twin: &AnchoredPath,
+    files: impl Iterator<Item = (&'a PathBuf, &'a ReportedFile)>,
+) -> Result<u64> {
     let files: Vec<_> = files.collect();
     let written: Vec<Result<u64>> = files
         .into_par_iter()

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use crate::catalog::{Holders, TensorEntry, Tiling};
 use crate::error::Result;
-use crate::layout::{Dims, CommonRange, Segments, Tile};
+use crate::layout::{CommonRange, Dims, Segments, Tile};
 
 /// A source tensor, proven and ready to be planned against.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::intersect::{Overlap, TilePlan};
-use crate::layout::{Dims, Region, CommonRange};
+use crate::layout::{CommonRange, Dims, Region};
 
 /// One level of a loop nest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,9 +18,9 @@ use std::time::Instant;
 
 use super::commit::recover;
 use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
-use super::lease::{WorkLease, Lease, LeaseName, LeaseState, LeaseWatch, LeaseRole, SeenLease, StaleLeases};
+use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, StaleLeases, WorkLease};
 use super::partial::{DATA, FoundPartial, Partial, PlanFile};
-use super::{Beginning, Claim, Pace, WorkPlan, Preflight, DestinationKind, Staging, plan_xattr};
+use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -71,7 +71,13 @@ fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState
 }
 
 /// Returns how a run would begin, by one look that changes nothing.
-pub(super) fn preflight(path: &Path, shape: DestinationKind, claim: &Claim, plan: &WorkPlan<'_>, pace: Pace) -> Result<Preflight> {
+pub(super) fn preflight(
+    path: &Path,
+    shape: DestinationKind,
+    claim: &Claim,
+    plan: &WorkPlan<'_>,
+    pace: Pace,
+) -> Result<Preflight> {
     refuse_folder(path, shape)?;
     let destination = Destination::new(path, pace, WaitReporter::silent())?.for_a_look();
     let outcome = match FoundPartial::at(&destination.partial(), shape)? {
@@ -163,7 +169,9 @@ impl Acquiring<'_> {
     /// Throws away a folder that this process made and nobody works in.
     fn leave(&mut self) {
         self.destination.release();
-        let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else { return };
+        let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else {
+            return;
+        };
         if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
             let _ = self.discard(Some(&found));
         }
@@ -366,7 +374,10 @@ impl Acquiring<'_> {
         }
         Err(Error::usage(
             "options::restart is for one process, or for several that a launcher starts together, not for options::parts",
-            format!("remove {} first, then start the parts without options::restart", self.destination.partial().display()),
+            format!(
+                "remove {} first, then start the parts without options::restart",
+                self.destination.partial().display()
+            ),
         ))
     }
 

@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use super::destination::{BACKUP, Destination, FileIdentity, TRASH, is_gone};
-use super::lease::{Lease, LeaseLost, LeaseName, LeaseState, LeaseRole};
+use super::lease::{Lease, LeaseLost, LeaseName, LeaseRole, LeaseState};
 use super::partial::output;
 use super::{DestinationKind, Staging, plan_xattr};
 use crate::error::{Error, Result};

@@ -218,7 +218,8 @@ impl Lease {
     /// Takes a lease. Returns `None` where another process was faster, or the folder is gone.
     pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
-        let record = LeaseRecord { process: Process::this(), beat: 0, phase: LeasePhase::Working, done_bytes: 0, failure: None };
+        let record =
+            LeaseRecord { process: Process::this(), beat: 0, phase: LeasePhase::Working, done_bytes: 0, failure: None };
         let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_lost(&error) => return Ok(None),

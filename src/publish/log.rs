@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::journal::{Journal, JournalRecord, boot_of};
 use crate::catalog::OutputFile;
 use crate::error::Result;
-use crate::exec::{CastLosses, FinishedRange, Extents, Outputs, Stop, SumPart, WorkLog, add_lost};
+use crate::exec::{CastLosses, Extents, FinishedRange, Outputs, Stop, SumPart, WorkLog, add_lost};
 use crate::storage::AnchoredPath;
 
 /// Time between records: work that a killed run has to do again.

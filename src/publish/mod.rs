@@ -54,13 +54,13 @@ pub use commit::{ReplaceCheck, Seal};
 pub use wait::{MissingParts, OtherPart, OtherState, Waited};
 
 use self::destination::{Destination, FileIdentity, TMP, TRASH};
-use self::lease::{WorkLease, Lease, LeaseLost, LeaseWatch, StaleLeases};
+use self::lease::{Lease, LeaseLost, LeaseWatch, StaleLeases, WorkLease};
 use self::partial::{FoundPartial, Partial};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
-use crate::exec::plan_description::About;
 use crate::exec::fingerprint::Fingerprint;
+use crate::exec::plan_description::About;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
@@ -238,7 +238,13 @@ impl Staging {
     ///
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run works or worked on it; `Stopped`; `Io`.
-    pub fn begin(path: &Path, shape: DestinationKind, claim: &Claim, plan: &WorkPlan<'_>, stop: &Stop) -> Result<Beginning> {
+    pub fn begin(
+        path: &Path,
+        shape: DestinationKind,
+        claim: &Claim,
+        plan: &WorkPlan<'_>,
+        stop: &Stop,
+    ) -> Result<Beginning> {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
@@ -312,7 +318,9 @@ impl Staging {
     /// As [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
-        if let Some(identity) = partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(FileIdentity::of) {
+        if let Some(identity) =
+            partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(FileIdentity::of)
+        {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::destination::{Destination, FileIdentity, TMP, TRASH, is_gone, is_hidden, read_at_most, unique};
 use super::lease::{LeaseRole, SeenLease, read_leases};
-use super::{Claim, WorkPlan, DestinationKind};
+use super::{Claim, DestinationKind, WorkPlan};
 use crate::error::{Error, Result};
 use crate::exec::plan_description::About;
 use crate::fault;

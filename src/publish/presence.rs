@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::lease::{
-    Lease, LeaseName, LeaseState, LeaseWatch, LeasePhase, LeaseRecord, LeaseRole, SeenLease, latest_leases, read_lease,
-};
 use super::destination::is_gone;
+use super::lease::{
+    Lease, LeaseName, LeasePhase, LeaseRecord, LeaseRole, LeaseState, LeaseWatch, SeenLease, latest_leases, read_lease,
+};
 use super::{Pace, pace};
-use crate::comm::{DROPPED, ENDED, FirstFailure, PeerFailure, LEFT, Part, Process, FailureReason};
+use crate::comm::{DROPPED, ENDED, FailureReason, FirstFailure, LEFT, Part, PeerFailure, Process};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::storage::AnchoredPath;

@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::journal::{InvalidatedEntry, EXTENSION, JournalRecord, boot_of, of_line};
+use super::journal::{EXTENSION, InvalidatedEntry, JournalRecord, boot_of, of_line};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::digest::{Digest, for_each_block};
-use crate::exec::{CastLosses, FinishedRange, Extents, Reporter, Stop, SumPart, add_lost};
+use crate::exec::{CastLosses, Extents, FinishedRange, Reporter, Stop, SumPart, add_lost};
 use crate::storage::{AnchoredPath, afresh};
 
 /// A longer line is damaged: it has more parts of spans than fit memory.
@@ -86,7 +86,8 @@ impl CompletedWork {
                 }
             }
         }
-        let doubts: HashSet<InvalidatedEntry> = records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
+        let doubts: HashSet<InvalidatedEntry> =
+            records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
         for (journal, record) in records {
             known.take(&journal, record, &doubts);
         }

@@ -11,7 +11,7 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::destination::FileIdentity;
-use super::lease::{LeaseLost, LeaseState, LeaseRole, SeenLease};
+use super::lease::{LeaseLost, LeaseRole, LeaseState, SeenLease};
 use super::partial::Partial;
 use super::{Staging, plan_xattr};
 use crate::comm::{Part, Process};
@@ -186,8 +186,11 @@ impl Staging {
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
         // Where the launcher chose the number of parts, the user may not know it.
-        let alone =
-            if self.claim.run.is_some() { "; options::part 0 options::parts 1 does all of the work in one process" } else { "" };
+        let alone = if self.claim.run.is_some() {
+            "; options::part 0 options::parts 1 does all of the work in one process"
+        } else {
+            ""
+        };
         let how_to_go_on = format!(
             "what was done is kept in {}: the same command with options::resume goes on with it{alone}",
             self.partial.display()

@@ -97,7 +97,11 @@ impl CastSummary {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
         };
         let parts: Vec<String> = self.kept.iter().map(part).collect();
-        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype leaves as they are: {}", parts.join(", "))] }
+        if parts.is_empty() {
+            Vec::new()
+        } else {
+            vec![format!("options::dtype leaves as they are: {}", parts.join(", "))]
+        }
     }
 }
 
@@ -114,7 +118,12 @@ struct SelectedTensor {
 }
 
 /// Set the dtypes of the tensors that are in the new state dict.
-pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, rules: &[DtypeRule]) -> Result<CastSummary> {
+pub(super) fn apply(
+    survey: &Survey<'_>,
+    kept: &[bool],
+    catalog: &mut Catalog,
+    rules: &[DtypeRule],
+) -> Result<CastSummary> {
     if rules.is_empty() {
         return Ok(CastSummary::default());
     }
@@ -192,7 +201,9 @@ fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: SelectedTensor) -> Option
     let by_name = seen.rule.is_some();
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(KeptReason::Scalar),
-        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => Some(KeptReason::OptimizerState),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => {
+            Some(KeptReason::OptimizerState)
+        }
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && seen.is_scale => Some(KeptReason::Scale),
         Dtype::F64 if !by_name => Some(KeptReason::Double),
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,

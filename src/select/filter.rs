@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 
 use super::NameOptions;
-use super::survey::{LeafKind, SurveyLeaf, Named, Survey, is_number};
+use super::survey::{LeafKind, Named, Survey, SurveyLeaf, is_number};
 use crate::catalog::model;
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
@@ -46,7 +46,11 @@ impl<'o> UsedPatterns<'o> {
 }
 
 /// What to say where no name is like a pattern.
-pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s SurveyLeaf>, survey: &Survey<'_>) -> String {
+pub(super) fn nearest_names<'s>(
+    pattern: &str,
+    leaves: impl Iterator<Item = &'s SurveyLeaf>,
+    survey: &Survey<'_>,
+) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
     nearest::hint(pattern, &names)
 }

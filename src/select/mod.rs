@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
 use rebuild::Rebuild;
-use survey::{LeafKind, SurveyLeaf, Survey};
+use survey::{LeafKind, Survey, SurveyLeaf};
 
 /// Which part of the state dict becomes the whole.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -162,7 +162,12 @@ fn refuse_tensor_keys(state: &Value) -> Result<()> {
 }
 
 /// The part of the state dict that is taken, where nothing in it is renamed or left out; what is beside it is kept no more.
-fn as_it_is<'a>(source: &'a Catalog, survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Option<&'a Value> {
+fn as_it_is<'a>(
+    source: &'a Catalog,
+    survey: &Survey<'_>,
+    options: &NameOptions,
+    kept: &mut [bool],
+) -> Option<&'a Value> {
     let changes = options.add_prefix.is_some() || options.nest.is_some();
     if changes || survey.wrapped || !options.strip_prefixes.is_empty() || !options.renames.is_empty() {
         return None;

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 
 use super::steps::{self, Step, rekey};
-use super::survey::{SurveyLeaf, Named, Survey, is_number};
+use super::survey::{Named, Survey, SurveyLeaf, is_number};
 use super::{NameOptions, Root};
 use crate::error::{Error, Result};
 use crate::nearest::nearest;

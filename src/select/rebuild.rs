@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::naming::Naming;
 use super::steps::{self, KeyRef, Step};
-use super::survey::{SurveyLeaf, Survey};
+use super::survey::{Survey, SurveyLeaf};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 

@@ -153,7 +153,11 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
 }
 
 /// A group by what stands between braces.
-fn group(name: &str, regex: &Regex, numbered: &dyn Fn(&str) -> Result<ReplacementPiece, String>) -> Result<ReplacementPiece, String> {
+fn group(
+    name: &str,
+    regex: &Regex,
+    numbered: &dyn Fn(&str) -> Result<ReplacementPiece, String>,
+) -> Result<ReplacementPiece, String> {
     if !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_digit()) {
         return numbered(name);
     }

@@ -165,7 +165,9 @@ impl<'a> Survey<'a> {
 
     fn walk_dict(&mut self, dict: &'a Dict, mut at: WalkPosition) {
         let within_root = !self.root_keys.is_empty() && at.in_model;
-        if !within_root && !matches!(at.optimizer, Some((_, OptimizerSection::State { .. } | OptimizerSection::Groups { .. }))) {
+        if !within_root
+            && !matches!(at.optimizer, Some((_, OptimizerSection::State { .. } | OptimizerSection::Groups { .. })))
+        {
             let has = |name: &str| dict.entries.iter().any(|(key, _)| key.as_str() == Some(name));
             let state = dict.get("state").is_some_and(|state| matches!(state, Value::Dict(_)));
             if state && (at.optimizer.is_some() || has("param_groups")) {
@@ -209,10 +211,18 @@ impl<'a> Survey<'a> {
             });
         };
         let part = match part {
-            OptimizerSection::Rest if name == "state" && container => OptimizerSection::State { head: at.depth + 1, flat: false },
-            OptimizerSection::Rest if name == "param_groups" && container => OptimizerSection::Groups { head: at.depth + 1, flat: false },
-            OptimizerSection::Rest if name.starts_with("state.") => OptimizerSection::State { head: at.depth, flat: true },
-            OptimizerSection::Rest if name.starts_with("param_groups.") => OptimizerSection::Groups { head: at.depth, flat: true },
+            OptimizerSection::Rest if name == "state" && container => {
+                OptimizerSection::State { head: at.depth + 1, flat: false }
+            }
+            OptimizerSection::Rest if name == "param_groups" && container => {
+                OptimizerSection::Groups { head: at.depth + 1, flat: false }
+            }
+            OptimizerSection::Rest if name.starts_with("state.") => {
+                OptimizerSection::State { head: at.depth, flat: true }
+            }
+            OptimizerSection::Rest if name.starts_with("param_groups.") => {
+                OptimizerSection::Groups { head: at.depth, flat: true }
+            }
             part => part,
         };
         Some((number, part))
@@ -330,7 +340,9 @@ impl<'a> Survey<'a> {
 
     /// `optim.state.` for what is in that optimizer.
     pub fn state_head(&self, leaf: SurveyLeaf) -> String {
-        let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) = leaf.optimizer else {
+        let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
+            leaf.optimizer
+        else {
             return String::new();
         };
         let texts: Vec<_> = self.keys(leaf.node)[..head - 1].iter().map(|(key, _)| key.text()).collect();

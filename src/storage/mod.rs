@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use anchored::AnchoredPath;
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
-pub use local_content::{LocalContent, Holdings, LocalFile, Ranges};
+pub use local_content::{Holdings, LocalContent, LocalFile, Ranges};
 pub use lookup::regular_file;
 pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;

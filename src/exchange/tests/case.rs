@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{Means, Spec, hard, term};
-use crate::catalog::{OutputFile, Reserved, PartialValues, TensorId};
+use crate::catalog::{OutputFile, PartialValues, Reserved, TensorId};
 use crate::comm::{Communicator, Local};
-use crate::exchange::{Counting, Exchange, Load, FileOwners, Topology, Reducing, Rounds, FileVisibility, agree};
+use crate::exchange::{Counting, Exchange, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology, agree};
 use crate::exec::Silent;
 use crate::exec::cast::DtypePair;
 use crate::exec::copy::CastCount;

@@ -3,7 +3,7 @@
 use super::case::{Written, deal};
 use super::{Case, Means, Spec, fits, op, term};
 use crate::catalog::Reserved;
-use crate::exchange::{Counting, Load, Topology, Reducing, FileVisibility, partial_replicas};
+use crate::exchange::{Counting, FileVisibility, Load, Reducing, Topology, partial_replicas};
 use crate::exec::cast::Cast;
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;

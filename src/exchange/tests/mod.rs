@@ -15,7 +15,7 @@ use means::Host;
 
 use super::*;
 use crate::error::Error;
-use crate::exchange::{Counting, Load, FileOwners, Topology, Reducing, Rounds, FileVisibility};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
@@ -134,8 +134,12 @@ fn tensors_are_through_one_after_the_other() {
     let case = Case::new(&[tensor(64), tensor(64), tensor(2), tensor(2), tensor(64)], false);
     let todos = deal(&case.reservation, &[], 2);
     let owners = FileOwners::new(&case.reservation.files, &todos);
-    let parties =
-        Topology { sight: FileVisibility::Shared, nodes: vec![0, 0], counting: Counting::Any, reducing: Reducing::InRankOrder };
+    let parties = Topology {
+        sight: FileVisibility::Shared,
+        nodes: vec![0, 0],
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
     let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 300);
     let rounds: Vec<(Vec<usize>, bool)> = rounds
         .map(|round| {

@@ -74,7 +74,8 @@ fn process_that_waits_reports_whom_it_waits_for() {
     let said = std::sync::Mutex::new(Vec::new());
     let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
-    let patience = WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
+    let patience =
+        WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
     Records::meet(&shared.folder(), Part { index: 0, of: 2 }, patience, &Stop::default()).map(drop).unwrap_err();
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }

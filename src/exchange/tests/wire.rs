@@ -3,7 +3,7 @@
 use super::case::deal;
 use super::folding::one_each;
 use super::{Case, Host};
-use crate::exchange::{Counting, Load, Moves, FileOwners, Topology, Reducing, Round, Rounds, FileVisibility};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, Reducing, Round, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 

@@ -1,7 +1,7 @@
 //! Casts on their way through the copier and the comparer, against casts of whole tensors.
 
 use super::*;
-use crate::catalog::{StridedLocation, OutputFile, Reserved, ChecksumSpan, ChecksummedRange, TensorId};
+use crate::catalog::{ChecksumSpan, ChecksummedRange, OutputFile, Reserved, StridedLocation, TensorId};
 use crate::error::Error;
 use crate::exec::cast::{Cast, LossCounts};
 use crate::exec::compare::{Difference, digest, first_difference};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
 use super::*;
-use crate::catalog::{OutputFile, Reserved, ChecksumSpan, TensorId};
+use crate::catalog::{ChecksumSpan, OutputFile, Reserved, TensorId};
 use crate::exec::Silent;
 use crate::exec::checksums::first_wrong;
 use crate::publish::recovery::CompletedWork;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::catalog::{StridedLocation, OutputFile, Reserved, PartialValues, ChecksummedRange, TensorId};
+use crate::catalog::{ChecksummedRange, OutputFile, PartialValues, Reserved, StridedLocation, TensorId};
 use crate::exec::compare::{digest, first_difference, replica_difference, share_difference};
 use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::layout::ReduceOp;
@@ -78,7 +78,8 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
     for tile in layout.tiles(&SHAPE) {
         let offset = file.push_payload(tile.numel() * 4);
-        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
+        let place =
+            if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
     }
     let tensor = Reserved { shares, ..Reserved::new(TensorId(0), entry) };

@@ -4,7 +4,7 @@ use std::fs;
 
 use smallvec::smallvec;
 
-use crate::catalog::{Catalog, Dtype, OutputFile, Reservation, Reserved, ChecksumSpan, TensorEntry};
+use crate::catalog::{Catalog, ChecksumSpan, Dtype, OutputFile, Reservation, Reserved, TensorEntry};
 use crate::exec::{Input, Options, Silent, Stop};
 use crate::format::resolve;
 use crate::storage::{FileId, Files, IoMode};

@@ -39,7 +39,7 @@ impl Read for Reader {
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
 use crate::format::Format;
-use crate::format::listing::{FileStart, DetectedFiles, FolderListing, Match};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, OutputFile, FileLocation, Reservation, TensorId, Value};
+use crate::catalog::{Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Reservation, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{TensorArchives, save};
 use crate::layout::Rank;
@@ -67,7 +67,8 @@ impl<'a> FileLayout<'a> {
             let tile = tables[tensor].tile(index as usize);
             let dtype = self.source.tensor(self.tensors[tensor].1).dtype;
             let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
-            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: at } };
+            let place =
+                if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: at } };
             self.chunks[tensor].push(Chunk { tile, place, strides: None, rank: Some(rank) });
             self.stored[tensor].push(StorageInfo { file: number, offset, len });
         }

@@ -7,12 +7,12 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 
-use crate::catalog::{Dtype, StridedLocation, ChecksummedRange};
+use crate::catalog::{ChecksummedRange, Dtype, StridedLocation};
 use crate::error::Result;
 use crate::format::archive::ArchiveSource;
 use crate::format::torch::View;
 use crate::layout::Dims;
-use crate::storage::{Files, FileRange};
+use crate::storage::{FileRange, Files};
 use torch_pickle::zip::Frame;
 
 /// Frames that a thread keeps: more than the shapes of a model have, a few kB each.

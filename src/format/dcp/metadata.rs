@@ -452,7 +452,13 @@ fn state_path<'a>(
     Ok(StatePath(found))
 }
 
-fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &ItemPositions<'_>, items: &Items<'_>) -> Result<EntryKind> {
+fn entry_kind(
+    path: &Path,
+    fqn: &str,
+    value: Ref<'_>,
+    places: &ItemPositions<'_>,
+    items: &Items<'_>,
+) -> Result<EntryKind> {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     let columns = places.columns;
     let Some(row) = row_of(value, TENSOR) else {

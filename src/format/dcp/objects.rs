@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use memchr::memmem;
 
-use super::metadata::{MetadataEntry, EntryKind, DcpMetadata, StoredItem};
+use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredItem};
 use super::read::metadata_files;
 use crate::catalog::Fqn;
 use crate::error::Result;
 use crate::format::json::read_document;
 use crate::format::torch::reader;
-use crate::storage::{FileId, Files, FileRange};
+use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 
 /// A value that is not a tensor, in a data file.

@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 use foldhash::fast::RandomState;
 
 use super::known;
-use super::metadata::{MetadataEntry, EntryKind, DcpMetadata, StoredItem, StoredChunk};
+use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredChunk, StoredItem};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, Fqn, RankValue, StridedLocation, Path as StatePath, FileLocation, TensorEntry, TensorId, Value, shift_tensors,
+    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
+    shift_tensors,
 };
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::torch::{TensorNode, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::{FileId, Files, FileRange, lookup};
+use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, DecodeError, Unknown};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use super::file_layout::FileLayout;
 use super::write_metadata;
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, StateLeaf, OutputFile, Path, FileLocation, Reservation, Reserved, TensorEntry, TensorId,
-    Value, path,
+    Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Path, Reservation, Reserved, StateLeaf, TensorEntry,
+    TensorId, Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;

@@ -12,7 +12,7 @@ use std::convert::Infallible;
 
 use super::METADATA;
 use super::file_layout::{FileLayout, StorageInfo};
-use crate::catalog::{Dtype, Fqn, Key, StateLeaf, Path};
+use crate::catalog::{Dtype, Fqn, Key, Path, StateLeaf};
 use crate::format::torch::write_sizes;
 use crate::layout::Dims;
 use torch_pickle::pickle::{Writer, append_all, set_all};

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use crate::catalog::path::{self, Path};
 use crate::catalog::{
-    Catalog, Chunk, Dtype, Fqn, OutputFile, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, Chunk, Dtype, FileLocation, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
@@ -153,8 +153,11 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
     let data_start = file.push_payload(data_bytes);
     for (part, begin) in in_file {
         let tile = Tile::from_region(&part.region);
-        let place =
-            if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: data_start + begin } };
+        let place = if tile.is_empty() {
+            FileLocation::Nowhere
+        } else {
+            FileLocation::Bytes { file: id, offset: data_start + begin }
+        };
         tensors[part.tensor].entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
     }
     reservation.files.push(file);

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::Error;
 use crate::layout::shards::SharedTensor;
-use crate::layout::whole::{RankPart, PartError, nearest};
+use crate::layout::whole::{PartError, RankPart, nearest};
 use crate::layout::{DeviceMesh, Split, comma_list};
 
 /// A tensor that is not as it is told to be.
@@ -81,7 +81,8 @@ impl LayoutMisfit<'_> {
         if near.placements == self.shared.placements {
             return format!("these sizes are what the rule of {rule} gives: options::src_split {rule}");
         }
-        let split = if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
+        let split =
+            if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
         format!("these sizes would fit options::src_placements '{}={}'{split}", self.name, comma_list(&near.placements))
     }
 }

@@ -11,8 +11,8 @@
 //! rank's own.
 
 mod effects;
-mod reduce;
 mod misfit;
+mod reduce;
 mod resolver;
 
 use std::collections::BTreeSet;
@@ -25,11 +25,11 @@ use super::reading::{ReadFindings, without_ranks};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;
-use crate::layout::parallelize::{UnboundPlan, ParameterOrder};
+use crate::layout::parallelize::{ParameterOrder, UnboundPlan};
 use crate::layout::rules::{Fallback, MeshLayout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use reduce::ReduceRules;
-use resolver::{ResolvedLayouts, LayoutResolver};
+use resolver::{LayoutResolver, ResolvedLayouts};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]

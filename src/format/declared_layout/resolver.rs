@@ -9,22 +9,23 @@ use std::path::{Path as FilePath, PathBuf};
 
 use super::DeclaredLayout;
 use super::effects::DeclarationEffects;
-use super::reduce::ReduceRules;
 use super::misfit::{self, LayoutMisfit};
+use super::reduce::ReduceRules;
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, MeshId, Path, Sharding, PartialValues, TensorEntry, TensorId, checked_len_bytes, model,
+    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, checked_len_bytes,
+    model,
 };
 use crate::error::{Error, Result};
-use crate::format::parallelize::{PlannedModel, PlanSide};
+use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
-use crate::layout::parallelize::{PlacementSource, ParameterKind, ParameterOrder, Parameter, ShapeOrigin};
+use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unheard};
 use crate::layout::shards::{MeshPlacement, SharedTensor};
-use crate::layout::whole::{RankPart, PartError, whole};
+use crate::layout::whole::{PartError, RankPart, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
@@ -161,7 +162,11 @@ impl<'a> LayoutResolver<'a> {
                 name: if self.told.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
                 shape: &entry.shape,
                 sizes: ShapeOrigin::OfPart,
-                kind: if entry.dtype.is_float() && is_trained { ParameterKind::Parameter } else { ParameterKind::Buffer },
+                kind: if entry.dtype.is_float() && is_trained {
+                    ParameterKind::Parameter
+                } else {
+                    ParameterKind::Buffer
+                },
             }
         };
         let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();

@@ -13,7 +13,12 @@ use crate::format::registry::{FormatEntry, Read, TensorStorage};
 struct Reader;
 
 impl Read for Reader {
-    fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &Path,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
         RankReader.read(reading, path, found)
     }
 }

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, RankValue, Key, Path, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Key, Path, RankValue, TensorId, Value};
 use crate::error::Wrong;
 use crate::layout::Rank;
 use torch_pickle::pickle::symbols::{self, Use};

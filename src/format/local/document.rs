@@ -126,10 +126,11 @@ pub fn read(path: &FilePath) -> Result<LocalDocument> {
 /// # Errors
 /// As [`read`].
 pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
-    let text: Text = serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
-        Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
-        _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
-    })?;
+    let text: Text =
+        serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
+            Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
+            _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
+        })?;
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
     }

@@ -19,7 +19,7 @@
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, RankValue, Key, Path, Value};
+use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 
 /// Nesting of the JSON. Its readers stop at 128, of which the document takes some.
 const MAX_DEPTH: usize = 120;

@@ -17,7 +17,12 @@ impl Read for Reader {
         Ok(Some(DetectedFiles::new(Format::Local, Match::Certain, paths)))
     }
 
-    fn read(&self, reading: &mut ReadFindings<'_>, path: &FilePath, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &FilePath,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
         if reading.options.declared_layout.is_some() {
             refuse_told(path)?;
             return read_parts(reading, path, &found.paths);

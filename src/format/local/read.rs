@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::document::{self, Described, LocalDocument, FILE_NAME};
+use super::document::{self, Described, FILE_NAME, LocalDocument};
 use super::rank_of;
-use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, FileLocation, Sharding, PartialValues, TensorEntry};
+use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, PartialValues, Sharding, TensorEntry};
 use crate::error::{Error, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::format::series::WITHOUT_THEM;

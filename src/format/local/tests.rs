@@ -8,7 +8,7 @@ use super::document::{LocalDocument, parse};
 use super::encode::encode;
 use super::tree::Tree;
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, RankValue, Path, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Path, RankValue, TensorId, Value};
 use crate::error::Result;
 use crate::layout::Rank;
 

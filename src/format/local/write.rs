@@ -10,14 +10,14 @@ use std::sync::Arc;
 
 use serde_json::{Map, json};
 
-use super::document::{Described, LocalDocument, FILE_NAME};
+use super::document::{Described, FILE_NAME, LocalDocument};
 use super::encode::encode;
 use super::file_name;
 use super::own::{OwnTensors, spread};
 use crate::catalog::path::{self, LeafAction, key_text};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Class, Fqn, Key, MeshId, OutputFile, Path, FileLocation, Reservation, Reserved, Sharding,
-    TensorEntry, TensorId, Value,
+    Catalog, Chunk, ChunkTable, Class, FileLocation, Fqn, Key, MeshId, OutputFile, Path, Reservation, Reserved,
+    Sharding, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
@@ -66,7 +66,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     let plan = LocalPlan::new(source, &state, &own, layout, &mut reservation.notes)?;
     let mut order: Vec<usize> = (0..plan.names.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(plan.of(at).dtype.itemsize()));
-    let mut writer = FileWriter { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
+    let mut writer =
+        FileWriter { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
     for rank in (0..world_size).map(Rank) {
         reservation.files.push(writer.file(rank, &order)?);
     }
@@ -255,7 +256,11 @@ impl FileWriter<'_> {
         let start = output.push_payload(end);
         for (at, source, tile, begin) in parts {
             let offset = start + begin;
-            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(rank.0), offset } };
+            let place = if tile.is_empty() {
+                FileLocation::Nowhere
+            } else {
+                FileLocation::Bytes { file: FileId(rank.0), offset }
+            };
             let table = || ChunkTable::new(self.plan.of(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
             chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });

@@ -11,7 +11,10 @@ impl Read for Reader {
         if let Some(name) = main_index(listing.names.iter().filter(|name| is_safetensors_index(name)), INDEX_NAME) {
             let index = listing.folder.join(name);
             let paths = ShardIndex::read(&index)?.files()?;
-            return Ok(Some(DetectedFiles { certainty: Match::Likely, ..DetectedFiles::indexed(Format::Safetensors, paths, index) }));
+            return Ok(Some(DetectedFiles {
+                certainty: Match::Likely,
+                ..DetectedFiles::indexed(Format::Safetensors, paths, index)
+            }));
         }
         let is_local = local::is_in(listing);
         let mut paths = listing.files_of(Format::Safetensors)?;
@@ -28,11 +31,22 @@ impl Read for Reader {
         Ok(is_one.then(|| file.found(Format::Safetensors, Match::Possible)))
     }
 
-    fn shortfall(&self, path: &Path, found: &DetectedFiles, options: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+    fn shortfall(
+        &self,
+        path: &Path,
+        found: &DetectedFiles,
+        options: &ReadOptions,
+        _: IoMode,
+    ) -> Result<Option<Shortfall>> {
         sets::shortfall(path, found, options)
     }
 
-    fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &Path,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
         let DetectedFiles { paths, index, .. } = found;
         if index.is_none() && reading.options.declared_layout.is_some() {
             return read_parts(reading, path, &paths);
@@ -64,7 +78,7 @@ use super::sharding::ShardName;
 use super::{INDEX_NAME, ranks, read};
 use crate::error::Result;
 use crate::format::index::{ShardIndex, is_safetensors_index, main_index};
-use crate::format::listing::{FileStart, DetectedFiles, FolderListing, Match};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::{ReadFindings, without_ranks};
 use crate::format::registry::{FormatEntry, Read, TensorStorage};

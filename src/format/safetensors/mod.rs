@@ -22,7 +22,7 @@ pub use header::{StoredTensor, WrittenTensor, parse_header, read_header, write_h
 use rayon::prelude::*;
 use serde_json::json;
 
-use self::sharding::{SHARDING_INFO, TensorShard, ShardName, sharding_info, untold_shapes};
+use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, untold_shapes};
 use super::index::ShardIndex;
 use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
@@ -251,7 +251,9 @@ pub fn reserve(
     let groups: Vec<Group<'_>> = match shape {
         FileDivision::File(name) => vec![(name.clone(), tensors.into())],
         FileDivision::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
-        FileDivision::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
+        FileDivision::Like(placing) => {
+            placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect()
+        }
     };
     let aliases = || ties.iter().map(|(alias, _)| alias.as_str());
     let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());

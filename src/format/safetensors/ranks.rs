@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::header::read_header;
 use super::{Names, aliases, put_in_order};
-use crate::catalog::{Catalog, Chunk, Fqn, FileLocation, TensorEntry};
+use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry};
 use crate::error::Result;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::Files;

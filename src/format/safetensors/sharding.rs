@@ -15,7 +15,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::{INDEX_NAME, StoredTensor};
-use crate::catalog::{Chunk, Fqn, FileLocation, TensorEntry, checked_len_bytes};
+use crate::catalog::{Chunk, FileLocation, Fqn, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, lookup};

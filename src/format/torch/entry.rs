@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::format::detect::not_that_format;
 use crate::format::index::{ShardIndex, is_torch_index, main_index};
 use crate::format::known_files::is_no_model;
-use crate::format::listing::{FileStart, DetectedFiles, FolderListing, Match};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
@@ -72,7 +72,10 @@ impl Read for Reader {
             let indexes = listing.names.iter().filter(|name| is_torch_index(name));
             let index = listing.folder.join(main_index(indexes, INDEX_NAME).expect("an index was found"));
             let paths = ShardIndex::read(&index)?.files()?;
-            return Ok(Some(DetectedFiles { certainty: Match::Likely, ..DetectedFiles::indexed(Format::Torch, paths, index) }));
+            return Ok(Some(DetectedFiles {
+                certainty: Match::Likely,
+                ..DetectedFiles::indexed(Format::Torch, paths, index)
+            }));
         };
         let only_set = if saved.sets.len() == 1 { saved.sets.pop() } else { None };
         Ok(match (saved.ranks, only_set, saved.plain.as_slice()) {
@@ -92,7 +95,13 @@ impl Read for Reader {
         Ok(file.is_zip().then(|| file.found(Format::Torch, Match::Certain)))
     }
 
-    fn shortfall(&self, path: &Path, found: &DetectedFiles, options: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+    fn shortfall(
+        &self,
+        path: &Path,
+        found: &DetectedFiles,
+        options: &ReadOptions,
+        _: IoMode,
+    ) -> Result<Option<Shortfall>> {
         sets::shortfall(path, found, options)
     }
 
@@ -123,12 +132,19 @@ pub struct RankReader;
 impl Read for RankReader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         let series = grouped(listing)?.and_then(|grouped| grouped.ranks);
-        let found =
-            |series| DetectedFiles { series: Some(series), ..DetectedFiles::new(Format::TorchRanks, Match::Likely, Vec::new()) };
+        let found = |series| DetectedFiles {
+            series: Some(series),
+            ..DetectedFiles::new(Format::TorchRanks, Match::Likely, Vec::new())
+        };
         Ok(series.map(found))
     }
 
-    fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &Path,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
         let chosen = reading.choose(found.series.expect("rank files are in series"))?;
         let (loaded, flat) = chosen.read(&mut reading.files, reading.options)?;
         // What it says is in the catalog, and written anew.

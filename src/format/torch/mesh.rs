@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::context::{MeshSpec, Reader};
-use super::release::{Release, DTensorStyle};
+use super::release::{DTensorStyle, Release};
 use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};

@@ -21,9 +21,11 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use context::View;
-pub use release::{Release, DTensorStyle};
-pub use tensor::{TensorNode, ProcessGroup};
-pub use write::{PREFIX, SavedArchive, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view};
+pub use release::{DTensorStyle, Release};
+pub use tensor::{ProcessGroup, TensorNode};
+pub use write::{
+    PREFIX, SavedArchive, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view,
+};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 pub use write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter};
 

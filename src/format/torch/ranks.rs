@@ -10,11 +10,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::reader::ArchiveContents;
-use super::{TensorNode, ProcessGroup, View, chunk};
+use super::{ProcessGroup, TensorNode, View, chunk};
 use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, RankValue, Key, Path, Sharding, PartialValues, TensorEntry, TensorId, Value, checked_len_bytes,
-    permuted_stride, shift_tensors,
+    Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
+    checked_len_bytes, permuted_stride, shift_tensors,
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{PartialReduction, summand};
@@ -304,7 +304,8 @@ impl Merger<'_> {
             match &entry.sharding {
                 None => {
                     entry.sharding = Some(sharding);
-                    entry.summands = reduction.map(|reduction| Box::new(PartialValues { reduction, of_chunk: Vec::new() }));
+                    entry.summands =
+                        reduction.map(|reduction| Box::new(PartialValues { reduction, of_chunk: Vec::new() }));
                 }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known)
@@ -361,7 +362,9 @@ impl Merger<'_> {
         check_shape(&self.files[parts[0].file].path, &entry.fqn, &entry.shape, entry.dtype)?;
         entry.class = Class::ShardedTensor;
         for &part in parts {
-            let TensorNode::Sharded { group: ProcessGroup { rank, .. }, local, all, .. } = self.found(part) else { continue };
+            let TensorNode::Sharded { group: ProcessGroup { rank, .. }, local, all, .. } = self.found(part) else {
+                continue;
+            };
             let file = &self.files[part.file];
             let bad = |expected: String, found: String| {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))

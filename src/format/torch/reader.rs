@@ -7,10 +7,10 @@ use std::path::Path;
 use super::context::{Reader, View};
 use super::release::DTensorStyle;
 use super::tensor::{TensorNode, recognise};
-use crate::catalog::{StridedLocation, FileLocation, ChecksummedRange, TensorId, Value};
+use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::archive::{ArchiveSource, torch_script};
-use crate::storage::{FileId, Files, FileRange};
+use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 

@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use smallvec::SmallVec;
 
 use crate::catalog::{
-    Catalog, Chunk, Dtype, OutputFile, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
+    Catalog, Chunk, Dtype, FileLocation, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value,
+    contiguous_strides,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::release::{Release, DTensorStyle};
+use super::release::{DTensorStyle, Release};
 use super::write::{instance, list, tuple, write_sizes, write_tensor};
 use crate::catalog::{Dtype, contiguous_strides};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Rank};

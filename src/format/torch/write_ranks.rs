@@ -17,7 +17,8 @@ use super::write_dtensor::{DTensorSpec, write_dtensor};
 use super::write_mesh::{MESH_KEY, MeshWriter};
 use super::write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter, sharding_dim};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, FileLocation, Reservation, Reserved, TensorEntry, TensorId, Value, path,
+    Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId,
+    Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
@@ -91,7 +92,13 @@ impl RankLayout {
 }
 
 /// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
-fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &SharedTensor, cut: SplitChoice<'_>) -> Result<()> {
+fn check_chunks(
+    fqn: &Fqn,
+    entry: &TensorEntry,
+    mesh: &DeviceMesh,
+    shared: &SharedTensor,
+    cut: SplitChoice<'_>,
+) -> Result<()> {
     for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
         let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
@@ -368,7 +375,8 @@ impl TorchRankFile<'_> {
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
                     // What it says of other ranks is long.
-                    let own = sharded.write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
+                    let own = sharded
+                        .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
                     stored[index] = self.tiles[index].as_ref().is_some_and(|tile| !tile.is_empty());
                 }

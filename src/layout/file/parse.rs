@@ -1,9 +1,9 @@
 //! From the tree of a document to what it says, key by key. Everything that needs no mesh is checked here.
 
-use super::fields::{FilePosition, Fields, list, numbers, table, text};
+use super::fields::{Fields, FilePosition, list, numbers, table, text};
 use super::node::{FileEntry, FileNode, FileValue};
 use super::written::{WrittenLayout, WrittenPlacements, WrittenSpec};
-use super::{LayoutFile, DeclaredPlan, Positioned, did_you_mean};
+use super::{DeclaredPlan, LayoutFile, Positioned, did_you_mean};
 use crate::layout::parallelize::{ParallelStyle, StyleRule};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Pattern, PlacementSpec, Rank, Split, parse_placements};
 
@@ -37,7 +37,12 @@ pub fn layout(name: &str, node: &FileNode) -> Result<LayoutFile, LayoutError> {
     }
     let said = |key: &'static str| -> Result<Option<Positioned<String>>, LayoutError> {
         let text = fields.text(key)?;
-        Ok(text.map(|(at, text)| Positioned { value: text.to_owned(), name: name.to_owned(), line: at.line, what: key }))
+        Ok(text.map(|(at, text)| Positioned {
+            value: text.to_owned(),
+            name: name.to_owned(),
+            line: at.line,
+            what: key,
+        }))
     };
     let styles = match fields.get("styles") {
         None => Vec::new(),

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, Rule, PlacementList};
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::{DeviceMesh, comma_list};
 
 /// A layout in the grammar. A fallback that is the source's is not said.

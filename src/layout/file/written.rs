@@ -1,7 +1,7 @@
 //! Rules as they are written, and what they mean on a mesh: names of dims become dims, sizes become splits.
 
 use super::fields::{FilePosition, did_you_mean};
-use crate::layout::rules::{PlacementChoice, Rule, PlacementList};
+use crate::layout::rules::{PlacementChoice, PlacementList, Rule};
 use crate::layout::strided::follow;
 use crate::layout::{DeviceMesh, LayoutError, MeshDim, Pattern, PlacementSpec, Split};
 
@@ -71,7 +71,12 @@ impl WrittenSpec {
         Ok(PlacementList { slice, ..spec })
     }
 
-    fn splits(&self, at: FilePosition<'_>, mesh: &DeviceMesh, of_all: Option<&Split>) -> Result<Vec<Split>, LayoutError> {
+    fn splits(
+        &self,
+        at: FilePosition<'_>,
+        mesh: &DeviceMesh,
+        of_all: Option<&Split>,
+    ) -> Result<Vec<Split>, LayoutError> {
         let mut splits = match &self.split {
             None if self.sizes.is_empty() => return Ok(Vec::new()),
             None => vec![of_all.cloned().unwrap_or_default(); mesh.ndim()],

@@ -23,8 +23,8 @@ use std::{fmt, ops::Range};
 
 use smallvec::{SmallVec, smallvec};
 
-pub(super) use walk::{Piece, Pieces};
 pub use walk::{CommonRange, Segments};
+pub(super) use walk::{Piece, Pieces};
 
 /// `count` intervals of `len` elements, the first at `start`, one every `step`.
 ///

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Intervals, IntervalRun};
+use super::{IntervalRun, Intervals};
 
 /// A stretch that two lists have in common: where it lies in each, and how long it is.
 ///

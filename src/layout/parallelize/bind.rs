@@ -8,7 +8,9 @@ use std::collections::HashMap;
 use indexmap::IndexMap;
 
 use super::super::{DeviceMesh, Pattern};
-use super::{PlacementSource, Family, ParameterPlacement, ParameterRole, ParallelizePlan, PlanError, ParallelStyle, StyleRule};
+use super::{
+    Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, StyleRule,
+};
 
 /// A tensor of the model.
 #[derive(Clone, Debug)]
@@ -75,7 +77,11 @@ impl Candidate {
 
     /// What a parameter is that it names.
     fn part(&self, parameter: &str) -> ParameterRole {
-        if self.rule.pattern.matches(parameter) { ParameterRole::by_itself(parameter) } else { ParameterRole::of_module(parameter) }
+        if self.rule.pattern.matches(parameter) {
+            ParameterRole::by_itself(parameter)
+        } else {
+            ParameterRole::of_module(parameter)
+        }
     }
 }
 
@@ -89,7 +95,12 @@ impl ParallelizePlan {
     ///
     /// # Errors
     /// `PlanError` for rules that name nothing, a plan of another family, and pairs in an order that is not known.
-    pub fn bind(&self, mesh: &DeviceMesh, parameters: &[Parameter<'_>], order: ParameterOrder) -> Result<Vec<ParameterPlacement>, PlanError> {
+    pub fn bind(
+        &self,
+        mesh: &DeviceMesh,
+        parameters: &[Parameter<'_>],
+        order: ParameterOrder,
+    ) -> Result<Vec<ParameterPlacement>, PlanError> {
         let candidates = self.candidates(mesh)?;
         let mut found: Vec<Option<(&Candidate, ParallelStyle)>> = vec![None; parameters.len()];
         let mut layers_are_there = false;
@@ -122,7 +133,9 @@ impl ParallelizePlan {
             _ if parameter.kind == ParameterKind::Buffer || is_buffer(&buffers, parameter) => {
                 ParameterPlacement { shared: None, by: PlacementSource::Buffer, uncut: None, note: None }
             }
-            Some((_, style)) => ParameterPlacement { by: PlacementSource::Style(style), ..self.roles.unstyled(mesh, parameter.shape) },
+            Some((_, style)) => {
+                ParameterPlacement { by: PlacementSource::Style(style), ..self.roles.unstyled(mesh, parameter.shape) }
+            }
             None => self.roles.unstyled(mesh, parameter.shape),
         };
         Ok(parameters.iter().zip(found).map(lay).collect())
@@ -155,7 +168,11 @@ fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
 }
 
 /// What a pairwise rule gives to whom.
-fn pairs(candidate: &Candidate, parameters: &[Parameter<'_>], order: ParameterOrder) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
+fn pairs(
+    candidate: &Candidate,
+    parameters: &[Parameter<'_>],
+    order: ParameterOrder,
+) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
     const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
     // Children that have a 2-d weight.
     let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();

@@ -41,10 +41,10 @@ use super::shards::SharedTensor;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 
-pub use bind::{ParameterKind, ParameterOrder, Parameter, ShapeOrigin};
+pub use bind::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
 pub use family::{Family, alike};
-pub use roles::{UnboundPlan, RoleNames, MeshRoles};
-pub use style::{ParameterRole, ParallelStyle};
+pub use roles::{MeshRoles, RoleNames, UnboundPlan};
+pub use style::{ParallelStyle, ParameterRole};
 
 /// A style and the modules that have it.
 #[derive(Clone, Debug)]

@@ -9,7 +9,10 @@
 
 use super::super::shards::SharedTensor;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
-use super::{PlacementSource, Family, ParameterPlacement, Parameter, ParameterRole, ParallelizePlan, PlanError, ShapeOrigin, ParallelStyle, StyleRule, UncutReason};
+use super::{
+    Family, ParallelStyle, ParallelizePlan, Parameter, ParameterPlacement, ParameterRole, PlacementSource, PlanError,
+    ShapeOrigin, StyleRule, UncutReason,
+};
 
 /// A plan that has met no mesh: mesh dims have names in it.
 #[derive(Clone, Debug, Default)]
@@ -98,7 +101,13 @@ impl MeshRoles {
     }
 
     /// How a parameter lies that has a style.
-    pub(super) fn styled(self, mesh: &DeviceMesh, style: ParallelStyle, part: ParameterRole, parameter: &Parameter<'_>) -> ParameterPlacement {
+    pub(super) fn styled(
+        self,
+        mesh: &DeviceMesh,
+        style: ParallelStyle,
+        part: ParameterRole,
+        parameter: &Parameter<'_>,
+    ) -> ParameterPlacement {
         let shape = parameter.shape;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
         let (cut, mut uncut) = cut(style, part, parameter, self.fsdp);
@@ -135,7 +144,12 @@ impl MeshRoles {
 }
 
 /// What the mesh dim of tensor parallelism does to a parameter.
-fn cut(style: ParallelStyle, part: ParameterRole, parameter: &Parameter<'_>, fsdp: Option<MeshDim>) -> (Placement, Option<UncutReason>) {
+fn cut(
+    style: ParallelStyle,
+    part: ParameterRole,
+    parameter: &Parameter<'_>,
+    fsdp: Option<MeshDim>,
+) -> (Placement, Option<UncutReason>) {
     let Parameter { shape, sizes, .. } = parameter;
     let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
     let (blocks, size) = (style.blocks(), shape[dim.0]);

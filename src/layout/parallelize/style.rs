@@ -181,7 +181,10 @@ mod tests {
             assert_eq!(name.parse::<ParallelStyle>().unwrap().to_string(), name);
         }
         let fused: ParallelStyle = " Colwise_Conv1d(3) ".parse().unwrap();
-        assert_eq!((fused, fused.to_string()), (ParallelStyle::ColwiseConv1d { blocks: 3 }, "colwise-conv1d(3)".to_owned()));
+        assert_eq!(
+            (fused, fused.to_string()),
+            (ParallelStyle::ColwiseConv1d { blocks: 3 }, "colwise-conv1d(3)".to_owned())
+        );
         for text in ["", "colwise(0)", "colwise(", "colwise(x)", "pairwise(2)", "column", "sequence(2)"] {
             assert!(text.parse::<ParallelStyle>().is_err(), "{text}");
         }
@@ -189,7 +192,8 @@ mod tests {
 
     #[test]
     fn weights_and_biases_are_cut_as_the_table_says() {
-        let cut = |style: &str, part, ndim| style.parse::<ParallelStyle>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
+        let cut =
+            |style: &str, part, ndim| style.parse::<ParallelStyle>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
         let dim = |style: &str, name: &str, ndim| cut(style, ParameterRole::of_module(name), ndim);
         let alone = |style: &str, name: &str, ndim| cut(style, ParameterRole::by_itself(name), ndim);
         for (style, weight, bias) in [

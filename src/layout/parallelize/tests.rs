@@ -34,7 +34,12 @@ fn text(laid: &ParameterPlacement) -> String {
     list.join(",") + &slice.concat()
 }
 
-fn lay(at: &str, rules: &[(&str, &str)], named: &[(&str, &[u64])], order: ParameterOrder) -> Result<Vec<String>, PlanError> {
+fn lay(
+    at: &str,
+    rules: &[(&str, &str)],
+    named: &[(&str, &[u64])],
+    order: ParameterOrder,
+) -> Result<Vec<String>, PlanError> {
     let mesh = mesh(at);
     let laid = plan(&mesh, rules).bind(&mesh, &parameters(named), order)?;
     Ok(laid.iter().map(text).collect())
@@ -186,14 +191,20 @@ fn mesh_dims_are_known_by_name_or_told() {
         "mesh dim pp of dp=2,pp=2: a plan does not know what it is for"
     );
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().starts_with("mesh dim dp of"));
-    assert_eq!(error("dp=2,tp=2", "dp", "dp").unwrap_err(), "mesh dim dp: expected one use, found options::tp and options::fsdp");
+    assert_eq!(
+        error("dp=2,tp=2", "dp", "dp").unwrap_err(),
+        "mesh dim dp: expected one use, found options::tp and options::fsdp"
+    );
     let unnamed = DeviceMesh::new([2_u64].as_slice(), vec![crate::layout::Rank(0), crate::layout::Rank(1)], None);
     assert!(matches!(MeshRoles::of(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
 }
 
 #[test]
 fn styles_and_tensor_parallelism_need_each_other() {
-    assert!(matches!(lay("dp=2", &[("a", "colwise")], LINEAR, ParameterOrder::Unknown), Err(PlanError::NoTensorDim { .. })));
+    assert!(matches!(
+        lay("dp=2", &[("a", "colwise")], LINEAR, ParameterOrder::Unknown),
+        Err(PlanError::NoTensorDim { .. })
+    ));
     assert!(matches!(lay("tp=2", &[], LINEAR, ParameterOrder::Unknown), Err(PlanError::NoStyles { .. })));
 }
 
@@ -202,7 +213,8 @@ fn a_plan_of_another_family_is_refused() {
     let mesh = mesh("tp=2");
     let bind = |family: &str, named: &[(&str, &[u64])]| {
         let plan = ParallelizePlan { family: Family::named(family), ..plan(&mesh, &[]) };
-        plan.bind(&mesh, &parameters(named), ParameterOrder::Unknown).map(|laid| laid.iter().map(text).collect::<Vec<_>>())
+        plan.bind(&mesh, &parameters(named), ParameterOrder::Unknown)
+            .map(|laid| laid.iter().map(text).collect::<Vec<_>>())
     };
     let alike = |family: &str, named: &[(&str, &[u64])]| match bind(family, named) {
         Err(PlanError::OtherFamily { alike, .. }) => alike,

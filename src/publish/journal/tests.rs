@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::super::recovery::CompletedWork;
 use super::*;
-use crate::catalog::{Dtype, OutputFile, ChecksumSpan};
+use crate::catalog::{ChecksumSpan, Dtype, OutputFile};
 use crate::exec::CastLosses;
 use crate::exec::cast::LossCounts;
 
@@ -76,7 +76,10 @@ fn done(folder: &Path) -> Vec<(u32, Range<u64>)> {
 #[test]
 fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(), CompletedWork::default());
+    assert_eq!(
+        CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(),
+        CompletedWork::default()
+    );
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
     let entries = vec![FinishedRange { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
     let more = JournalRecord { entries, carried: vec![1], ..JournalRecord::default() };
@@ -157,7 +160,11 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
     // Nor is what casts met in it counted twice.
     let again = FinishedRange { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
-    write(folder.path(), "b.journal", &[record(vec![again, FinishedRange { lost: lost(2), ..entry(1, 5..6, vec![]) }])]);
+    write(
+        folder.path(),
+        "b.journal",
+        &[record(vec![again, FinishedRange { lost: lost(2), ..entry(1, 5..6, vec![]) }])],
+    );
     let known = CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
     assert_eq!(known.sums[&0], [part(100..200)]);
@@ -216,7 +223,10 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     assert_eq!((boot_of(false), boot_of(true)), (this_boot(), None));
     assert_eq!(done(folder.path()), [(1, 20..25)]);
     // Whoever publishes what is on disk cannot take it from there.
-    assert_eq!(CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(), CompletedWork::default());
+    assert_eq!(
+        CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(),
+        CompletedWork::default()
+    );
 }
 
 /// The whole of 0..1000 in pieces, in any order.

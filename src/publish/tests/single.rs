@@ -217,7 +217,10 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     }
     assert!(matches!(env.begin_as(&env.claim), Ok(Beginning::Done)));
     env.fingerprint = Fingerprint([8; 32]);
-    env.refused(&["out exists: it is finished, and of another source, or made with other options", "options::overwrite"]);
+    env.refused(&[
+        "out exists: it is finished, and of another source, or made with other options",
+        "options::overwrite",
+    ]);
     env.claim.resume = false;
     env.refused(&["out exists\n"]);
 }

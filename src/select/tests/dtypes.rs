@@ -73,7 +73,8 @@ fn the_first_pattern_decides() {
     let selected = select(&source, &options).unwrap();
     assert_eq!(selected.catalog.tensors.iter().map(|entry| entry.dtype).collect::<Vec<_>>(), [Dtype::Bf16, Dtype::F16]);
     // What is left out is not cast, and not counted.
-    let options = NameOptions { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..NameOptions::default() };
+    let options =
+        NameOptions { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..NameOptions::default() };
     assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
     let (message, _) = error(&source.state, &NameOptions { dtypes: rules(&["f16", "bf16"]), ..NameOptions::default() });
     assert_eq!(message, "options::dtype bf16: a second dtype for every tensor");

@@ -250,7 +250,8 @@ fn numbered_state_stays_and_says_so() {
         ("model", dict(vec![("a.w", t(0)), ("b.w", t(1))])),
         ("optimizer", dict(vec![("state", Value::Dict(by_number.clone())), ("param_groups", list(vec![group]))])),
     ]);
-    let selected = chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
+    let selected =
+        chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
     let group =
         dict(vec![("params", list(vec![Value::Int(0), Value::Int(1)])), ("param_names", names(&["c.w", "b.w"]))]);
     let expected = dict(vec![
@@ -270,8 +271,14 @@ fn numbered_state_stays_and_says_so() {
 #[test]
 fn a_pattern_for_nothing_is_an_error() {
     let cases = [
-        (NameOptions { include: patterns(&["layers.0", "laiers.1.w"]), ..NameOptions::default() }, "options::include laiers.1.w"),
-        (NameOptions { exclude: patterns(&["model.laiers.1.w"]), ..NameOptions::default() }, "options::exclude model.laiers.1.w"),
+        (
+            NameOptions { include: patterns(&["layers.0", "laiers.1.w"]), ..NameOptions::default() },
+            "options::include laiers.1.w",
+        ),
+        (
+            NameOptions { exclude: patterns(&["model.laiers.1.w"]), ..NameOptions::default() },
+            "options::exclude model.laiers.1.w",
+        ),
         (
             NameOptions { dtypes: vec![DtypeRule::parse("laiers.1.w=f32").unwrap()], ..NameOptions::default() },
             "options::dtype laiers.1.w=f32",
@@ -287,7 +294,9 @@ fn a_pattern_for_nothing_is_an_error() {
     }
     // An empty dict is no leaf.
     assert!(
-        error(&training(), &NameOptions { exclude: patterns(&["extra.none"]), ..NameOptions::default() }).0.contains("none")
+        error(&training(), &NameOptions { exclude: patterns(&["extra.none"]), ..NameOptions::default() })
+            .0
+            .contains("none")
     );
     let (_, hint) = error(&dict(vec![]), &NameOptions { include: patterns(&["a"]), ..NameOptions::default() });
     assert_eq!(hint, "there are no names at all");
@@ -346,7 +355,9 @@ fn the_model_is_the_root_of_what_is_shipped() {
 
 #[test]
 fn roots_may_end_within_a_key() {
-    let at = |source: &Value, path: &str| state(source, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
+    let at = |source: &Value, path: &str| {
+        state(source, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() })
+    };
     assert_state(&at(&training(), "model"), training().as_dict().unwrap().get("model").unwrap());
     assert_state(&at(&training(), "model.layers"), &ordered(vec![("0.w", t(0)), ("1.w", t(1))], &["", "0", "1"]));
     assert_state(&at(&training(), "model.layers.0."), &ordered(vec![("w", t(0))], &[""]));
@@ -363,7 +374,8 @@ fn roots_may_end_within_a_key() {
         error(&flat, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
     }
     for path in ["model.layers.0.w", "model.lay", "extra", ""] {
-        let (message, hint) = error(&training(), &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
+        let (message, hint) =
+            error(&training(), &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
         assert_eq!(message, format!("options::root {path}: there are no tensors under that path"));
         assert!(
             hint.starts_with("the top of the state dict has model, optim, extra; the nearest paths are "),
@@ -425,7 +437,10 @@ fn optimizer_state_follows_its_parameter() {
         ("optimizer", dict(vec![("state.blocks.0.w.exp_avg", t(1)), ("param_groups.blocks.0.w.lr", Value::Int(1))])),
     ]);
     assert_state(&state(&flat, &renaming(&["^layers=blocks"])), &expected);
-    assert_state(&state(&flat, &NameOptions { exclude: patterns(&["layers"]), ..NameOptions::default() }), &dict(vec![]));
+    assert_state(
+        &state(&flat, &NameOptions { exclude: patterns(&["layers"]), ..NameOptions::default() }),
+        &dict(vec![]),
+    );
     assert_state(&state(&flat, &NameOptions { include: patterns(&["layers"]), ..NameOptions::default() }), &flat);
     let both = |name: &str| {
         let tree = |leaf| dict(vec![(name, list(vec![dict(vec![("w", leaf)])]))]);
@@ -490,8 +505,9 @@ fn containers_are_rebuilt_as_they_were() {
 
 #[test]
 fn what_is_gone_leaves_no_empty_place() {
-    let exclude =
-        |source: &Value, texts: &[&str]| state(source, &NameOptions { exclude: patterns(texts), ..NameOptions::default() });
+    let exclude = |source: &Value, texts: &[&str]| {
+        state(source, &NameOptions { exclude: patterns(texts), ..NameOptions::default() })
+    };
     let Value::Dict(mut expected) = training() else { unreachable!() };
     expected.entries.pop();
     // The empty dict below `extra` was empty before.

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::survey::{PlainTensor, FlatPart, FlatState, RankState};
+use super::survey::{FlatPart, FlatState, PlainTensor, RankState};
 use super::totals::{self, LayoutMismatch};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
@@ -146,7 +146,13 @@ fn names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
 }
 
 /// Every parameter, under each of its names, is the view that the layout says.
-fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u64, misfit: LayoutMismatch<'_>) -> Result<()> {
+fn check_views(
+    rank: &RankState,
+    unit: &FlatUnit,
+    flat: &FlatParameter,
+    shard: u64,
+    misfit: LayoutMismatch<'_>,
+) -> Result<()> {
     let mut held: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
     let own = flat.shard(shard);
     for piece in flat.pieces(shard) {

@@ -90,7 +90,10 @@ impl LikeModel {
     #[must_use]
     pub fn by_rows(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| self.format.keeps_order());
-        order::by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == ElementOrder::RowMajor)))
+        order::by_rows(
+            &self.path,
+            params.map(|(fqn, param)| (fqn, &*param.shape, param.order == ElementOrder::RowMajor)),
+        )
     }
 
     /// Whether parameters come in the order in which the module registered them.
@@ -104,8 +107,9 @@ impl LikeModel {
 
 fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
     let flat = catalog.flat.iter().flat_map(FlatLayout::params);
-    let known: HashMap<&Fqn, ElementOrder> =
-        flat.map(|(_, param)| (&param.fqn, param.stride.clone().map_or(ElementOrder::RowMajor, ElementOrder::Strides))).collect();
+    let known: HashMap<&Fqn, ElementOrder> = flat
+        .map(|(_, param)| (&param.fqn, param.stride.clone().map_or(ElementOrder::RowMajor, ElementOrder::Strides)))
+        .collect();
     let mut first: HashMap<TensorId, Fqn> = HashMap::new();
     let mut found = IndexMap::new();
     for (name, id) in model::model(&catalog.state).tensors {

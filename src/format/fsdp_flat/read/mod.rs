@@ -71,7 +71,8 @@ pub fn read(
     if all.is_empty() {
         match &known {
             // Under NO_SHARD, parameters are whole.
-            ModelKnowledge::Document { layout, .. } if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
+            ModelKnowledge::Document { layout, .. }
+                if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
             // It says how to write.
             ModelKnowledge::Document { given: true, .. } => return Ok(found),
             ModelKnowledge::Document { path, .. } => {

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::format::fsdp_flat::refuse;
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::ArchiveContents;
-use crate::format::torch::{TensorNode, ProcessGroup, View};
+use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Rank;
 use crate::layout::flat::FlatParameter;
 
@@ -42,7 +42,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
         let ids = state_of(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();
-        ids.iter().all(|id| matches!(&file.contents.tensors[id.0 as usize], TensorNode::Plain(view) if view.sizes.len() < 2))
+        ids.iter()
+            .all(|id| matches!(&file.contents.tensors[id.0 as usize], TensorNode::Plain(view) if view.sizes.len() < 2))
     };
     files.iter().all(flat)
 }
@@ -251,7 +252,12 @@ impl OneRank<'_> {
     }
 
     /// State of a flat parameter, as that of each of its parameters.
-    pub fn state_of_unit(&self, contents: &mut ArchiveContents, unit: usize, state: &Value) -> Result<Vec<(Value, Value)>> {
+    pub fn state_of_unit(
+        &self,
+        contents: &mut ArchiveContents,
+        unit: usize,
+        state: &Value,
+    ) -> Result<Vec<(Value, Value)>> {
         let held = self.held(unit);
         let mut made: HashMap<TensorId, Vec<TensorId>> = HashMap::new();
         for id in state.tensor_ids() {

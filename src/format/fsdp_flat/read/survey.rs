@@ -85,7 +85,9 @@ impl FlatState {
     pub fn parameters(&self) -> Vec<&Fqn> {
         let mut views: HashSet<&Fqn> = HashSet::new();
         for rank in &self.ranks {
-            views.extend(rank.beside.iter().filter(|(_, is)| matches!(is, PlainTensor::View { .. })).map(|(name, _)| name));
+            views.extend(
+                rank.beside.iter().filter(|(_, is)| matches!(is, PlainTensor::View { .. })).map(|(name, _)| name),
+            );
         }
         let mut seen = HashSet::new();
         // All ranks have all names.

@@ -11,7 +11,7 @@ use indexmap::IndexMap;
 use super::groups::{GroupMember, of_member};
 use super::metadata::wrapped_name;
 use super::params::ParameterNames;
-use super::plan::{ParameterIndex, StorageContent, Padding, FlatPlan, TensorRole};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
@@ -36,7 +36,9 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                     None => drop(gradients.insert(at, id)),
                 }
             }
-            (StateLeaf::Tensor(id), None) => entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
+            (StateLeaf::Tensor(id), None) => {
+                entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id))))
+            }
             (StateLeaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.whole_value(value))),
         }
     }
@@ -61,7 +63,11 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
 }
 
 /// The gradients of flat parameters, of all that they hold.
-fn of_units(gradients: &IndexMap<ParameterIndex, TensorId>, path: &Path, plan: &mut FlatPlan<'_>) -> Result<Vec<(Value, Value)>> {
+fn of_units(
+    gradients: &IndexMap<ParameterIndex, TensorId>,
+    path: &Path,
+    plan: &mut FlatPlan<'_>,
+) -> Result<Vec<(Value, Value)>> {
     let mut entries = Vec::new();
     for (unit, known) in plan.layout.units.iter().enumerate() {
         let params = of_member(GroupMember::Unit(unit), plan);

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::params::ParameterNames;
-use super::plan::{ParameterIndex, FlatPlan};
+use super::plan::{FlatPlan, ParameterIndex};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::owner::numbered_parameters;
 use crate::catalog::path::key_text;
@@ -87,11 +87,16 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// The groups of the target: as the layout has them, else as the source has.
-    pub fn target_groups(&self, names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
+    pub fn target_groups(
+        &self,
+        names: &ParameterNames<'_>,
+        plan: &FlatPlan<'_>,
+    ) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let layout = plan.layout;
         let Some(listed) = &layout.optimizer else {
             return if layout.use_orig_params {
-                let members = |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
+                let members =
+                    |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
                 self.groups_of_units(plan)
@@ -140,7 +145,9 @@ impl<'v> SourceOptimizer<'v> {
             let group = |at: &ParameterIndex| self.group_of.get(at).copied();
             let Some(first) = params.first() else { continue };
             if let Some(other) = params.iter().find(|at| group(at) != group(first)) {
-                let place = |at: &ParameterIndex| group(at).map_or(String::from("in none"), |group| format!("in group {group}"));
+                let place = |at: &ParameterIndex| {
+                    group(at).map_or(String::from("in none"), |group| format!("in group {group}"))
+                };
                 return Err(self.unfit(
                     format!(
                         "{}: {} is {}, {} {}: a flat parameter is in one parameter group",
@@ -202,7 +209,13 @@ impl<'v> SourceOptimizer<'v> {
 struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
 
 impl OptimizerNumbers {
-    fn new(dict: &Dict, stored: &[(Value, Value)], listed: &[Value], names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Self {
+    fn new(
+        dict: &Dict,
+        stored: &[(Value, Value)],
+        listed: &[Value],
+        names: &ParameterNames<'_>,
+        plan: &FlatPlan<'_>,
+    ) -> Self {
         let is_number = |key: &Value| matches!(key, Value::Int(_));
         let groups: Vec<(&Dict, &[Value])> = (listed.iter())
             .filter_map(|group| match (group.as_dict()?, group.as_dict()?.get(PARAMS)?) {
@@ -247,7 +260,11 @@ fn named(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<Has
 
 /// Several groups that have as many parameters each as those of the layout are those. One group has all of them, in an
 /// order that shapes can confirm.
-fn listed_alike(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Option<HashMap<i64, ParameterIndex>> {
+fn listed_alike(
+    groups: &[(&Dict, &[Value])],
+    names: &ParameterNames<'_>,
+    plan: &FlatPlan<'_>,
+) -> Option<HashMap<i64, ParameterIndex>> {
     let listed = plan.layout.optimizer.as_ref().filter(|_| plan.layout.use_orig_params && groups.len() > 1)?;
     let sizes = groups.iter().map(|(_, params)| params.len());
     if !sizes.eq(listed.iter().map(Vec::len)) {
@@ -260,7 +277,9 @@ fn listed_alike(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>, plan: 
 pub fn of_member(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
     match member {
         GroupMember::Parameter(at) => vec![at],
-        GroupMember::Unit(unit) => (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect(),
+        GroupMember::Unit(unit) => {
+            (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect()
+        }
     }
 }
 

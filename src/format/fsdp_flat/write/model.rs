@@ -15,7 +15,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::metadata;
 use super::params::{self, ParameterNames, UnitTensors};
-use super::plan::{ParameterIndex, StorageContent, Padding, FlatPlan, TensorRole};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::modules::is_within;
 use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
@@ -29,7 +29,12 @@ enum ModelEntry<'v> {
 }
 
 /// The dict, with numbers of items for tensors.
-pub fn plan(model: &Dict, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>, notes: &mut Vec<String>) -> Result<Dict> {
+pub fn plan(
+    model: &Dict,
+    names: &ParameterNames<'_>,
+    plan: &mut FlatPlan<'_>,
+    notes: &mut Vec<String>,
+) -> Result<Dict> {
     let mut entries: Vec<(String, ModelEntry<'_>)> = Vec::new();
     let mut tensors: HashMap<String, TensorId> = HashMap::new();
     let value = Value::Dict(model.clone());
@@ -77,9 +82,11 @@ fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPla
         if missing.is_empty() {
             continue;
         }
-        let is_own = |(_, entry): &(String, ModelEntry<'_>)| matches!(entry, ModelEntry::Parameter(at) if at.unit == index);
+        let is_own =
+            |(_, entry): &(String, ModelEntry<'_>)| matches!(entry, ModelEntry::Parameter(at) if at.unit == index);
         let end = entries.iter().rposition(is_own).map_or(entries.len(), |last| last + 1);
-        let added = missing.into_iter().filter_map(|fqn| Some((fqn.to_owned(), ModelEntry::Parameter(names.find(fqn)?))));
+        let added =
+            missing.into_iter().filter_map(|fqn| Some((fqn.to_owned(), ModelEntry::Parameter(names.find(fqn)?))));
         entries.splice(end..end, added.collect::<Vec<_>>());
     }
 }

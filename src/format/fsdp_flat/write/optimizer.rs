@@ -10,7 +10,7 @@
 
 use super::groups::{GroupMember, SourceOptimizer, of_member};
 use super::params::ParameterNames;
-use super::plan::{ParameterIndex, StorageContent, Padding, FlatPlan, TensorRole};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
@@ -54,7 +54,12 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[GroupMember], plan: &mut FlatPlan<'_>) -> Value {
+fn write_group(
+    options: &Dict,
+    numbers: std::ops::Range<i64>,
+    members: &[GroupMember],
+    plan: &mut FlatPlan<'_>,
+) -> Value {
     let names: Vec<Value> = members.iter().map(|member| Value::Str((&member.name(plan)).into())).collect();
     let entries = options.entries.iter().map(|(key, value)| {
         let value = match key.as_str() {
@@ -89,7 +94,8 @@ impl SourceOptimizer<'_> {
 
     fn unit_state(&self, unit: usize, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
         let params = of_member(GroupMember::Unit(unit), plan);
-        let stored: Vec<(ParameterIndex, &Dict)> = params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
+        let stored: Vec<(ParameterIndex, &Dict)> =
+            params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
         let Some((first, state)) = stored.first().copied() else { return Ok(None) };
         let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);

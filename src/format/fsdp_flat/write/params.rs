@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::plan::{ParameterIndex, Padding};
+use super::plan::{Padding, ParameterIndex};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
 use crate::error::{Error, Result};

@@ -161,7 +161,9 @@ impl<'a> FlatPlan<'a> {
     /// Whether the tensor is in the files of ranks that have this shard.
     pub fn is_there(&self, item: TreeTensor, shard: u64) -> bool {
         match item.role {
-            TensorRole::WithParameter(at) | TensorRole::Slice(at) | TensorRole::Gradient(at) => !self.held(at, shard).is_empty(),
+            TensorRole::WithParameter(at) | TensorRole::Slice(at) | TensorRole::Gradient(at) => {
+                !self.held(at, shard).is_empty()
+            }
             _ => true,
         }
     }

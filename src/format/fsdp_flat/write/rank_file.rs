@@ -5,9 +5,9 @@
 use std::ops::Range;
 
 use super::cannot_pickle;
-use super::plan::{ParameterIndex, StorageContent, TreeTensor, Padding, FlatPlan, TensorRole};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole, TreeTensor};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, FileLocation, TensorId, Value};
+use crate::catalog::{Chunk, ChunkTable, Dict, FileLocation, OutputFile, TensorId, Value};
 use crate::error::Result;
 use crate::format::archive::{Leaves, SharedBytes};
 use crate::format::torch::{PREFIX, RankGroup, ShardedTensorSpec, ShardedWriter, StoredView, write_view};
@@ -188,7 +188,10 @@ impl<'a> FlatRankFile<'a> {
         used[storage] = !own.is_empty();
         let dtype = plan.storages[storage].dtype;
         let stored = Some(flat.shard_len());
-        sharded.write(writer, ShardedTensorSpec { dtype, shape: &[flat.total()], key: storage, stored, requires_grad: true })
+        sharded.write(
+            writer,
+            ShardedTensorSpec { dtype, shape: &[flat.total()], key: storage, stored, requires_grad: true },
+        )
     }
 
     /// Ranks in a row share the shards.
@@ -220,9 +223,11 @@ impl<'a> FlatRankFile<'a> {
                 for piece in flat.pieces(self.shard) {
                     end = piece.offset + piece.len;
                     stretches.push(match piece.content {
-                        FlatContent::Parameter { index, elements } => {
-                            Stretch::Tensor { index, param: Some(ParameterIndex { unit: *unit, param: index }), elements }
-                        }
+                        FlatContent::Parameter { index, elements } => Stretch::Tensor {
+                            index,
+                            param: Some(ParameterIndex { unit: *unit, param: index }),
+                            elements,
+                        },
                         FlatContent::Padding => Stretch::Known(run(*padding, dtype, piece.len)),
                     });
                 }

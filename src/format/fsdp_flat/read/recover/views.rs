@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::super::like::LikeModel;
-use super::super::survey::{PlainTensor, FlatState};
+use super::super::survey::{FlatState, PlainTensor};
 use super::{ShapeSource, dtype_and_total, stride_of};
 use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
@@ -57,7 +57,8 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
 fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     let ShapeSource::Like(like) = shapes else { return Ok(()) };
     let viewed: HashSet<&Fqn> = state.parameters().into_iter().collect();
-    let mut empty = state.ranks[0].beside.iter().filter(|(name, is)| **is == PlainTensor::Empty && !viewed.contains(name));
+    let mut empty =
+        state.ranks[0].beside.iter().filter(|(name, is)| **is == PlainTensor::Empty && !viewed.contains(name));
     let differs = |name: &Fqn| like.params.get(name).is_some_and(|param| *param.shape != [0]);
     match empty.find(|(name, _)| differs(name)) {
         None => Ok(()),
