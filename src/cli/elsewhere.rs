@@ -1,14 +1,14 @@
-//! Options that a verb does not have, and others do.
+//! Suggestions for an option that belongs to another verb.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Error, FromArgMatches};
 
 use super::{Cli, command};
 
-/// Parse, and where an option is one of other verbs only, say of which.
+/// Parses the arguments. The error for an unknown option names the verbs that have it.
 ///
 /// # Errors
-/// What clap has to say, `--help` and `--version` among it.
+/// Errors of clap, which include `--help` and `--version`.
 pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
     let mut declared = command();
     let matches = declared.try_get_matches_from_mut(arguments);

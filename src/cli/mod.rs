@@ -32,75 +32,58 @@ pub struct Cli {
     pub talk: TalkArgs,
 }
 
-/// What the man page says beyond the first line. In `--help` it would stand between the reader and the verbs.
+/// Description in the man page. In `--help` it would stand between the reader and the verbs.
 pub const DESCRIPTION: &str = "\
 Convert sharded PyTorch checkpoints between layouts, without Python.
 
-Reads DCP directories, per-rank DTensor files, torch.save files and safetensors, found out by itself. Memory stays \
-bounded whatever the size of the model, nothing stands at DST until it is complete, and every element is proven to be \
-there exactly once.";
+The format of SRC is detected: DCP directories, DTensor rank files, torch.save files, FSDP1 rank files and safetensors. \
+Memory stays bounded whatever the size of the model. DST appears when it is complete, and every element is proven to be \
+written exactly once.";
 
 const EXAMPLES: &str = "\
 Examples:
-  dtshard inspect checkpoints/step-1000
-  dtshard consolidate checkpoints/step-1000 out
-  dtshard reshard actor actor16 --mesh fsdp=16
-  dtshard verify checkpoints/step-1000 out --root model
+  dtshard inspect step-1000
+  dtshard consolidate step-1000 out
+  dtshard reshard step-1000 step-1000-fsdp16 --mesh fsdp=16
+  dtshard verify step-1000 out --root model
 
-`dtshard VERB --help` tells the options of a verb.";
+`dtshard VERB -h` lists the commonest options of a verb, `dtshard VERB --help` all of them.";
 
 const INSPECT_EXAMPLES: &str = "\
 Examples:
-  dtshard inspect checkpoints/step-1000
-  dtshard inspect checkpoints/step-1000 --brief
-  dtshard inspect checkpoints/step-1000 --tensor model.layers.0.attention.wq.weight --draw
-  dtshard inspect checkpoints/step-1000 --tensor '**.wq' --digest
-  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'
-  dtshard inspect actor --layout > actor.toml";
+  dtshard inspect step-1000
+  dtshard inspect step-1000 --tensor '**.q_proj.weight' --draw";
 
 const RESHARD_EXAMPLES: &str = "\
 Examples:
-  dtshard reshard actor actor16 --mesh fsdp=16
-  dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
-  dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
-  dtshard reshard step-1000 step-1000-tp --mesh dp_shard=4,tp=2 --plan llama
-  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
-  dtshard reshard actor actor-edited --layout actor.toml
-  dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
+  dtshard reshard step-1000 step-1000-fsdp16 --mesh fsdp=16
+  dtshard reshard step-1000 step-1000-tp2 --mesh dp_shard=4,tp=2 --plan llama";
 
 const UNSHARD_EXAMPLES: &str = "\
 Examples:
-  dtshard unshard checkpoints/step-1000 step-1000.pt
-  dtshard unshard actor whole.safetensors
-  dtshard unshard actor whole --to safetensors --max-shard-size 2GB";
+  dtshard unshard step-1000 step-1000.pt
+  dtshard unshard step-1000 whole --to safetensors --max-shard-size 2GB";
 
 const FLATTEN_EXAMPLES: &str = "\
 Examples:
-  dtshard flatten flat8 flat6 --world-size 6
-  dtshard flatten model.pt flat --world-size 8 --wrap 'layers.*' --use-orig-params
-  dtshard flatten step-1000 flat --world-size 16 --flat-layout flat_layout.json
-  dtshard flatten step-1000 flat --world-size 16 --strategy hybrid-shard --shard-group-size 8 --like old-flat";
+  dtshard flatten step-1000.pt flat8 --world-size 8 --wrap 'model.layers.*' --use-orig-params
+  dtshard flatten flat8 flat6 --world-size 6";
 
 const CONSOLIDATE_EXAMPLES: &str = "\
 Examples:
-  dtshard consolidate checkpoints/step-1000 out
-  dtshard consolidate actor out --assets path/to/base-model
-  dtshard consolidate step-1000 ema.safetensors --root ema
-  dtshard consolidate step-1000 pytorch_model.bin --verify";
+  dtshard consolidate step-1000 out
+  dtshard consolidate step-1000 model.safetensors --dtype bf16 --verify";
 
 const VERIFY_EXAMPLES: &str = "\
 Examples:
-  dtshard verify checkpoints/step-1000
-  dtshard verify actor actor16
-  dtshard verify checkpoints/step-1000 out --root model
-  dtshard verify a b --json | jq .different
+  dtshard verify step-1000
+  dtshard verify step-1000 out --root model
 
-Exit status: 0 sound, and the same; 1 a difference or damage; 2 could not run.";
+Exit status: 0 if SRC is sound and both hold the same values; 1 if there is damage or a difference; 2 if verify could not run.";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
   dtshard completions bash > ~/.local/share/bash-completion/completions/dtshard
-  dtshard completions fish > ~/.config/fish/completions/dtshard.fish
   dtshard completions zsh > \"${fpath[1]}/_dtshard\"";
 
 const MAN_EXAMPLES: &str = "\
@@ -109,34 +92,34 @@ Examples:
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Show what a checkpoint holds and how it is laid out
-    #[command(after_help = INSPECT_EXAMPLES)]
+    /// Show the contents and the layout of a checkpoint
+    #[command(after_long_help = INSPECT_EXAMPLES)]
     Inspect(Inspect),
-    /// Write everything for another mesh, other placements or another format
-    #[command(alias = "convert", after_help = RESHARD_EXAMPLES)]
+    /// Write a checkpoint for another mesh, other placements or another format
+    #[command(alias = "convert", after_long_help = RESHARD_EXAMPLES)]
     Reshard(Reshard),
-    /// Write every tensor whole, nested state dict kept
-    #[command(after_help = UNSHARD_EXAMPLES)]
+    /// Write whole tensors, and keep the nested state dict
+    #[command(after_long_help = UNSHARD_EXAMPLES)]
     Unshard(Unshard),
-    /// Write FSDP1 flat-parameter shards
-    #[command(after_help = FLATTEN_EXAMPLES)]
+    /// Write FSDP1 flat parameters, a file for each rank
+    #[command(after_long_help = FLATTEN_EXAMPLES)]
     Flatten(Flatten),
-    /// Write the model, merged, to ship
-    #[command(alias = "merge", after_help = CONSOLIDATE_EXAMPLES)]
+    /// Write the model alone, merged into Hugging Face files
+    #[command(alias = "merge", after_long_help = CONSOLIDATE_EXAMPLES)]
     Consolidate(Consolidate),
-    /// Check that a checkpoint is sound, or that two hold the same values
-    #[command(alias = "diff", after_help = VERIFY_EXAMPLES)]
+    /// Check that a checkpoint is sound, or that two checkpoints hold the same values
+    #[command(alias = "diff", after_long_help = VERIFY_EXAMPLES)]
     Verify(Verify),
-    /// Print the completions of a shell
-    #[command(after_help = COMPLETIONS_EXAMPLES)]
+    /// Print completions for a shell
+    #[command(after_long_help = COMPLETIONS_EXAMPLES)]
     Completions(Completions),
     /// Write the man pages
-    #[command(after_help = MAN_EXAMPLES)]
+    #[command(after_long_help = MAN_EXAMPLES)]
     Man(Man),
 }
 
 impl Command {
-    /// What the verbs that write share; `None` for the others.
+    /// Returns the arguments that all verbs which write share; `None` for other verbs.
     #[must_use]
     pub fn convert(&self) -> Option<&ConvertArgs> {
         match self {
@@ -151,21 +134,27 @@ impl Command {
 
 #[derive(Args, Debug)]
 pub struct Inspect {
-    /// The checkpoint: a folder or a file
+    /// Checkpoint to show: a folder or a file
     pub src: PathBuf,
-    /// Only the summary; with --tensor or --json, everything but the chunks
+    /// Print only the summary
+    ///
+    /// With --tensor or --json, leave out the chunks.
     #[arg(long)]
     pub brief: bool,
-    /// Only tensors of this name or pattern, with their chunks; repeatable
+    /// Show the tensors that a name or pattern matches, with their chunks
+    ///
+    /// Repeatable.
     #[arg(long, value_name = "FQN")]
     pub tensor: Vec<String>,
-    /// Draw which rank holds which part of each --tensor
+    /// Draw which rank holds which part of each tensor named by --tensor
     #[arg(long, requires = "tensor")]
     pub draw: bool,
     /// Print the layout as a layout file: TOML, or JSON with --json
     #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest"])]
     pub layout: bool,
-    /// Hash the values of every tensor, and all of them together: BLAKE3, the same in any layout and format
+    /// Print a BLAKE3 hash of the values of every tensor, and one of the whole checkpoint
+    ///
+    /// Equal values have equal hashes in every layout and format.
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
@@ -176,51 +165,72 @@ pub struct Inspect {
 
 #[derive(Args, Debug)]
 pub struct Reshard {
-    /// Target mesh: named dims, row-major ranks (dp=4,tp=2). Alone: the placements of SRC where its mesh dims have the
-    /// same names, else S(0) on a mesh of one dim [default: the mesh of SRC, where it has one]
+    /// Distribute the tensors over this mesh, such as dp=4,tp=2
+    ///
+    /// Dimensions have names, and ranks are in row-major order. Without placements, a tensor keeps its placements on
+    /// mesh dimensions whose names SRC has, and a mesh of one dimension gets S(0). [default: the mesh of SRC, if it has
+    /// one]
     #[arg(long, value_name = "DIMS")]
     pub mesh: Vec<String>,
-    /// Ranks of the mesh in row-major order of its cells [default: 0,1,2,...]
-    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
+    /// List the ranks of the mesh, in row-major order of its cells
+    ///
+    /// [default: 0,1,2,...]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank, hide_short_help = true)]
     pub mesh_ranks: Vec<u32>,
-    /// Placements, one a mesh dim: S(d), _S(d,sf) or R; negative d count from the end. A bare list is the fallback for
-    /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins;
-    /// PATTERN=plain leaves tensors whole, and no DTensors
+    /// Place tensors by a list with one placement per mesh dimension: S(d), _S(d,sf) or R
+    ///
+    /// A negative d counts from the last dimension. PATTERN=LIST applies to the tensors that PATTERN matches, and the
+    /// first match wins. A bare list applies to all other tensors, with R where it does not fit a tensor. PATTERN=plain
+    /// writes plain tensors instead of DTensors. Repeatable.
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
-    /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of
-    /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
-    #[arg(long, value_name = "FILE")]
+    /// Read mesh, placement rules, styles and flat units from a layout file (TOML or JSON)
+    ///
+    /// --mesh with the same dimension names replaces the mesh of the file, --placements rules precede its rules, and a
+    /// bare list replaces its fallback.
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub layout: Option<PathBuf>,
-    /// Cut modules as a parallelize plan says: llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2,
-    /// or the styles of a layout file. FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan
-    /// llama` is complete
+    /// Shard modules by a parallelize plan, such as llama
+    ///
+    /// Plans are llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2, and the styles of a
+    /// layout file. FSDP then shards over the other mesh dimensions: `--mesh dp_shard=8,tp=8 --plan llama` is complete.
     #[arg(long, value_name = "NAME|FILE")]
     pub plan: Option<String>,
-    /// Mesh dim over which --plan cuts modules [default: tp]
-    #[arg(long, value_name = "DIM")]
+    /// Name the mesh dimension over which --plan shards modules
+    ///
+    /// [default: tp]
+    #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub tp: Option<String>,
-    /// Mesh dim over which FSDP cuts dim 0 of what that leaves [default: with --plan fsdp, dp_shard or dp]
-    #[arg(long, value_name = "DIM")]
+    /// Name the mesh dimension over which FSDP shards dimension 0 of every parameter
+    ///
+    /// [default: with --plan, fsdp, dp_shard or dp]
+    #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub fsdp: Option<String>,
-    /// Mesh dim of copies, as in HSDP [default: with --plan or --fsdp dp_replicate or replicate]
-    #[arg(long, value_name = "DIM")]
+    /// Name the mesh dimension of replicas, as in HSDP
+    ///
+    /// [default: with --plan or --fsdp, dp_replicate or replicate]
+    #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub replicate: Option<String>,
-    /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
-    /// mappings of makani [default: as in SRC, else chunk]
-    #[arg(long, value_name = "RULE")]
+    /// Choose how an uneven dimension is cut
+    ///
+    /// [default: as in SRC, else chunk]
+    #[arg(long, value_name = "RULE", hide_short_help = true)]
     pub split: Option<SplitArg>,
-    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files;
-    /// its values are ignored. --mesh with the same dim names takes the place of its mesh, --placements rules that of its
-    /// placements
+    /// Copy the layout of another checkpoint
+    ///
+    /// Its mesh, placements, format and file names are used for tensors of the same name. Its values are ignored.
+    /// --mesh with the same dimension names replaces its mesh, --placements rules replace its placements.
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
-    /// Take everything that SRC lacks from this checkpoint. DST is that one, with the tensors and objects of SRC in
-    /// place of its own
-    #[arg(long, value_name = "CKPT")]
+    /// Take everything that SRC lacks from this checkpoint
+    ///
+    /// DST is a copy of it, with the tensors and objects of SRC instead of its own.
+    #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub fill_from: Option<PathBuf>,
-    /// Python class of sharded tensors in rank files [default: auto, as in SRC; DTensor where SRC has none]
-    #[arg(long, value_name = "CLASS")]
+    /// Choose the Python class of sharded tensors in rank files
+    ///
+    /// [default: auto]
+    #[arg(long, value_name = "CLASS", hide_short_help = true)]
     pub tensor_class: Option<TensorClass>,
     #[command(flatten)]
     pub convert: ConvertArgs,
@@ -228,18 +238,22 @@ pub struct Reshard {
 
 #[derive(Args, Debug)]
 pub struct Unshard {
-    /// One file [default]
-    #[arg(long)]
+    /// Write one file
+    ///
+    /// This is the default.
+    #[arg(long, hide_short_help = true)]
     pub rank0_only: bool,
-    /// A file for every rank of SRC, each of them whole
+    /// Write a file with all whole tensors for every rank of SRC
     #[arg(long, conflicts_with = "rank0_only")]
     pub all_ranks: bool,
-    /// Only these modules (FSDP1 units; `.` is the root unit): rank files with their parameters whole on every rank, the
-    /// rest as it is; repeatable
-    #[arg(long, value_name = "PATTERN", conflicts_with_all = ["rank0_only", "all_ranks"])]
+    /// Write rank files in which only the parameters of these modules are whole on every rank (FSDP1 units; `.` is the
+    /// root unit)
+    ///
+    /// All other tensors keep their layout. Repeatable.
+    #[arg(long, value_name = "PATTERN", conflicts_with_all = ["rank0_only", "all_ranks"], hide_short_help = true)]
     pub unit: Vec<String>,
-    /// Gradients, too: a subtree or series `grads`
-    #[arg(long)]
+    /// Write gradients too: the subtree or series `grads`
+    #[arg(long, hide_short_help = true)]
     pub with_grads: bool,
     #[command(flatten)]
     pub shards: ShardArgs,
@@ -255,69 +269,94 @@ pub struct Flatten {
     pub convert: ConvertArgs,
 }
 
-/// What FSDP1 will be told when it loads.
+/// Configuration of FSDP1 in the job that loads the files.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Target layout")]
 pub struct FlatArgs {
-    /// Ranks that will load the files [default: as in the flat layout]
+    /// Write files for this number of ranks
+    ///
+    /// [default: as in the flat layout]
     #[arg(long, value_name = "N")]
     pub world_size: Option<u32>,
-    /// A module that is a unit of its own (the module itself, not what is below it); the rest is the root unit;
-    /// repeatable
+    /// Make each module that a pattern matches an FSDP unit
+    ///
+    /// A pattern matches the module itself, not what is below it; all other modules form the root unit. Repeatable.
     #[arg(long, value_name = "PATTERN")]
     pub wrap: Vec<String>,
-    /// Whether FSDP is told use_orig_params [default: as in the flat layout, else false]
+    /// Set use_orig_params of FSDP1
+    ///
+    /// [default: as in the flat layout, else false]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub use_orig_params: Option<bool>,
-    /// How ranks share [default: as in the flat layout, else full-shard]
+    /// Set the sharding strategy of FSDP1
+    ///
+    /// [default: as in the flat layout, else full-shard]
     #[arg(long, value_name = "STRATEGY")]
     pub strategy: Option<Strategy>,
-    /// Ranks that share one copy, under hybrid-shard
-    #[arg(long, value_name = "N")]
+    /// Set the number of ranks that share one copy under hybrid-shard
+    #[arg(long, value_name = "N", hide_short_help = true)]
     pub shard_group_size: Option<u32>,
-    /// MixedPrecision(param_dtype=...), which parameters are aligned for with use_orig_params [default: their own]
-    #[arg(long, value_name = "DTYPE")]
+    /// Set MixedPrecision(param_dtype=...)
+    ///
+    /// With use_orig_params it decides how parameters are aligned. [default: the dtype of the parameters]
+    #[arg(long, value_name = "DTYPE", hide_short_help = true)]
     pub forward_dtype: Option<String>,
-    /// Tensors of floats that are buffers, not parameters; repeatable
-    #[arg(long, value_name = "PATTERN")]
+    /// Treat float tensors that a pattern matches as buffers, not as parameters
+    ///
+    /// Repeatable.
+    #[arg(long, value_name = "PATTERN", hide_short_help = true)]
     pub buffers: Vec<String>,
-    /// A layout file with [flat], or a flat_layout.json: the units to write, also where SRC has others
+    /// Read the units to write from a layout file with [flat] or a flat_layout.json, even if SRC has other units
     #[arg(long, value_name = "FILE")]
     pub layout: Option<PathBuf>,
-    /// A checkpoint of the same model, whose values are ignored: its units where it is flat, else the order of its state
-    /// dict, which torch files keep
-    #[arg(long, value_name = "CKPT")]
+    /// Take units, or the order of parameters, from a checkpoint of the same model: its units if it is flat, else the
+    /// order of its state dict, which torch files keep
+    ///
+    /// Its values are ignored.
+    #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }
 
-/// What FSDP1 calls its `ShardingStrategy`.
+/// `ShardingStrategy` of FSDP1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
-    // SHARD_GRAD_OP has the same files.
+    /// Shard over all ranks
+    ///
+    /// SHARD_GRAD_OP has the same files
     FullShard,
+    /// Shard within groups of ranks, and replicate across them
     HybridShard,
+    /// Keep whole parameters on every rank
     NoShard,
 }
 
-/// Which tensors are in which safetensors file.
+/// Division of tensors into safetensors files.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
-    /// A checkpoint of the same model, whose values are ignored: where it is a folder of safetensors files, every tensor
-    /// goes into the file that it is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
-    #[arg(long, value_name = "CKPT")]
+    /// Read a checkpoint of the same model
+    ///
+    /// If it is a folder of safetensors files, each tensor goes into the file that it is in there. If SRC is FSDP1, it
+    /// gives the shapes and the order that SRC lacks. Its values are ignored.
+    #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
-    /// Largest safetensors file in a folder (5GB = 5e9, 5GiB = 5 * 2^30); a larger tensor gets its own
-    #[arg(long, value_name = "SIZE", default_value = "5GB")]
+    /// Limit the size of a safetensors file in a folder: 5GB is 5e9 bytes, 5GiB is 5 * 2^30
+    ///
+    /// A tensor that is larger gets a file of its own.
+    #[arg(long, value_name = "SIZE", default_value = "5GB", hide_short_help = true)]
     pub max_shard_size: Quantity,
 }
 
 #[derive(Args, Debug)]
 pub struct Consolidate {
-    /// Take every tensor, under its whole dotted name [default: the model, its prefix cut]
+    /// Write every tensor under its whole dotted name
+    ///
+    /// [default: the model, without its prefix]
     #[arg(long, conflicts_with = "root")]
     pub everything: bool,
-    /// Folder whose config and tokenizer files are copied, or none [default: SRC/huggingface, then SRC]
+    /// Copy config and tokenizer files from this folder, or from nowhere with `none`
+    ///
+    /// [default: SRC/huggingface, then SRC]
     #[arg(long, value_name = "DIR|none")]
     pub assets: Option<PathBuf>,
     #[command(flatten)]
@@ -328,12 +367,13 @@ pub struct Consolidate {
 
 #[derive(Args, Debug)]
 pub struct Verify {
-    /// The checkpoint to check
+    /// Checkpoint to check
     pub src: PathBuf,
-    /// One that should hold the same values, in whatever layout and format, or the saved output of `inspect --digest
-    /// --json`. Name options and --dtype apply to SRC
+    /// Checkpoint to compare with, in any layout and format, or the saved output of `inspect --digest --json`
+    ///
+    /// Options of names and --dtype apply to SRC.
     pub other: Option<PathBuf>,
-    /// Compare only names that both have
+    /// Compare only names that both checkpoints have
     #[arg(long, requires = "other")]
     pub common: bool,
     #[command(flatten)]
@@ -346,50 +386,63 @@ pub struct Verify {
 
 #[derive(Args, Debug)]
 pub struct Completions {
-    /// The shell that will read them
+    /// Shell that reads the completions
     pub shell: clap_complete::Shell,
 }
 
 #[derive(Args, Debug)]
 pub struct Man {
-    /// The folder to write to, made where it is missing
+    /// Folder to write to
+    ///
+    /// It is created if it does not exist.
     pub dir: PathBuf,
 }
 
-/// How rank files hold tensors that ranks share.
+/// Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TensorClass {
+    /// As in SRC; DTensor if SRC has no sharded tensors
     Auto,
+    /// DTensor, of FSDP2 and tensor parallelism
     #[value(name = "dtensor")]
     DTensor,
+    /// ShardedTensor, of FSDP1
     ShardedTensor,
-    // Plain tensors: of each the part that the rank holds.
+    /// Plain tensors, each the shard of its rank
     Local,
 }
 
-/// The command line, with the formats that each verb writes as the values of its `--to`.
+/// Returns the command line. `--to` of a verb lists the formats that it writes, and `-h` of a verb ends with a pointer to
+/// `--help`.
 #[must_use]
 pub fn command() -> clap::Command {
     let by_suffix = |rest: &str| {
         let by_suffix =
             Format::ALL.iter().map(|format| format.entry().suffixes).filter(|suffixes| !suffixes.is_empty());
         let groups: Vec<String> = by_suffix.map(|suffixes| format!(".{}", suffixes.join(" ."))).collect();
-        format!("Format of DST [default: by its suffix ({}), else {rest}]", groups.join("; "))
+        format!("by its suffix ({}), else {rest}", groups.join("; "))
     };
-    let verbs = [
-        ("reshard", String::from("Format of DST [default: that of SRC; dcp where SRC is no folder of shards]")),
+    let defaults = [
+        ("reshard", String::from("the format of SRC; dcp if SRC is not a folder of shards")),
         ("unshard", by_suffix("torch; with --all-ranks or --unit rank files, as in SRC")),
-        ("flatten", String::from("Format of DST [default: fsdp-flat]")),
+        ("flatten", String::from("fsdp-flat")),
         ("consolidate", by_suffix("safetensors")),
     ];
-    verbs.into_iter().fold(Cli::command(), |command, (verb, help)| {
+    let command = defaults.into_iter().fold(Cli::command(), |command, (verb, default)| {
         let written: Vec<&Format> = Format::ALL.iter().filter(|format| format.writers().contains(&verb)).collect();
-        let to = |arg: clap::Arg| arg.help(help).value_parser(values::formats(&written));
+        let help = "Choose the format of DST";
+        let long_help = format!("{help}.\n\n[default: {default}]");
+        let to = |arg: clap::Arg| arg.help(help).long_help(long_help).value_parser(values::formats(&written));
         command.mut_subcommand(verb, |verb| verb.mut_arg("to", to))
+    });
+    command.mut_subcommands(|verb| {
+        let Some(examples) = verb.get_after_long_help() else { return verb };
+        let pointer = format!("{examples}\n\n`dtshard {} --help` describes every option.", verb.get_name());
+        verb.after_help(pointer)
     })
 }
 
-/// Long options may be written with underscores: `--max_shard_size` is `--max-shard-size`.
+/// Replaces underscores in long options: `--max_shard_size` becomes `--max-shard-size`.
 pub fn normalise_long_options(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut only_positionals = false;
     let normalise = |argument: OsString| {

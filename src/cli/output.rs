@@ -1,4 +1,4 @@
-//! What is written, where to, and what is told of it.
+//! Options of the destination, of messages, and of the processes of a run.
 
 use std::path::PathBuf;
 
@@ -9,133 +9,166 @@ use super::values::any_format;
 use dtshard::Format;
 use dtshard::options::Quantity;
 
-/// What to tell, and how. Before or behind the verb.
+/// Options of messages. They may stand before or after the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Running")]
 pub struct TalkArgs {
-    /// One JSON document on stdout, also on failure
+    /// Print one JSON document on standard output, also on failure
     #[arg(long, global = true, display_order = 100)]
     pub json: bool,
-    /// Say nothing but errors
+    /// Print errors only
     #[arg(short, long, global = true, display_order = 101)]
     pub quiet: bool,
-    /// Say more, such as each name that is left out
+    /// Print details, such as the name of each tensor that is left out
     #[arg(short, long, global = true, display_order = 102)]
     pub verbose: bool,
-    /// Show progress
-    #[arg(long, value_name = "WHEN", default_value = "auto", global = true, display_order = 103)]
+    /// Choose when progress is shown
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "auto",
+        global = true,
+        display_order = 103,
+        hide_short_help = true
+    )]
     pub progress: ProgressChoice,
 }
 
-/// Where to write to, and how.
+/// Options of the destination.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
-    /// Format of DST
+    /// Choose the format of DST
     #[arg(long, value_name = "FORMAT", value_parser = any_format())]
     pub to: Option<Format>,
-    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
-    #[arg(long, value_name = "VERSION")]
+    /// Write DTensors in rank files as this version of PyTorch does, such as 2.9
+    ///
+    /// [default: as in SRC, else the newest known version]
+    #[arg(long, value_name = "VERSION", hide_short_help = true)]
     pub torch_version: Option<String>,
-    /// Replace DST if it is a checkpoint and holds nothing else [default: refused, unless it is an empty folder]
+    /// Replace DST if it is a checkpoint and contains no other files
+    ///
+    /// [default: an existing DST is an error, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
-    /// Go on where an interrupted run of the same command stopped, and keep what is done if this one is interrupted;
-    /// start where there is none
+    /// Continue an interrupted run of the same command, and keep finished work if this run is interrupted
+    ///
+    /// Without an interrupted run, start a new one.
     #[arg(long, conflicts_with = "restart")]
     pub resume: bool,
-    /// Throw away what an interrupted run left beside DST
-    #[arg(long)]
+    /// Delete what an interrupted run left beside DST, and start again
+    #[arg(long, hide_short_help = true)]
     pub restart: bool,
-    /// Plan everything and say what would be done; write nothing
+    /// Plan and check everything, print what a run would do, and write nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Do not wait until everything is on disk
-    #[arg(long)]
+    /// Return before all data is on disk
+    #[arg(long, hide_short_help = true)]
     pub no_sync: bool,
-    /// Read back and compare everything before it is published
+    /// Read DST back and compare it with SRC before it is published
     #[arg(long)]
     pub verify: bool,
 }
 
-/// Which share of the work is this process's, where several convert one checkpoint.
+/// Share of the work that this process does, if several processes convert one checkpoint.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Running")]
 pub struct PartArgs {
-    /// Do part K of --parts, from 0 [default: as srun, torchrun, mpirun or a Slurm array say]
-    #[arg(long, value_name = "K")]
+    /// Do part K of the parts that --parts counts, from 0
+    ///
+    /// [default: set by srun, torchrun, mpirun or a Slurm array]
+    #[arg(long, value_name = "K", hide_short_help = true)]
     pub part: Option<u32>,
-    /// Share the work among N processes, each started with the same command; 1 is a run of its own, whatever started it
-    /// [default: as srun, torchrun or mpirun say]
-    #[arg(long, value_name = "N")]
+    /// Divide the work among N processes, each started with the same command
+    ///
+    /// With 1, the process works alone, whatever started it. [default: set by srun, torchrun or mpirun]
+    #[arg(long, value_name = "N", hide_short_help = true)]
     pub parts: Option<u32>,
-    /// Leave when this part is done; whichever part is done last completes DST [default: in Slurm arrays, else wait]
-    #[arg(long)]
+    /// Exit when this part is done
+    ///
+    /// The part that is done last publishes DST. [default: in Slurm arrays; other processes wait]
+    #[arg(long, hide_short_help = true)]
     pub no_wait: bool,
 }
 
-/// How the processes of a run give each other what they read.
+/// Options of processes that exchange bytes.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Running")]
 pub struct ExchangeArgs {
-    /// What the processes of a run see of SRC: all of it, or each only the files on its own node
-    #[arg(long, value_name = "WHAT", default_value = "shared")]
+    /// State which files of SRC each process can see
+    #[arg(long, value_name = "WHAT", default_value = "shared", hide_short_help = true)]
     pub source: SourceSight,
-    /// How bytes get from process to process: cpu reads what all see, and first copies the files of SRC that only some see to
-    /// a folder beside DST; nccl exchanges between GPUs, mpi between hosts; auto is cpu where all see SRC, else nccl if each
-    /// process has a GPU, else mpi if it was built in and started the processes, else cpu
-    #[arg(long, value_name = "HOW", default_value = "auto")]
+    /// Choose how processes exchange bytes of tensors
+    #[arg(long, value_name = "HOW", default_value = "auto", hide_short_help = true)]
     pub backend: Backend,
-    /// Let NCCL reduce what is Partial, where each process has a summand: in NCCL's order, so floats are not the same in
-    /// every bit, nor in every run
-    #[arg(long)]
+    /// Let NCCL sum partial values
+    ///
+    /// It sums in an order of its own, so the last bits of floats can differ from run to run.
+    #[arg(long, hide_short_help = true)]
     pub fast_reduce: bool,
-    // Gone: an error says what replaced it.
+    // Removed: an error names what replaced it.
     #[arg(long, value_name = "PLACE", hide = true)]
     pub rendezvous: Option<String>,
-    /// How much each process reads, sends and receives at a time in an exchange; it takes six times as much memory [default: 64MB, or as
-    /// much less as --max-memory has room for]
-    #[arg(long, value_name = "BYTES")]
+    /// Limit the bytes that each process reads, sends and receives at a time in an exchange
+    ///
+    /// An exchange needs six times as much memory. [default: 64MB, less if --max-memory has no room for that]
+    #[arg(long, value_name = "BYTES", hide_short_help = true)]
     pub bucket_size: Option<Quantity>,
 }
 
-/// What each process of a run sees of SRC.
+/// Files of SRC that each process of a run sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum SourceSight {
+    /// Every process sees all files
     #[default]
     Shared,
+    /// Each process sees only the files on its own node
     PerRank,
 }
 
-/// How processes give each other bytes.
+/// Way in which processes exchange bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
+    /// cpu if every process sees SRC; else nccl if each process has a GPU, else mpi if it is built in and started the
+    /// processes, else cpu
     #[default]
     Auto,
+    /// Each process reads what it writes
+    ///
+    /// Files that not every process sees are first copied to a folder beside DST
     Cpu,
+    /// Between GPUs, by NCCL
     Nccl,
+    /// Between hosts, by MPI
     Mpi,
 }
 
-/// Arguments stand before the options of a verb, whatever heading those have.
+/// Arguments precede the options of a verb, whatever heading those have.
 const NO_HEADING: Option<&str> = None;
 
-/// What the verbs that write have in common.
+/// Arguments that all verbs which write share.
 #[derive(Args, Debug)]
 pub struct ConvertArgs {
-    /// The checkpoint: a folder or a file
+    /// Checkpoint to read: a folder or a file
     #[arg(help_heading = NO_HEADING)]
     pub src: PathBuf,
-    /// What to write: a folder; for torch, or a name ending in .safetensors, a file [optional with --dry-run]
+    /// Checkpoint to write
+    ///
+    /// It is a folder, or a file for torch and for names that end in .safetensors. Optional with --dry-run.
     #[arg(required_unless_present = "dry_run", help_heading = NO_HEADING)]
     pub dst: Option<PathBuf>,
     #[command(flatten)]
     pub destination: DestinationArgs,
     #[command(flatten)]
     pub select: SelectArgs,
-    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors), or under
-    /// each and under the name that SRC leaves out, where its config.json has tie_word_embeddings
-    #[arg(long, value_name = "CHOICE", default_value = "keep", help_heading = "Names and values")]
+    /// Choose what is written for a tensor that has several names
+    #[arg(
+        long,
+        value_name = "CHOICE",
+        default_value = "keep",
+        help_heading = "Names and values",
+        hide_short_help = true
+    )]
     pub tied: Tied,
     #[command(flatten)]
     pub checks: CheckArgs,
@@ -147,12 +180,14 @@ pub struct ConvertArgs {
     pub exchange: ExchangeArgs,
 }
 
-/// When to show progress.
+/// Condition under which progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProgressChoice {
-    // A bar on a terminal, plain lines for long runs elsewhere. A document comment here would spread `--help` out.
+    /// A bar on a terminal, lines now and then in a long run elsewhere
     #[default]
     Auto,
+    /// Lines even if the run is short
     Always,
+    /// No progress
     Never,
 }

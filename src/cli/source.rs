@@ -1,4 +1,4 @@
-//! What is read, how, and what is taken of it.
+//! Options of the source, and of the names and values that are taken from it.
 
 use std::path::PathBuf;
 
@@ -8,157 +8,198 @@ use super::values::{IoArg, SplitArg, any_format, rank};
 use dtshard::Format;
 use dtshard::options::Quantity;
 
-/// Where to read from, and how.
+/// Options of the source.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct SourceArgs {
-    /// Format of SRC [default: detected]
-    #[arg(long, value_name = "FORMAT", value_parser = any_format())]
+    /// Set the format of SRC
+    ///
+    /// [default: detected]
+    #[arg(long, value_name = "FORMAT", value_parser = any_format(), hide_short_help = true)]
     pub from: Option<Format>,
-    /// Series of rank files to take: names with commas between them, or all [default: model for unshard and
-    /// consolidate, else all]
-    #[arg(long, value_name = "A,B|all", value_delimiter = ',')]
+    /// Read these series of rank files: names separated by commas, or all
+    ///
+    /// [default: model for unshard and consolidate, else all]
+    #[arg(long, value_name = "A,B|all", value_delimiter = ',', hide_short_help = true)]
     pub series: Vec<String>,
-    /// How to read: mapped, by positional reads, past the page cache, or as suits the file system
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Running")]
+    /// Choose how files of SRC are read
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Running", hide_short_help = true)]
     pub io: IoArg,
-    /// Worker threads [default: one a core, in Slurm those of the task; to sync to disk at least 4]
-    #[arg(long, value_name = "N", help_heading = "Running")]
+    /// Set the number of worker threads
+    ///
+    /// [default: one per core; in Slurm, one per core of the task; at least 4 if data is synced to disk]
+    #[arg(long, value_name = "N", help_heading = "Running", hide_short_help = true)]
     pub threads: Option<usize>,
-    /// Anonymous memory to stay within, page cache apart
+    /// Limit anonymous memory
+    ///
+    /// Page cache does not count.
     #[arg(long, value_name = "SIZE", default_value = "512MB", help_heading = "Running")]
     pub max_memory: Quantity,
-    /// Go on where rank files are missing and replicas of other ranks hold all that was in them
-    #[arg(long)]
+    /// Accept missing rank files if replicas of other ranks hold all their tensors
+    #[arg(long, hide_short_help = true)]
     pub allow_missing: bool,
-    /// Go on without objects whose Python class is not known to be plain data
-    #[arg(long)]
+    /// Leave out objects whose Python class is not known to be plain data
+    ///
+    /// [default: they are an error]
+    #[arg(long, hide_short_help = true)]
     pub drop_unknown: bool,
-    /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
-    #[arg(long, value_name = "FILE")]
+    /// Read units, order and shapes of FSDP1 flat parameters from this file
+    ///
+    /// [default: flat_layout.json in SRC]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub flat_layout: Option<PathBuf>,
     #[command(flatten)]
     pub layout: SourceLayoutArgs,
 }
 
-/// How plain tensors of rank files lie, which the files do not say.
+/// Declared layout of plain tensors in rank files, which the files do not record.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct SourceLayoutArgs {
-    /// Mesh of the ranks that saved SRC, where its plain tensors are parts of tensors: named dims, row-major ranks
-    /// [default: that of its DTensors]
-    #[arg(long, value_name = "DIMS")]
+    /// Declare the mesh of the ranks that saved SRC, if its plain tensors are shards: named dimensions in row-major
+    /// order of ranks
+    ///
+    /// [default: the mesh of its DTensors]
+    #[arg(long, value_name = "DIMS", hide_short_help = true)]
     pub src_mesh: Option<String>,
-    /// Ranks of that mesh in row-major order of its cells [default: 0,1,2,...]
-    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
+    /// List the ranks of --src-mesh, in row-major order of its cells
+    ///
+    /// [default: 0,1,2,...]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank, hide_short_help = true)]
     pub src_mesh_ranks: Vec<u32>,
-    /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
-    #[arg(long, value_name = "[PATTERN=]LIST")]
+    /// Declare the placements of plain tensors of SRC, in the notation of --placements
+    ///
+    /// Repeatable. [default: every rank has the whole tensor]
+    #[arg(long, value_name = "[PATTERN=]LIST", hide_short_help = true)]
     pub src_placements: Vec<String>,
-    /// How dims of plain tensors of SRC are cut [default: chunk]
-    #[arg(long, value_name = "RULE")]
+    /// Declare how uneven dimensions of plain tensors of SRC are cut
+    ///
+    /// [default: chunk]
+    #[arg(long, value_name = "RULE", hide_short_help = true)]
     pub src_split: Option<SplitArg>,
-    /// A parallelize plan that says it of the parameters of the model, as --plan does of DST: llama, mistral, qwen2, ..., or
-    /// a file with styles
-    #[arg(long, value_name = "NAME|FILE")]
+    /// Declare the placements of model parameters of SRC by a parallelize plan, as --plan does for DST: llama, mistral,
+    /// qwen2, ..., or a file with styles
+    #[arg(long, value_name = "NAME|FILE", hide_short_help = true)]
     pub src_plan: Option<String>,
-    /// A layout file that says all this. --src-mesh takes the place of its mesh, --src-placements rules come before its
-    /// own, and a bare list takes the place of its fallback
-    #[arg(long, value_name = "FILE")]
+    /// Declare the layout of plain tensors of SRC by a layout file
+    ///
+    /// --src-mesh replaces the mesh of the file, --src-placements rules precede its rules, and a bare list replaces its
+    /// fallback.
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub src_layout: Option<PathBuf>,
-    /// Mesh dims along which ranks hold summands of plain tensors (their own gradients), and how these are reduced: sum,
-    /// avg, max, min or product; repeatable [default: sum]
-    #[arg(long, value_name = "DIMS[=OP]")]
+    /// Declare the mesh dimensions along which ranks store partial values of plain tensors, such as gradients of each
+    /// rank, and how they are reduced: sum, avg, max, min or product
+    ///
+    /// Repeatable. [default: sum]
+    #[arg(long, value_name = "DIMS[=OP]", hide_short_help = true)]
     pub reduce: Vec<String>,
 }
 
-/// What FSDP1 files lack.
+/// Source of the shapes that FSDP1 files lack.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct ShapeArgs {
-    /// A checkpoint of the same model, whose values are ignored, for the shapes that an FSDP1 SRC lacks, and the order of
-    /// parameters where it is a torch file
-    #[arg(long, value_name = "CKPT")]
+    /// Read a checkpoint of the same model for the shapes that an FSDP1 SRC lacks, and for the order of parameters if
+    /// it is a torch file
+    ///
+    /// Its values are ignored.
+    #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }
 
-/// What of SRC is taken, under which names and in which dtypes.
+/// Selection, names and dtypes of what is taken from SRC.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Names and values")]
 pub struct SelectArgs {
-    /// Take only what a pattern covers (* within a component, ** across, {a,b}); a module covers what is below it;
-    /// repeatable
+    /// Take only names that a pattern matches
+    ///
+    /// In a pattern * stays within a component, ** crosses dots, {a,b} lists alternatives. A pattern that matches a
+    /// module takes everything below it. Repeatable.
     #[arg(long, value_name = "PATTERN")]
     pub include: Vec<String>,
-    /// Leave out what a pattern covers; a parameter's optimizer state goes with it; repeatable
+    /// Leave out names that a pattern matches, and the optimizer state of these parameters
+    ///
+    /// Repeatable.
     #[arg(long, value_name = "PATTERN")]
     pub exclude: Vec<String>,
-    /// Further --include patterns, one a line
-    #[arg(long, value_name = "FILE")]
+    /// Read further --include patterns from a file, one per line
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub include_from: Option<PathBuf>,
     /// Take this subtree of the state dict, under names relative to it
     #[arg(long, value_name = "PATH")]
     pub root: Option<String>,
-    /// Cut this from the front of names that begin with it; repeatable, in the order given
-    #[arg(long, value_name = "TEXT")]
+    /// Remove this text from the front of names that begin with it
+    ///
+    /// Repeatable; applied in the order given.
+    #[arg(long, value_name = "TEXT", hide_short_help = true)]
     pub strip_prefix: Vec<String>,
-    /// Replace every match of a regular expression in names; \1 and ${1} are its groups; repeatable, in the order given
+    /// Replace every match of a regular expression in names
+    ///
+    /// \1 and ${1} are its groups. Repeatable; applied in the order given.
     #[arg(long, value_name = "REGEX=REPL")]
     pub rename: Vec<String>,
-    /// Further --rename rules, one a line
-    #[arg(long, value_name = "FILE")]
+    /// Read further --rename rules from a file, one per line
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub rename_file: Option<PathBuf>,
-    /// Put this text before every name, after the renames
-    #[arg(long, value_name = "TEXT")]
+    /// Put this text in front of every name, after the renames
+    #[arg(long, value_name = "TEXT", hide_short_help = true)]
     pub add_prefix: Option<String>,
     /// Put everything into nested dicts of this dotted path
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub nest: Option<String>,
-    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.); reshard keeps
-    /// them, and only matches patterns without them
-    #[arg(long)]
+    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.)
+    ///
+    /// reshard always writes them; there, this option makes patterns match names with them.
+    #[arg(long, hide_short_help = true)]
     pub keep_names: bool,
-    /// Cast float tensors of 1 or more dims: to DTYPE all f32, f16 and bf16 ones outside optimizer state, with PATTERN=
-    /// those that it covers; repeatable, the first pattern wins [default: no bit changes]
+    /// Cast floating-point tensors, such as to bf16
+    ///
+    /// DTYPE casts all f32, f16 and bf16 tensors of one or more dimensions outside the optimizer state; PATTERN=DTYPE
+    /// casts the tensors that PATTERN matches, and the first match wins. Repeatable. [default: no cast]
     #[arg(long, value_name = "[PATTERN=]DTYPE")]
     pub dtype: Vec<String>,
 }
 
-/// What is checked before anything is written, and what to do about it.
+/// Checks before anything is written.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Checks")]
 pub struct CheckArgs {
-    /// Where ranks store different values of a plain tensor or object, take the lowest rank's, keep each rank's, or
-    /// leave it out [default: an error]
-    #[arg(long, value_name = "CHOICE")]
+    /// Choose what is written if ranks store different values of a plain tensor or object
+    ///
+    /// [default: an error]
+    #[arg(long, value_name = "CHOICE", hide_short_help = true)]
     pub on_conflict: Option<OnConflict>,
-    /// Compare replicas of DTensors, too; plain tensors always are
-    #[arg(long)]
+    /// Compare replicas of DTensors too
+    ///
+    /// Replicas of plain tensors are always compared.
+    #[arg(long, hide_short_help = true)]
     pub check_replicas: bool,
-    /// Check every stored checksum first, not only those of records that pass through whole
-    #[arg(long)]
+    /// Check every stored checksum before anything is written
+    ///
+    /// [default: check the checksums of records that are copied whole]
+    #[arg(long, hide_short_help = true)]
     pub check_crc: bool,
 }
 
-/// Whose value is taken where ranks disagree.
+/// Value that is written if ranks store different values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnConflict {
-    // The lowest rank's.
+    /// The value of the lowest rank
     Rank0,
-    // Every rank's: in rank files each its own, in other formats a dict of rank_0, rank_1, ...
+    /// The value of every rank: in rank files each its own, in other formats a dict of rank_0, rank_1,
     PerRank,
-    // None: it is left out.
+    /// Nothing
     Drop,
 }
 
-/// What becomes of several names of one tensor.
+/// Names under which a tensor with several names is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Tied {
-    // Every name is written.
+    /// Write the tensor under every name
     #[default]
     Keep,
-    // The first name is written, the others are recorded in `__metadata__`.
+    /// Write it under the first name, and record the other names (safetensors)
     Drop,
-    // Every name is written, and one that SRC leaves out as well.
+    /// Write it under every name, and under the name that SRC leaves out if its config.json has tie_word_embeddings
     Write,
 }

@@ -1,4 +1,4 @@
-//! Values that options of several groups take.
+//! Values of options that several verbs have.
 
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -7,24 +7,27 @@ use dtshard::Format;
 use dtshard::options::IoMode;
 use dtshard::options::Split;
 
-/// Reads the name of any format, and shows those that `shown` names: a verb says why it does not write another one.
+/// Parses the name of any format. Help lists only the formats in `shown`, since a verb explains why it does not write others.
 pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {
     let value = |format: &Format| PossibleValue::new(format.name()).hide(!shown.contains(&format));
     let names: Vec<PossibleValue> = Format::ALL.iter().map(value).collect();
     PossibleValuesParser::new(names).map(|name| Format::from_name(&name).expect("one of the names"))
 }
 
-/// Reads the name of a format.
+/// Parses the name of a format.
 pub fn any_format() -> impl TypedValueParser<Value = Format> {
     formats(&Format::ALL.iter().collect::<Vec<_>>())
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum IoArg {
+    /// As suits the file system
     Auto,
+    /// By mapped memory
     Mmap,
+    /// By positional reads
     Read,
-    // Past the page cache, where the file system can.
+    /// By reads that bypass the page cache, if the file system can
     Direct,
 }
 
@@ -40,11 +43,14 @@ impl IoArg {
     }
 }
 
-/// How a dim is cut.
+/// Rule by which an uneven dimension is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SplitArg {
+    /// As torch.chunk does
     Chunk,
+    /// The first n mod k ranks get one more
     Balanced,
+    /// As the region mappings of makani do
     Makani,
 }
 
@@ -58,7 +64,7 @@ impl From<SplitArg> for Split {
     }
 }
 
-/// One of a list of ranks.
+/// Parses one rank of a list.
 pub(super) fn rank(text: &str) -> Result<u32, &'static str> {
-    text.trim().parse().map_err(|_| "expected ranks with commas between them, such as 0,2,1,3")
+    text.trim().parse().map_err(|_| "expected ranks separated by commas, such as 0,2,1,3")
 }

@@ -1,8 +1,10 @@
 //! What people and programs see: `inspect`, help, completions, man pages, and arguments that are refused.
 
+use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use crate::common::env::TestEnv;
 use crate::common::{expect, fixture, run, succeed};
 use crate::snapshot::assert_snapshot;
 use serde_json::{Value as Json, json};
@@ -185,15 +187,37 @@ fn help_is_short_and_complete() {
         assert!(!help.stdout.contains(&format!("\n  {alias}")) && !help.stdout.contains("alias"), "{}", help.stdout);
     }
     for verb in VERBS {
-        let help = run([verb, "--help"]);
-        assert_eq!((help.code, help.stderr.as_str()), (0, ""));
-        assert!(help.stdout.contains("\nExamples:\n  dtshard "), "{}", help.stdout);
+        let (short, long) = (run([verb, "-h"]), run([verb, "--help"]));
+        assert_eq!((short.code, short.stderr.as_str(), long.code, long.stderr.as_str()), (0, "", 0, ""));
+        assert!(short.stdout.lines().count() <= 50, "{}", short.stdout);
+        for help in [&short, &long] {
+            assert!(help.stdout.contains("\nExamples:\n  dtshard "), "{}", help.stdout);
+        }
     }
     let version = run(["--version"]);
     assert_eq!((version.code, version.stdout), (0, format!("dtshard {}\n", env!("CARGO_PKG_VERSION"))));
     let nothing = run::<&str>([]);
     assert_eq!((nothing.code, nothing.stdout.as_str()), (2, ""));
     assert!(nothing.stderr.contains("Usage: dtshard"), "{}", nothing.stderr);
+}
+
+#[test]
+fn examples_of_help_run() {
+    let env = TestEnv::new();
+    fs::rename(env.copy("llama_tiny/ranks"), env.path("step-1000")).unwrap();
+    let program = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
+    let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+    for verb in ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify"] {
+        let help = run([verb, "--help"]).stdout;
+        let examples: Vec<&str> = help.lines().filter_map(|line| line.strip_prefix("  dtshard ")).collect();
+        assert_eq!(examples.len(), 2, "{help}");
+        for example in examples {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", &format!("dtshard {example}")]).env("PATH", &path).current_dir(env.path(""));
+            let outcome = shell.output().unwrap();
+            assert!(outcome.status.success(), "{example}: {}", String::from_utf8_lossy(&outcome.stderr));
+        }
+    }
 }
 
 /// Every long option of a verb, from its help.
