@@ -46,7 +46,10 @@ fn print_preview(plan: &mut Plan, printer: &Printer) -> Result<()> {
 
 fn print_report(report: &Report, waits: bool, printer: &Printer) -> Result<()> {
     printer.document(&report.to_json())?;
-    report.warnings.iter().for_each(|warning| printer.outcome(&format!("warning: {warning}")));
+    report.warnings.iter().for_each(|warning| printer.own_warning(warning));
+    if let Some(hint) = &report.hint {
+        printer.hint(hint);
+    }
     match report.outcome {
         // Of processes that wait for each other the first speaks for all, whichever publishes.
         Outcome::Published | Outcome::PublishedByOther if waits => printer.line(&report.to_string()),

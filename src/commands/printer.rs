@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 
 use anstream::{AutoStream, ColorChoice};
-use anstyle::{Ansi256Color, Color, Style};
+use anstyle::{Ansi256Color, AnsiColor, Color, Style};
 use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
@@ -48,14 +48,21 @@ impl Printer {
         !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
     }
 
-    /// A line of talk as it goes out.
+    /// Prints a line to standard error.
     pub(super) fn say(&self, text: &str) {
-        let text = &spelled(text);
-        if self.part.is_alone() {
-            write_stderr(text);
-        } else {
-            write_stderr(&format!("[{}] {text}", self.part));
-        }
+        self.write_message(None, text);
+    }
+
+    /// Prints a line to standard error that begins with its kind: `note: ...`.
+    fn say_as(&self, label: Label, text: &str) {
+        self.write_message(Some(label), text);
+    }
+
+    fn write_message(&self, label: Option<Label>, text: &str) {
+        let part = if self.part.is_alone() { String::new() } else { format!("[{}] ", self.part) };
+        let is_coloured = AutoStream::choice(&io::stderr()) != ColorChoice::Never;
+        let label = label.map_or_else(String::new, |label| label.prefix(is_coloured));
+        write_stderr(&(part + &label), &spelled(text));
     }
 
     #[must_use]
@@ -127,17 +134,41 @@ impl Printer {
         }
     }
 
+    /// Prints what was done, and why the reader may care.
+    pub fn note(&self, text: &str) {
+        if self.speaks() {
+            self.say_as(Label::Note, text);
+        }
+    }
+
+    /// Prints what to do next.
+    pub fn hint(&self, text: &str) {
+        if self.speaks() {
+            self.say_as(Label::Hint, text);
+        }
+    }
+
+    /// Prints a warning that all processes have in common.
     pub fn warning(&self, text: &str) {
-        self.line(&format!("warning: {text}"));
+        if self.speaks() {
+            self.say_as(Label::Warning, text);
+        }
+    }
+
+    /// Prints a warning of this process.
+    pub fn own_warning(&self, text: &str) {
+        if !self.choice.quiet {
+            self.say_as(Label::Warning, text);
+        }
     }
 
     /// The error, its hint, and the JSON document of a failed run.
     pub fn error(&self, error: &Error) {
-        self.say(&format!("error: {error}"));
+        self.say_as(Label::Error, &error.to_string());
         if let Some(hint) = error.hint() {
             // Indented lines are ours or pass for none of ours.
             let mut lines = hint.split("\n    ");
-            self.say(&format!("hint: {}", lines.next().unwrap_or_default()));
+            self.say_as(Label::Hint, lines.next().unwrap_or_default());
             lines.for_each(|line| self.say(&format!("    {line}")));
         }
         // The run has failed already; there is no second way to fail.
@@ -153,7 +184,7 @@ impl Printer {
             // Arguments may be names of files, of which a shell has made a list. Text with colours is not escaped.
             let text = error.render().to_string();
             if text.split('\n').any(|line| harmless(line) != line) {
-                text.trim_end().split('\n').for_each(write_stderr);
+                text.trim_end().split('\n').for_each(|line| write_stderr("", line));
                 return 0;
             }
             match error.print() {
@@ -168,7 +199,7 @@ impl Printer {
         if is_first {
             print();
         } else {
-            self.say(&format!("error: {message}"));
+            self.say_as(Label::Error, &message);
         }
         let _ = self.document(&json!({ "error": Error::Usage { message, hint }.to_json() }));
         2
@@ -207,9 +238,31 @@ fn write_stdout(text: &str) -> Result<()> {
     }
 }
 
-/// A line of talk. A terminal that went away is no error.
-fn write_stderr(text: &str) {
-    without_bar(|| drop(writeln!(io::stderr().lock(), "{}", harmless(text))));
+/// Writes a line to standard error: `head` as it is, and `text` made harmless. A terminal that went away is no error.
+fn write_stderr(head: &str, text: &str) {
+    without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", harmless(text))));
+}
+
+/// Kind of a message. Its colour shows on a terminal, unless `NO_COLOR` is set.
+#[derive(Clone, Copy)]
+enum Label {
+    Error,
+    Warning,
+    Note,
+    Hint,
+}
+
+impl Label {
+    fn prefix(self, is_coloured: bool) -> String {
+        let (name, colour) = match self {
+            Self::Error => ("error", AnsiColor::Red),
+            Self::Warning => ("warning", AnsiColor::Yellow),
+            Self::Note => ("note", AnsiColor::Cyan),
+            Self::Hint => ("hint", AnsiColor::Green),
+        };
+        let style = if is_coloured { colour.on_default().bold() } else { Style::new() };
+        format!("{style}{name}:{style:#} ")
+    }
 }
 
 fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
@@ -280,6 +333,12 @@ mod tests {
         assert_eq!(of(1, Launcher::Slurm, always).progress(), ProgressChoice::Always);
         // Elements of an array have a standard output each.
         assert!(of(1, Launcher::SlurmArray, usual).documents && !of(1, Launcher::Slurm, usual).documents);
+    }
+
+    #[test]
+    fn label_is_coloured_on_request_only() {
+        assert_eq!(Label::Warning.prefix(false), "warning: ");
+        assert_eq!(Label::Error.prefix(true), "\u{1b}[1m\u{1b}[31merror:\u{1b}[0m ");
     }
 
     #[test]

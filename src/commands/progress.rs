@@ -74,7 +74,7 @@ impl Progress for TerminalProgress {
         let printer = &self.0.printer;
         match level {
             Level::Detail => printer.detail(text),
-            Level::Note => printer.line(text),
+            Level::Note => printer.note(text),
             Level::Outcome => printer.outcome(text),
             Level::Warning => printer.warning(text),
         }

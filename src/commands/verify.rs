@@ -13,7 +13,7 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let setup = Setup { stop: process::prepare()?, ..Setup::default() };
     let verification = verify(&args.options(), &setup, TerminalProgress::new(printer))?;
     printer.document(&verification.to_json())?;
-    verification.hints().iter().for_each(|hint| printer.line(&format!("hint: {hint}")));
+    verification.hints().iter().for_each(|hint| printer.hint(hint));
     printer.data(&verification.lines(printer.verbose()))?;
     printer.line(&verification.to_string());
     Ok(if verification.is_same() { Status::Done } else { Status::Different })

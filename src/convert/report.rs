@@ -79,6 +79,8 @@ pub struct Report {
     pub time: Duration,
     /// Values that casts have lost: overflows and NaNs.
     pub warnings: Vec<String>,
+    /// Options that take in what the target leaves out by default, if it left out anything.
+    pub hint: Option<String>,
     line: String,
     document: Json,
 }
@@ -213,9 +215,21 @@ impl<'a> Account<'a> {
             bytes_read: stats.bytes_read,
             time,
             warnings,
+            hint: if outcome == Outcome::UpToDate { None } else { self.left_out_hint() },
             line,
             document,
         }
+    }
+
+    /// Names the options that take in what the target left out.
+    fn left_out_hint(&self) -> Option<String> {
+        let Prepared { source, reservation, .. } = self.conversion;
+        let tensors = source.left_out_remedy.filter(|_| !source.wanted.left_out.groups.is_empty());
+        let objects = (!reservation.left_out.is_empty()).then_some("options::to torch writes objects, too");
+        let has_series = !source.checkpoint.skipped_series.is_empty();
+        let series = has_series.then_some("options::series all reads the other series");
+        let remedies: Vec<&str> = [tensors, objects, series].into_iter().flatten().collect();
+        (!remedies.is_empty()).then(|| remedies.join("; "))
     }
 
     /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.53 GB/s); left out: 54 tensors (optim), 12 objects; cast 290

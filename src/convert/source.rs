@@ -63,6 +63,20 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// Processes that took part have left each other.
     pub has_parted: bool,
+    /// Option that takes in the tensors which the target leaves out by default.
+    pub left_out_remedy: Option<&'static str>,
+}
+
+/// Returns the option that takes in what `defaults` leave out, unless the caller chose names.
+fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
+    let SelectOptions { include, include_from, exclude, root, .. } = select;
+    if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
+        return None;
+    }
+    match defaults.root {
+        Root::Model => Some("options::everything writes all tensors"),
+        _ => defaults.without_gradients.then_some("options::with_grads writes gradients, too"),
+    }
 }
 
 impl ConversionSource {
@@ -88,6 +102,7 @@ impl ConversionSource {
         args: &ConvertOptions,
         defaults: Defaults,
     ) -> Result<Self> {
+        let left_out_remedy = left_out_remedy(&args.select, &defaults);
         let choose = || {
             let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             let options = select_options(&args.select, defaults)?;
@@ -106,6 +121,7 @@ impl ConversionSource {
             compared: false,
             peers,
             has_parted: false,
+            left_out_remedy,
         })
     }
 
