@@ -4,7 +4,7 @@
 
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result, STOPPING};
+use crate::error::{Error, Result, STOPPING, Stopped};
 
 #[derive(Debug, Default)]
 pub(crate) struct Fate(OnceLock<Gone>);
@@ -57,10 +57,7 @@ impl Gone {
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
             Why::Failed(words) => Error::comm(self.rank, op, words),
-            Why::Stopped(which) => {
-                let (signal, exit) = STOPPING[*which];
-                Error::Stopped { signal, exit, rank: Some(self.rank.into()), kept: None }
-            }
+            Why::Stopped(which) => Stopped::by(*which, Some(self.rank.into())).into(),
         }
     }
 }

@@ -10,6 +10,7 @@ mod config;
 mod conflicts;
 mod consolidate;
 mod digests;
+pub(crate) mod error;
 mod estimate;
 mod execute;
 mod fill;

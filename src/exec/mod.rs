@@ -25,6 +25,7 @@ pub(crate) mod passing;
 pub mod reduce;
 pub(crate) mod runs;
 mod stop;
+pub(crate) mod stopped;
 pub(crate) mod strips;
 pub mod sums;
 #[cfg(test)]

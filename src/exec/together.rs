@@ -3,7 +3,7 @@
 //! Counts bytes. Invariant: a process that says anything else is an error that names it, in all of them.
 
 use crate::comm::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Together {
@@ -64,7 +64,7 @@ mod tests {
             let (first, second) = (fleet.next().unwrap(), fleet.next().unwrap());
             let other = thread::spawn(move || drop(second.gather(nonsense)));
             let error = Together::default().add_up(&first).unwrap_err();
-            assert!(matches!(&error, Error::Comm { op: "add up", .. }), "{error:?}");
+            assert!(matches!(&error, Error::Comm(CommError { op: "add up", .. })), "{error:?}");
             assert!(error.to_string().contains("process 1"), "{error}");
             other.join().unwrap();
         }

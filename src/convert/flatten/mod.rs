@@ -17,7 +17,7 @@ use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::{FlatTarget, Survey};
 use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
@@ -94,7 +94,7 @@ fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>)
     let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
     match source.difference([kept, other], kept_entry.dtype, run)? {
         None => Ok(()),
-        Some(difference) => Err(Error::Conflict {
+        Some(difference) => Err(Error::Catalog(CatalogError::Conflict {
             fqn: entry.fqn.to_string(),
             what: "a tensor",
             between: format!("it and {}", kept_entry.fqn),
@@ -103,6 +103,6 @@ fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>)
                 "another options::flat_layout keeps tensors apart, options::use_orig_params the state of each parameter; options::exclude \
                  leaves them out",
             )),
-        }),
+        })),
     }
 }

@@ -11,7 +11,7 @@ use crate::catalog::path::Unflatten;
 use crate::catalog::{
     Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value, shift_tensors,
 };
-use crate::error::{CoverageKind, Error, Result};
+use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
@@ -152,7 +152,7 @@ impl MetadataFile<'_> {
     fn push_chunk(&self, files: &Files, entry: &mut TensorEntry, chunk: StoredChunk) -> Result<()> {
         let region = Region::new(chunk.offsets, chunk.sizes);
         if !region.fits(&entry.shape) {
-            return Err(Error::Coverage {
+            return Err(Error::Catalog(CatalogError::Coverage {
                 fqn: entry.fqn.to_string(),
                 kind: CoverageKind::OutOfBounds,
                 region: region.to_string(),
@@ -161,7 +161,7 @@ impl MetadataFile<'_> {
                     "{} does not describe its own tensors; save the checkpoint again",
                     self.path.display()
                 )),
-            });
+            }));
         }
         let place = match chunk.stored {
             Some(stored) => Place::Item(self.stretch(files, &entry.fqn, stored)?),
