@@ -58,21 +58,13 @@ pub enum Error {
     #[error(transparent)]
     Stopped(#[from] Stopped),
 
-    /// The message of `error` shortens a list of names; these are all of them.
-    #[error("{error}")]
-    Naming {
-        names: Vec<String>,
-        #[source]
-        error: Box<Error>,
-    },
+    /// The message of `source` shortens a list of names; these are all of them.
+    #[error("{source}")]
+    Naming { names: Vec<String>, source: Box<Error> },
 
     /// The error is about a tensor of the checkpoint at `path`.
-    #[error("{}: {error}", path.display())]
-    Within {
-        path: PathBuf,
-        #[source]
-        error: Box<Error>,
-    },
+    #[error("{}: {source}", path.display())]
+    Within { path: PathBuf, source: Box<Error> },
 }
 
 impl Error {
@@ -111,7 +103,7 @@ impl Error {
     #[must_use]
     pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
         let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
-        Self::Naming { names, error: Box::new(self) }
+        Self::Naming { names, source: Box::new(self) }
     }
 
     /// Returns all names of the list that the message shortens.
@@ -119,7 +111,7 @@ impl Error {
     pub fn names(&self) -> Option<&[String]> {
         match self {
             Self::Naming { names, .. } => Some(names),
-            Self::Within { error, .. } => error.names(),
+            Self::Within { source, .. } => source.names(),
             _ => None,
         }
     }
@@ -136,14 +128,23 @@ impl Error {
     /// Returns the error that is within others.
     fn innermost(&self) -> &Self {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.innermost(),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost(),
             error => error,
+        }
+    }
+
+    /// Returns the checkpoint of the tensor that the error is about.
+    fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Within { path, .. } => Some(path),
+            Self::Naming { source, .. } => source.folder(),
+            _ => None,
         }
     }
 
     fn innermost_mut(&mut self) -> &mut Self {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.innermost_mut(),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost_mut(),
             error => error,
         }
     }
@@ -169,8 +170,8 @@ impl Error {
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {
-            Self::Catalog(_) => Self::Within { path: path.to_path_buf(), error: Box::new(self) },
-            Self::Naming { names, error } => Self::Naming { names, error: Box::new(error.within(path)) },
+            Self::Catalog(_) => Self::Within { path: path.to_path_buf(), source: Box::new(self) },
+            Self::Naming { names, source } => Self::Naming { names, source: Box::new(source.within(path)) },
             error => error,
         }
     }
@@ -179,7 +180,7 @@ impl Error {
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.hint(),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.hint(),
             Self::Storage(error) => error.hint(),
             Self::Format(error) => Some(error.hint()),
             Self::Catalog(error) => error.hint(),
@@ -198,20 +199,13 @@ impl Error {
         let mut document = json!({
             "kind": self.kind(),
             "message": self.to_string(),
-            "file": null,
+            "file": self.folder().map(|path| path.display().to_string()),
             "fqn": self.fqn(),
             "expected": null,
             "found": null,
             "hint": self.hint(),
         });
-        let mut outer = self;
-        while let Self::Within { error, .. } | Self::Naming { error, .. } = outer {
-            if let Self::Within { path, .. } = outer {
-                document["file"] = json!(path.display().to_string());
-            }
-            outer = error;
-        }
-        let fields = match outer {
+        let fields = match self.innermost() {
             Self::Storage(StorageError::Io { path, .. }) => json!({ "file": path.display().to_string() }),
             Self::Format(error) => error.fields(),
             Self::Catalog(error) => error.fields(),
@@ -231,7 +225,7 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.kind(),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.kind(),
             Self::Storage(StorageError::Io { .. }) => "io",
             Self::Format(error) => error.kind(),
             Self::Catalog(error) => error.kind(),
@@ -270,5 +264,44 @@ impl Error {
         let whole = error.to_string();
         let prefix = error.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
         whole.strip_prefix(&prefix).unwrap_or(&whole).to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    #[test]
+    fn refusal_of_the_system_is_the_source_of_an_error() {
+        let error = Error::io("open", "out")(io::ErrorKind::NotFound.into());
+        let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        assert_eq!(source.map(io::Error::kind), Some(io::ErrorKind::NotFound));
+        assert_eq!(error.kind(), "io");
+    }
+
+    #[test]
+    fn untrusted_file_is_named_once_and_is_usage() {
+        let link = Untrusted::Link { path: "out".into(), target: "other".into() };
+        let error = Error::io("open", "folder")(link.into());
+        assert!(matches!(&error, Error::Storage(StorageError::Untrusted { .. })), "{error:?}");
+        assert_eq!(error.to_string(), "out is a link to other, which is not followed");
+        assert_eq!((error.kind(), error.hint()), ("usage", Some("remove the link, or choose another destination")));
+        assert!(error.to_json()["file"].is_null());
+    }
+
+    #[test]
+    fn tensor_error_in_a_checkpoint_keeps_its_kind_name_and_source() {
+        let (region, detail) = (String::from("[0, 2)"), String::from("no chunk"));
+        let gap = CatalogError::Coverage { fqn: "w".into(), kind: CoverageKind::Gap, region, detail, hint: None };
+        let error = Error::from(gap).naming(&["a", "b"]).within(Path::new("ckpt"));
+        assert_eq!(error.to_string(), "ckpt: w: gap at [0, 2): no chunk");
+        assert_eq!((error.kind(), error.fqn(), error.is_about_content()), ("coverage", Some("w"), true));
+        let document = error.to_json();
+        assert_eq!((&document["file"], &document["names"]), (&json!("ckpt"), &json!(["a", "b"])));
+        let names: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(names, ["kind", "message", "file", "fqn", "expected", "found", "hint", "names"]);
+        assert!(error.source().and_then(|source| source.source()).is_some());
     }
 }

@@ -64,10 +64,9 @@ impl CatalogError {
     /// Returns the fields of the JSON document that this error knows.
     pub(crate) fn fields(&self) -> Json {
         let (expected, found) = match self {
-            Self::Coverage { kind, region, detail, .. } => (
-                String::from("every element exactly once"),
-                format!("{} at {region}: {detail}", kind.as_str()),
-            ),
+            Self::Coverage { kind, region, detail, .. } => {
+                (String::from("every element exactly once"), format!("{} at {region}: {detail}", kind.as_str()))
+            }
             Self::Conflict { what, between, detail, .. } => {
                 (format!("the same from {between}"), format!("{what} differs: {detail}"))
             }

@@ -121,7 +121,9 @@ impl Parties {
                 rank: needs.first().map_or(0, |(rank, _)| *rank).into(),
                 op: "read",
                 detail: format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(holders[0])),
-                hint: Some("with options::source per-rank every file of SRC has to be seen by one of the processes".into()),
+                hint: Some(
+                    "with options::source per-rank every file of SRC has to be seen by one of the processes".into(),
+                ),
             }));
         }
         let reader_of = |&(rank, _): &(u32, u64)| {

@@ -85,7 +85,8 @@ mod tests {
             assert_eq!(stopped.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
             let kept = stopped.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
             assert_eq!(kept.exit, if number == SIGINT { 130 } else { 75 });
-            let words = format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
+            let words =
+                format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
             assert_eq!(kept.to_string(), words);
         }
     }

@@ -3,7 +3,7 @@
 //! Counts bytes. Invariant: a process that says anything else is an error that names it, in all of them.
 
 use crate::comm::Communicator;
-use crate::error::{CommError, Error, Result};
+use crate::error::{Error, Result};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Together {
@@ -44,6 +44,7 @@ mod tests {
 
     use super::*;
     use crate::comm::Local;
+    use crate::error::CommError;
 
     #[test]
     fn all_add_up_the_same() {

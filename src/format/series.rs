@@ -315,7 +315,8 @@ fn model_of(names: &[String]) -> String {
 }
 
 /// What to say where missing files are not needed.
-pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
+pub const WITHOUT_THEM: &str =
+    "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
 
 /// Ranks whose files are not there.
 struct Gap {

@@ -313,11 +313,13 @@ pub(super) fn lent<V>(
     split_at: fn(V, usize) -> Option<(V, V)>,
     ranges: &[Range<usize>],
 ) -> Result<Vec<Option<V>>> {
-    carved(whole, split_at, ranges).map_err(|Range { start, end }| Error::Device(DeviceError {
-        op,
-        detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
-        hint: None,
-    }))
+    carved(whole, split_at, ranges).map_err(|Range { start, end }| {
+        Error::Device(DeviceError {
+            op,
+            detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
+            hint: None,
+        })
+    })
 }
 
 /// From the first to the last of ranges that are equally long, and each begins where the one before ends.

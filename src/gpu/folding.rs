@@ -69,9 +69,7 @@ fn known(Folding { dtype, op }: Folding) -> Result<(DataType, RedOp)> {
         ReduceOp::Min => Some(RedOp::Min),
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => None,
     };
-    element.zip(reduction).ok_or_else(|| Error::Device(DeviceError {
-        op: OP,
-        detail: format!("NCCL has no {op} of {dtype}"),
-        hint: None,
-    }))
+    element.zip(reduction).ok_or_else(|| {
+        Error::Device(DeviceError { op: OP, detail: format!("NCCL has no {op} of {dtype}"), hint: None })
+    })
 }

@@ -60,7 +60,9 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
         match notes.check() {
             // The watch was faster with the reason of this rank.
             Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, Why::Here(_)) => break,
-            Err(Error::Comm(CommError { rank, detail, hint, .. })) => return CommError { rank, op, detail, hint }.into(),
+            Err(Error::Comm(CommError { rank, detail, hint, .. })) => {
+                return CommError { rank, op, detail, hint }.into();
+            }
             Err(other) => return other,
             Ok(()) if Instant::now() >= until => break,
             Ok(()) => thread::sleep(Duration::from_millis(5)),

@@ -127,25 +127,27 @@ pub enum LayoutError {
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
     /// The tensor cannot be cut as a rule or option asks.
-    #[error("{fqn}: {error} ({by})")]
-    Cut { fqn: String, by: String, #[source] error: Box<LayoutError>, hint: &'static str },
+    #[error("{fqn}: {source} ({by})")]
+    Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 
     /// The error was found at a tensor.
-    #[error("{fqn}: {error}")]
-    Tensor { fqn: String, #[source] error: Box<LayoutError> },
+    #[error("{fqn}: {source}")]
+    Tensor { fqn: String, source: Box<LayoutError> },
 }
 
 impl LayoutError {
     /// Returns a function for `map_err` that adds the name of the tensor.
     pub fn of(fqn: &impl ToString) -> impl Fn(Self) -> Self {
-        move |error| Self::Tensor { fqn: fqn.to_string(), error: Box::new(error) }
+        move |error| Self::Tensor { fqn: fqn.to_string(), source: Box::new(error) }
     }
 
     /// Returns what the reader can do next.
     #[must_use]
     pub fn hint(&self) -> &str {
         match self {
-            Self::RuleMisfit { .. } => "give it placements that its dims allow, in a rule before that one or in its place",
+            Self::RuleMisfit { .. } => {
+                "give it placements that its dims allow, in a rule before that one or in its place"
+            }
             Self::Pattern { .. } => {
                 "a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell"
             }

@@ -366,7 +366,10 @@ impl Acquiring<'_> {
         }
         Err(Error::usage(
             "options::restart is for one process, or for several that a launcher starts together, not for options::parts",
-            format!("remove {} first, then start the parts without options::restart", self.destination.partial().display()),
+            format!(
+                "remove {} first, then start the parts without options::restart",
+                self.destination.partial().display()
+            ),
         ))
     }
 

@@ -265,7 +265,9 @@ mod tests {
         ] {
             assert_eq!(kind_of(&root.join(name)).unwrap(), kind, "{name}");
         }
-        assert!(matches!(kind_of(&root.join("loop")), Err(Error::Storage(StorageError::Io { path, .. })) if path.ends_with("loop")));
+        assert!(
+            matches!(kind_of(&root.join("loop")), Err(Error::Storage(StorageError::Io { path, .. })) if path.ends_with("loop"))
+        );
         assert!(matches!(kind_of(&root.join("x".repeat(300))), Err(Error::Storage(StorageError::Io { .. }))));
         assert!(is_file(&root.join("link")).unwrap() && !is_file(&root.join("nothing")).unwrap());
         assert!(is_folder(&root.join("here")).unwrap() && !is_folder(root.join("file").as_path()).unwrap());

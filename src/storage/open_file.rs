@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use super::held::Watch;
 use super::mapping::Mapping;
 use super::{changed, direct};
-use crate::error::{Error, FormatError, Result, StorageError};
+use crate::error::{Error, Result, StorageError};
 
 /// One open file; mapped on demand.
 #[derive(Debug)]
@@ -113,6 +113,7 @@ impl OpenFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::FormatError;
     use crate::storage::{Files, IoMode};
 
     #[test]

@@ -205,16 +205,18 @@ fn agree_on_kind(
             }));
         }
     }
-    found.map(|(_, kind)| (kind.clone(), blind)).ok_or_else(|| Error::Format(FormatError::Missing {
-        path: own.to_path_buf(),
-        at: String::from("files"),
-        expected: String::from("some that one of the processes sees"),
-        missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
-        hint: Some(String::from(
-            "check the path on the nodes that have the files; a relative one starts at the \
+    found.map(|(_, kind)| (kind.clone(), blind)).ok_or_else(|| {
+        Error::Format(FormatError::Missing {
+            path: own.to_path_buf(),
+            at: String::from("files"),
+            expected: String::from("some that one of the processes sees"),
+            missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
+            hint: Some(String::from(
+                "check the path on the nodes that have the files; a relative one starts at the \
                                  current folder",
-        )),
-    }))
+            )),
+        })
+    })
 }
 
 /// Tell all ranks, and hear them.

@@ -90,18 +90,20 @@ impl Twin {
                     hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
                 *hint += &self.blind_words();
             }
-            Error::Within { path, error } => {
+            Error::Within { path, source } => {
                 self.rename(path);
-                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
-                **error = self.in_words_of_src(inner);
+                let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
+                **source = self.in_words_of_src(inner);
             }
-            Error::Naming { error, .. } => {
-                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
-                **error = self.in_words_of_src(inner);
+            Error::Naming { source, .. } => {
+                let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
+                **source = self.in_words_of_src(inner);
             }
             Error::Format(FormatError::Unsupported { what, hint }) => [what, hint].into_iter().for_each(reword),
             Error::Usage(UsageError { message, hint }) => std::iter::once(message).chain(hint).for_each(reword),
-            Error::Catalog(CatalogError::Coverage { detail, hint, .. }) => std::iter::once(detail).chain(hint).for_each(reword),
+            Error::Catalog(CatalogError::Coverage { detail, hint, .. }) => {
+                std::iter::once(detail).chain(hint).for_each(reword);
+            }
             Error::Catalog(CatalogError::Conflict { between, detail, hint, .. }) => {
                 [between, detail].into_iter().chain(hint).for_each(reword);
             }

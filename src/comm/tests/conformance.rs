@@ -314,7 +314,9 @@ fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
             // The first of several is named.
             let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
             match rank.vote(mine).unwrap_err() {
-                Error::Comm(CommError { rank, detail, .. }) => assert_eq!((rank.index, &*detail), (last.saturating_sub(1), words)),
+                Error::Comm(CommError { rank, detail, .. }) => {
+                    assert_eq!((rank.index, &*detail), (last.saturating_sub(1), words));
+                }
                 other => panic!("{other}"),
             }
         }

@@ -29,7 +29,7 @@ impl Processes {
     fn going(&self) -> KeepGoing {
         let is_stopped = Arc::clone(&self.is_stopped);
         Arc::new(move || {
-            let stopped = || Stopped { signal: "TERM", exit: 143, rank: None, kept: None }.into();
+            let stopped = || Error::from(Stopped { signal: "TERM", exit: 143, rank: None, kept: None });
             if is_stopped.load(Ordering::Relaxed) { Err(stopped()) } else { Ok(()) }
         })
     }

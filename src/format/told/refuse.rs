@@ -24,13 +24,15 @@ impl Refused<'_> {
     /// `file` is that of the rank in question.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
-        let conflict = |what, between: String, detail| Error::Catalog(CatalogError::Conflict {
-            fqn: self.entry.fqn.to_string(),
-            what,
-            between,
-            detail,
-            hint: Some(self.hint()),
-        });
+        let conflict = |what, between: String, detail| {
+            Error::Catalog(CatalogError::Conflict {
+                fqn: self.entry.fqn.to_string(),
+                what,
+                between,
+                detail,
+                hint: Some(self.hint()),
+            })
+        };
         let said = self.said;
         match error {
             PartError::Sizes { rank, expected, found, shape } => conflict(
@@ -81,7 +83,8 @@ impl Refused<'_> {
         if near.placements == self.shared.placements {
             return format!("these sizes are what the rule of {rule} gives: options::src_split {rule}");
         }
-        let split = if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
+        let split =
+            if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
         format!("these sizes would fit options::src_placements '{}={}'{split}", self.name, comma_list(&near.placements))
     }
 }

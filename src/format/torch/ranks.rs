@@ -262,7 +262,9 @@ impl Merger<'_> {
             format!("{} and {}", name(first), name(part)),
             format!("{} has {left}, {} has {right}", name(first), name(part)),
         );
-        if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", Found::Plain(_)) = (&mut error, what, self.found(first)) {
+        if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", Found::Plain(_)) =
+            (&mut error, what, self.found(first))
+        {
             *hint = Some(PARTS_UNTOLD.into());
         }
         Err(error)
