@@ -133,19 +133,19 @@ impl Error {
         }
     }
 
+    fn innermost_mut(&mut self) -> &mut Self {
+        match self {
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost_mut(),
+            error => error,
+        }
+    }
+
     /// Returns the checkpoint of the tensor that the error is about.
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Within { path, .. } => Some(path),
             Self::Naming { source, .. } => source.folder(),
             _ => None,
-        }
-    }
-
-    fn innermost_mut(&mut self) -> &mut Self {
-        match self {
-            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost_mut(),
-            error => error,
         }
     }
 
