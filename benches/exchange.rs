@@ -12,7 +12,7 @@ mod support;
 use std::time::Duration;
 
 use dtshard::comm::Part;
-use dtshard::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
+use dtshard::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, Reducing, Rounds, Topology};
 use dtshard::exec::division::stretch;
 use support::cost::{peak_mb, timed};
 use support::model::{Job, Tensor, small_tensors, tensors};
@@ -56,9 +56,10 @@ fn main() {
         let (catalog, reservation) = tables(&from, &to, tensors);
         let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
         let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
-        let owners = Owners::new(&reservation.files, &todos);
+        let owners = FileOwners::new(&reservation.files, &todos);
         let nodes = (0..of).map(|rank| rank / 8).collect();
-        let parties = Parties { sight: Sight::Shared, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
+        let parties =
+            Topology { sight: FileVisibility::Shared, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
         let mut spent = Duration::ZERO;
         let (mut count, mut copies) = (0, 0);
         let mut sums = vec![Load::default(); of as usize];

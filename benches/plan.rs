@@ -14,7 +14,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use dtshard::catalog::contiguous_strides;
-use dtshard::plan::{Pieces, Source};
+use dtshard::plan::{Pieces, SourceTensor};
 use support::cost::{nanos_each, peak_mb, timed};
 use support::model::{Job, tensors};
 
@@ -39,7 +39,7 @@ fn plan(from: &Job, to: &Job, layers: u64) -> Costs {
     let mut costs = Costs::default();
     for tensor in tensors(layers) {
         let (source, target) = timed(&mut costs.tables, || (from.entry(&tensor), to.entry(&tensor)));
-        let proven = timed(&mut costs.proof, || Source::new(&source).expect("a grid"));
+        let proven = timed(&mut costs.proof, || SourceTensor::new(&source).expect("a grid"));
         costs.chunks += source.chunks.len() as u64;
         costs.tiles += target.chunks.len() as u64;
         let plans: Vec<_> = timed(&mut costs.intersection, || {

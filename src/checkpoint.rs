@@ -11,13 +11,13 @@ use crate::comm::Launch;
 use crate::convert::options::{
     CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
 };
-use crate::convert::{self, Engine, Reading, Setup};
+use crate::convert::{self, Engine, ReadRequest, Setup};
 use crate::describe::{self, Inspection};
 use crate::error::{Error, Result};
-use crate::exec::{Locations, Prepared, Scratch};
+use crate::exec::{Locations, PreparedTile, Scratch};
 use crate::format::{self, Format, SeriesChoice, Want};
 use crate::layout::{Region, Tile};
-use crate::plan::Source;
+use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
 
 /// How a checkpoint is opened. The default opens everything, as the command line does.
@@ -137,7 +137,7 @@ impl Checkpoint {
             }
             let (series, want) = options.contents.split();
             let (incomplete, raw_flat) = (options.incomplete, options.raw_flat);
-            let reading = Reading { like: options.like.as_deref(), series, want, incomplete, raw_flat };
+            let reading = ReadRequest { like: options.like.as_deref(), series, want, incomplete, raw_flat };
             let opened = convert::open(&convert, reading, run);
             if options.writes.is_some() {
                 return opened.map_err(|error| convert::maybe_on_other_nodes(error).within(&convert.src));
@@ -245,8 +245,8 @@ impl Checkpoint {
         if buffer.is_empty() {
             return Ok(());
         }
-        let (input, source) = (convert::input(&self.inner), Source::new(entry)?);
-        let prepared = Prepared::new(input, &source, &Tile::from_region(&region), &mut Locations::default())?;
+        let (input, source) = (convert::input(&self.inner), SourceTensor::new(entry)?);
+        let prepared = PreparedTile::new(input, &source, &Tile::from_region(&region), &mut Locations::default())?;
         let elements = BLOCK_BYTES / usize::try_from(itemsize).expect("a few bytes");
         let block_bytes = elements * usize::try_from(itemsize).expect("a few bytes");
         self.engine.workers.install(|| {

@@ -10,7 +10,7 @@ use crate::convert::options::{
     ConsolidateOptions, ConvertOptions, ExecuteOptions, FlattenOptions, ReshardOptions, SelectOptions, Tied,
     UnshardOptions,
 };
-use crate::convert::{self, Defaults, Engine, Prepared, Preview, Report, Source};
+use crate::convert::{self, ConversionSource, Defaults, Engine, Prepared, Preview, Report};
 use crate::error::Result;
 use crate::format::Format;
 use crate::layout::{DeviceMesh, Pattern, parse_placements};
@@ -230,7 +230,7 @@ impl Conversion {
         let Self { checkpoint, mut target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
         let prepared = engine.work(&progress, |run| -> Result<Prepared> {
-            let source = Source::choose(inner, peers, &convert, target.defaults())?;
+            let source = ConversionSource::choose(inner, peers, &convert, target.defaults())?;
             let mut prepared = match &mut target {
                 Target::Sharded(options) => {
                     options.convert = convert.clone();

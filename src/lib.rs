@@ -151,7 +151,7 @@ macro_rules! interior {
 
 interior! {
     catalog comm exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
-    twin
+    metadata_mirror
 }
 
 pub use catalog::Dtype;

@@ -125,14 +125,14 @@ const SHORTEST_RUN: usize = 3;
 
 /// The names in runs that differ in one number, which counts up by one, each run where its first name was.
 fn fold(names: &[&str]) -> Vec<Vec<usize>> {
-    struct Run {
+    struct NumberRun {
         members: Vec<usize>,
         /// The number that counts, once there are two members.
         counting: Option<usize>,
     }
     let mut order: Vec<usize> = (0..names.len()).collect();
     order.sort_by(|left, right| natural_order(names[*left], names[*right]));
-    let mut runs: Vec<Run> = Vec::new();
+    let mut runs: Vec<NumberRun> = Vec::new();
     // For each name that would continue a run: the run, and the number in its names that counts.
     let mut awaited: HashMap<String, (usize, usize)> = HashMap::new();
     for index in order {
@@ -145,7 +145,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
                 (run, number..number + 1)
             }
             None => {
-                runs.push(Run { members: vec![index], counting: None });
+                runs.push(NumberRun { members: vec![index], counting: None });
                 (runs.len() - 1, 0..usize::MAX)
             }
         };
@@ -156,7 +156,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
         }
     }
     let mut folded: Vec<Vec<usize>> = Vec::new();
-    for Run { members, .. } in runs {
+    for NumberRun { members, .. } in runs {
         if members.len() < SHORTEST_RUN {
             folded.extend(members.into_iter().map(|member| vec![member]));
         } else {

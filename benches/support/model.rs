@@ -6,9 +6,9 @@
 //!
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
-use dtshard::catalog::{Chunk, Dtype, Place, TensorEntry};
-use dtshard::layout::rules::{Fallback, Layout};
-use dtshard::layout::shards::{Held, Shared};
+use dtshard::catalog::{Chunk, Dtype, FileLocation, TensorEntry};
+use dtshard::layout::rules::{Fallback, MeshLayout};
+use dtshard::layout::shards::{Held, SharedTensor};
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
 use dtshard::storage::FileId;
 
@@ -81,7 +81,7 @@ pub fn small_tensors(count: u64) -> impl Iterator<Item = Tensor> {
 /// A job: a mesh, and how it shares tensors.
 pub struct Job {
     pub name: String,
-    layout: Layout,
+    layout: MeshLayout,
     column: Vec<PlacementSpec>,
     row: Vec<PlacementSpec>,
     whole: Vec<PlacementSpec>,
@@ -91,7 +91,7 @@ impl Job {
     fn new(mesh: &str, column: &str, row: &str, whole: &str) -> Self {
         let parse = |text: &str| parse_placements(text).expect("placements");
         let fallback = Fallback::Placements(parse(whole));
-        let layout = Layout::new(DeviceMesh::parse(mesh).expect("a mesh"), Vec::new(), fallback, None);
+        let layout = MeshLayout::new(DeviceMesh::parse(mesh).expect("a mesh"), Vec::new(), fallback, None);
         let layout = layout.expect("placements for each mesh dim");
         Self { name: mesh.to_owned(), layout, column: parse(column), row: parse(row), whole: parse(whole) }
     }
@@ -113,7 +113,7 @@ impl Job {
     }
 
     /// How the ranks share a tensor.
-    pub fn shared(&self, tensor: &Tensor) -> Shared {
+    pub fn shared(&self, tensor: &Tensor) -> SharedTensor {
         let specs = match tensor.role {
             Role::Column => &self.column,
             Role::Row => &self.row,
@@ -134,7 +134,7 @@ impl Job {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
         for (tile, ranks) in self.shards(tensor) {
             if !tile.is_empty() {
-                let place = Place::Bytes { file: FileId(ranks[0].0), offset: 0 };
+                let place = FileLocation::Bytes { file: FileId(ranks[0].0), offset: 0 };
                 entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(ranks[0]) });
             }
         }

@@ -1,6 +1,6 @@
 //! Both sides of a conversion as tables, with nothing on disk.
 
-use dtshard::catalog::{Catalog, ChunkTable, OutputFile, Place, Reservation, Reserved, TensorId};
+use dtshard::catalog::{Catalog, ChunkTable, FileLocation, OutputFile, Reservation, Reserved, TensorId};
 use dtshard::storage::FileId;
 
 use super::model::{Job, Tensor};
@@ -19,7 +19,8 @@ pub fn tables(from: &Job, to: &Job, tensors: impl Iterator<Item = Tensor>) -> (C
             }
             let file = FileId(u32::try_from(rank).expect("few ranks"));
             let offset = reservation.files[rank].push_payload(chunk.tile.numel() * target.entry.dtype.itemsize());
-            chunk.place = if chunk.tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            chunk.place =
+                if chunk.tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
             placed.push(chunk);
         }
         target.entry.chunks = placed;

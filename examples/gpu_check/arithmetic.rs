@@ -6,7 +6,7 @@ use dtshard::catalog::Dtype;
 use dtshard::error::Result;
 use dtshard::exec::cast::Cast;
 use dtshard::exec::reduce::Reducer;
-use dtshard::gpu::{Arithmetic, Conversion, Gpu, Reduction, Trial};
+use dtshard::gpu::{Arithmetic, CastJob, Gpu, ReductionJob, TransferTrial};
 use dtshard::layout::ReduceOp;
 use serde_json::json;
 
@@ -118,10 +118,10 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
         memory.resize(summands, 0);
         (0..parts).for_each(|_| memory.extend(elements(reducer.dtype(), count, random)));
         end = target + count * size(reducer.dtype());
-        jobs.push(Reduction { reducer, parts: u32::try_from(parts).expect("few"), numel, summands, target });
+        jobs.push(ReductionJob { reducer, parts: u32::try_from(parts).expect("few"), numel, summands, target });
         checked.elements += numel * parts as u64;
     }
-    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), memory.len(), end)?;
+    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), end)?;
     trial.bring(&memory)?;
     let outcome = trial.reduce(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; end];
@@ -161,10 +161,10 @@ fn casts(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Chec
         memory.extend(&elements);
         wanted.resize(target + elements.len() / size(from) * size(cast.to()), 0);
         counts.push(cast.convert(&elements, &mut wanted[target..]));
-        jobs.push(Conversion { cast, numel, counted: 0..numel, source, target });
+        jobs.push(CastJob { cast, numel, counted: 0..numel, source, target });
         checked.elements += numel;
     }
-    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), memory.len(), wanted.len())?;
+    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), wanted.len())?;
     trial.bring(&memory)?;
     let got_counts = trial.convert(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; wanted.len()];

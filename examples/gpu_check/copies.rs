@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use dtshard::error::Result;
 use dtshard::exchange::StridedCopy;
-use dtshard::gpu::{Gpu, Packer, Trial};
-use dtshard::plan::lower::Level;
+use dtshard::gpu::{Gpu, Packer, TransferTrial};
+use dtshard::plan::lower::LoopLevel;
 use serde_json::json;
 
 use super::random::Random;
@@ -29,11 +29,11 @@ fn shape(random: &mut Random) -> Shape {
     let itemsize = [1, 2, 3, 4, 6, 8, 12, 16][random.index(8)];
     let longest = 1 << random.below(LONGEST_RUN.ilog2().into());
     let run_bytes = (1 + random.below(2 * longest)).next_multiple_of(itemsize);
-    let mut levels: Vec<Level> = Vec::new();
+    let mut levels: Vec<LoopLevel> = Vec::new();
     let mut left = (MOST / run_bytes).min(8192);
     for _ in 0..random.below(6) {
         let most = left.min(1 << random.below(10)).max(1);
-        let level = Level { count: 1 + random.below(most), source_step: 0, target_step: 0 };
+        let level = LoopLevel { count: 1 + random.below(most), source_step: 0, target_step: 0 };
         left /= level.count;
         levels.push(level);
     }
@@ -94,7 +94,7 @@ fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random)
         shape.copy.copy(&source, &mut expected[base..]);
         placed.push((shape.copy.clone(), base));
     }
-    let mut trial = Trial::new(&gpu.device, packer.clone(), source.len(), expected.len())?;
+    let mut trial = TransferTrial::new(&gpu.device, packer.clone(), source.len(), expected.len())?;
     trial.bring(&source)?;
     trial.copy(&placed, 1)?;
     let mut got = vec![0xA5; expected.len()];
@@ -112,7 +112,7 @@ pub fn large(gpu: &Gpu) -> Verdict {
     let mut got = vec![0; source.len()];
     let mut is_right = true;
     for (name, packer) in packers(gpu) {
-        let mut trial = Trial::new(&gpu.device, packer, source.len(), source.len())?;
+        let mut trial = TransferTrial::new(&gpu.device, packer, source.len(), source.len())?;
         trial.bring(&source)?;
         for start in [0, 1] {
             let copy = StridedCopy { source: start, target: 0, run_bytes, levels: [].into_iter().collect() };
@@ -142,7 +142,7 @@ const RUN: usize = 16;
 /// Every other run, of so many bytes in all.
 fn every_other(part: u64, bytes: u64) -> StridedCopy {
     let run = RUN as u64;
-    let runs = Level { count: bytes / run, source_step: 2 * run, target_step: run };
+    let runs = LoopLevel { count: bytes / run, source_step: 2 * run, target_step: run };
     StridedCopy { source: part * run, target: part * bytes, run_bytes: run, levels: [runs].into_iter().collect() }
 }
 

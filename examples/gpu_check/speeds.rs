@@ -12,13 +12,15 @@ use std::time::{Duration, Instant};
 use dtshard::catalog::Dtype;
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
-use dtshard::exchange::{Counting, Moves, Owners, Parties, Reducing, Room, Rounds, Shuffle, Sight, StridedCopy};
+use dtshard::exchange::{
+    Counting, FileOwners, FileVisibility, Moves, PooledBuffer, Reducing, Rounds, Shuffle, StridedCopy, Topology,
+};
 use dtshard::exec::cast::Cast;
 use dtshard::exec::division::stretch;
 use dtshard::exec::reduce::Reducer;
-use dtshard::gpu::{Conversion, DeviceShuffle, Gpu, Nccl, Packer, Pinned, Reduction, Sharing, Trial};
+use dtshard::gpu::{CastJob, DeviceShuffle, Gpu, Nccl, Packer, Pinned, ReductionJob, Sharing, TransferTrial};
 use dtshard::layout::ReduceOp;
-use dtshard::plan::lower::Level;
+use dtshard::plan::lower::LoopLevel;
 
 use super::random::Random;
 use super::support::model::{Job, tensors};
@@ -62,7 +64,7 @@ impl<'a> Work<'a> {
         Ok(Self::new(bytes * u64::from(times), move || call(times)))
     }
 
-    fn copies(trial: &'a mut Trial, copies: Copies) -> Result<Self> {
+    fn copies(trial: &'a mut TransferTrial, copies: Copies) -> Result<Self> {
         let bytes = copies.iter().map(|(copy, _)| copy.len_bytes()).sum();
         Self::many(bytes, move |times| trial.copy(&copies, times))
     }
@@ -99,19 +101,19 @@ fn rates<const N: usize>(mut works: [Work<'_>; N]) -> Result<[f64; N]> {
 }
 
 /// Random bytes in memory of the host that the device reaches.
-fn random(gpu: &Gpu, len: usize) -> Result<Room<Pinned>> {
-    let mut bytes = Pinned::rooms(&gpu.device).room(len)?;
+fn random(gpu: &Gpu, len: usize) -> Result<PooledBuffer<Pinned>> {
+    let mut bytes = Pinned::rooms(&gpu.device).buffer(len)?;
     Random::new(4).fill(&mut bytes);
     Ok(bytes)
 }
 
-fn trial(gpu: &Gpu, packer: Packer, bytes: &[u8]) -> Result<Trial> {
-    let mut trial = Trial::new(&gpu.device, packer, bytes.len(), bytes.len())?;
+fn trial(gpu: &Gpu, packer: Packer, bytes: &[u8]) -> Result<TransferTrial> {
+    let mut trial = TransferTrial::new(&gpu.device, packer, bytes.len(), bytes.len())?;
     trial.bring(bytes).map(|()| trial)
 }
 
 /// What all else within a device is measured against: the driver copies everything at once.
-fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(Trial, Copies)> {
+fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(TransferTrial, Copies)> {
     let whole = StridedCopy { source: 0, target: 0, run_bytes: bytes.len() as u64, levels: [].into_iter().collect() };
     Ok((trial(gpu, Packer::Copies("as fast as it gets".into()), bytes)?, vec![(whole, 0)]))
 }
@@ -144,13 +146,13 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
     let len = len as u64;
     let moved = |read: u64, written: u64| len / read * (read + written) / 2;
     let reducer = Reducer::new(Dtype::Bf16, ReduceOp::Sum, 1).expect("a sum of floats");
-    let sum = Reduction { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
+    let sum = ReductionJob { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
     // What is summed are random bits: no floats can fail.
     let sums = Work::many(moved(4, 1), |times| trial.reduce(arithmetic, &[sum], times).map(drop))?;
     let [copy, rate] = rates([Work::copies(&mut plain, whole.clone())?, sums])?;
     figure("sum of 4 parts in bf16", rate, Some(copy));
     let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("floats");
-    let cast = [Conversion { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 }];
+    let cast = [CastJob { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 }];
     let casts = Work::many(moved(2, 1), |times| trial.convert(arithmetic, &cast, times).map(drop))?;
     let [copy, rate] = rates([Work::copies(&mut plain, whole)?, casts])?;
     figure("cast of f32 to bf16", rate, Some(copy));
@@ -160,7 +162,7 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
 /// Between pinned memory and the device: up, down, and both at once.
 pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut room = Pinned::rooms(&gpu.device).room(len)?;
+    let mut room = Pinned::rooms(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let len = len as u64;
     let works = [Work::new(len, || one.bring(&bytes)), Work::new(len, || two.fetch(&mut room))];
@@ -182,7 +184,7 @@ pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
 /// Rows of as many runs as there are ranks: each rank's runs behind each other.
 fn packs(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     let each = len as u64 / RANKS;
-    let level = Level { count: each / run, source_step: RANKS * run, target_step: run };
+    let level = LoopLevel { count: each / run, source_step: RANKS * run, target_step: run };
     let copy = |rank| StridedCopy {
         source: rank * run,
         target: rank * each,
@@ -208,14 +210,18 @@ fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
 /// other, beside the ways up and down alone.
 pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut room = Pinned::rooms(&gpu.device).room(len)?;
+    let mut room = Pinned::rooms(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let peers = Nccl::meet(gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0)))?;
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
-    let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
-    let parties =
-        Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any, reducing: Reducing::InRankOrder };
+    let owners = FileOwners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
+    let parties = Topology {
+        sight: FileVisibility::Shared,
+        nodes: vec![0],
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
@@ -225,7 +231,7 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
             let mut given = 0;
             let mut under_way = None;
             for moves in moves {
-                let next = (moves, shuffle.begin(moves, rooms.room(moves.stage_len)?)?);
+                let next = (moves, shuffle.begin(moves, rooms.buffer(moves.stage_len)?)?);
                 if let Some((before, begun)) = under_way.replace(next) {
                     given += shuffle.finish(before, begun)?.values.len();
                 }

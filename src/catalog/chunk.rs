@@ -14,11 +14,11 @@ pub use torch_pickle::zip::Record;
 
 use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Intervals, Rank, Tile};
-use crate::storage::{FileId, Stretch};
+use crate::storage::{FileId, FileRange};
 
 /// Where the bytes of a chunk begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum FileLocation {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
     /// `within` bytes into a stored zip record; where its data begins is learnt from its local header, when the chunk
@@ -26,16 +26,16 @@ pub enum Place {
     Record { file: FileId, record: Record, within: u64 },
     /// In the torch.save archive that fills this stretch (an item of a DCP data file); its own directory and pickle
     /// tell where, and with which strides, when the chunk is read.
-    Item(Stretch),
+    Item(FileRange),
     /// Nowhere: the chunk is empty.
     Nowhere,
 }
 
-impl Place {
+impl FileLocation {
     #[must_use]
     pub fn file(self) -> Option<FileId> {
         match self {
-            Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item(Stretch { file, .. }) => Some(file),
+            Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item(FileRange { file, .. }) => Some(file),
             Self::Nowhere => None,
         }
     }
@@ -47,21 +47,21 @@ impl Place {
             Self::Record { file, record: Record { header, len, crc }, within } => {
                 [2, file.0.into(), header, len, crc.into(), within].into_iter().for_each(tell);
             }
-            Self::Item(Stretch { file, offset, len }) => [3, file.0.into(), offset, len].into_iter().for_each(tell),
+            Self::Item(FileRange { file, offset, len }) => [3, file.0.into(), offset, len].into_iter().for_each(tell),
         }
     }
 }
 
 /// A stretch of data with a checksum that its writer computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Summed {
+pub struct ChecksummedRange {
     /// Absolute offset of the data.
     pub start: u64,
     pub len: u64,
     pub crc: u32,
 }
 
-impl Summed {
+impl ChecksummedRange {
     /// The data of a record, which begins at `start`; `None` where it has no checksum.
     #[must_use]
     pub fn of_record(record: Record, start: u64) -> Option<Self> {
@@ -71,21 +71,21 @@ impl Summed {
 
 /// Where element 0 of a chunk lies in the end, and how the others follow.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Located {
+pub struct StridedLocation {
     pub file: FileId,
     /// In bytes.
     pub offset: u64,
     /// In elements.
     pub strides: Dims,
     /// The record it is part of, where that has a checksum.
-    pub summed: Option<Summed>,
+    pub summed: Option<ChecksummedRange>,
 }
 
 /// One row of a [`ChunkTable`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
     pub tile: Tile,
-    pub place: Place,
+    pub place: FileLocation,
     /// Elements between neighbours along each dim; `None` is row-major contiguous.
     pub strides: Option<Dims>,
     /// The rank that holds it, where the format tells.
@@ -99,13 +99,13 @@ pub struct ChunkTable {
     /// `ndim` offsets, then `ndim` sizes, a chunk.
     bounds: SmallVec<[u64; 4]>,
     /// Where each lies, and the rank that holds it.
-    places: SmallVec<[(Place, u32); 1]>,
-    odd: Option<Box<Odd>>,
+    places: SmallVec<[(FileLocation, u32); 1]>,
+    odd: Option<Box<RareColumns>>,
 }
 
 /// What few chunks have, by their number.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Odd {
+struct RareColumns {
     strides: BTreeMap<u32, Dims>,
     interleaved: BTreeMap<u32, Tile>,
 }
@@ -145,7 +145,7 @@ impl ChunkTable {
         }
     }
 
-    fn odd(&mut self) -> &mut Odd {
+    fn odd(&mut self) -> &mut RareColumns {
         self.odd.get_or_insert_default()
     }
 
@@ -183,7 +183,7 @@ impl ChunkTable {
     }
 
     #[must_use]
-    pub fn place(&self, index: usize) -> Place {
+    pub fn place(&self, index: usize) -> FileLocation {
         self.places[index].0
     }
 
@@ -191,10 +191,12 @@ impl ChunkTable {
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.places {
             match place {
-                Place::Bytes { file, .. } | Place::Record { file, .. } | Place::Item(Stretch { file, .. }) => {
+                FileLocation::Bytes { file, .. }
+                | FileLocation::Record { file, .. }
+                | FileLocation::Item(FileRange { file, .. }) => {
                     file.0 += by;
                 }
-                Place::Nowhere => {}
+                FileLocation::Nowhere => {}
             }
         }
     }
@@ -228,8 +230,8 @@ impl ChunkTable {
             place.spell(tell);
             tell((*rank).into());
         }
-        let none = Odd::default();
-        let Odd { strides, interleaved } = self.odd.as_deref().unwrap_or(&none);
+        let none = RareColumns::default();
+        let RareColumns { strides, interleaved } = self.odd.as_deref().unwrap_or(&none);
         tell(strides.len() as u64);
         for (chunk, strides) in strides {
             tell((*chunk).into());

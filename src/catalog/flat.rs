@@ -41,7 +41,7 @@ pub struct FlatUnit {
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
     /// Further names of parameters, of any unit.
-    pub shared: Vec<Shared>,
+    pub shared: Vec<SharedName>,
 }
 
 /// A parameter in a flat parameter.
@@ -55,7 +55,7 @@ pub struct FlatParam {
 
 /// Another name of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharedName {
     pub fqn: Fqn,
     pub with: Fqn,
 }
@@ -149,7 +149,7 @@ impl FlatLayout {
     /// Further names are those of parameters, and of nothing else.
     fn check_shared(&self, names: &HashSet<&Fqn>) -> Result<(), Wrong> {
         for unit in &self.units {
-            for Shared { fqn, with } in &unit.shared {
+            for SharedName { fqn, with } in &unit.shared {
                 if !names.contains(with) {
                     let expected = "shared_with a parameter of a unit";
                     return Err(Wrong::new(unit.describe(), expected, format!("`{fqn}` with `{with}`")));
@@ -157,7 +157,7 @@ impl FlatLayout {
             }
         }
         let mut aliases: HashSet<&Fqn> = HashSet::new();
-        for Shared { fqn, .. } in self.units.iter().flat_map(|unit| &unit.shared) {
+        for SharedName { fqn, .. } in self.units.iter().flat_map(|unit| &unit.shared) {
             if names.contains(fqn) || !aliases.insert(fqn) {
                 return Err(Wrong::new("params", "each name once", format!("`{fqn}` again")));
             }
@@ -246,7 +246,7 @@ mod tests {
         let param = |fqn: &str, shape: Dims| FlatParam { fqn: fqn.into(), shape, stride: None };
         let unit = |module: &str, params| FlatUnit { params, ..FlatUnit::new(module, Some(Dtype::F32)) };
         let mut root = unit("", vec![param("emb.weight", smallvec![5, 3]), param("l1.weight", smallvec![5, 3])]);
-        root.shared.push(Shared { fqn: "head.weight".into(), with: "emb.weight".into() });
+        root.shared.push(SharedName { fqn: "head.weight".into(), with: "emb.weight".into() });
         FlatLayout {
             world_size: 4,
             shard_group_size: 2,

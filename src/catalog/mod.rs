@@ -21,19 +21,22 @@ pub mod wrappers;
 use std::fmt;
 use std::sync::Arc;
 
-pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
+pub use chunk::{
+    ChecksummedRange, Chunk, ChunkTable, FileLocation, Record, StridedLocation, contiguous_strides, permuted_stride,
+    span,
+};
 pub use dtype::Dtype;
-pub use path::{Key, Leaf, Path};
-pub use reserved::{Literal, OutputFile, Reservation, Reserved, SITE_BYTES, Sum};
+pub use path::{Key, Path, StateLeaf};
+pub use reserved::{ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved, SITE_BYTES};
 pub use validate::{Holders, Tiling, list_ranks};
-pub use value::{Dict, DictKind, Holding, TensorId, Value, shift_tensors};
+pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 
 use crate::error::{CatalogError, Error};
-use crate::layout::partial::{Reduction, summand};
-use crate::layout::shards::{OnMesh, Shared};
+use crate::layout::partial::{PartialReduction, summand};
+use crate::layout::shards::{MeshPlacement, SharedTensor};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
-use crate::storage::{FileId, Stretch};
+use crate::storage::{FileId, FileRange};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Whoever has it shares it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -74,7 +77,7 @@ pub struct MeshId(pub u32);
 pub struct Sharding {
     /// The root, where the tensor lies on a slice of one.
     pub mesh: MeshId,
-    pub shared: Shared,
+    pub shared: SharedTensor,
 }
 
 impl Sharding {
@@ -113,20 +116,20 @@ pub struct TensorEntry {
     /// format tells. Chunks have strides of their own.
     pub stride: Option<Box<Dims>>,
     /// Set where ranks hold summands, not values: `Placement::Partial`.
-    pub summands: Option<Box<Summands>>,
+    pub summands: Option<Box<PartialValues>>,
     /// Every stored chunk, replicas included.
     pub chunks: ChunkTable,
 }
 
 /// Chunks that are to be reduced before they are a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Summands {
-    pub reduction: Reduction,
+pub struct PartialValues {
+    pub reduction: PartialReduction,
     /// Which summand each chunk is a part of, in the order of the chunk table.
     pub of_chunk: Vec<u64>,
 }
 
-impl Summands {
+impl PartialValues {
     /// Those of chunks that ranks of a mesh hold; `None` where they hold values.
     ///
     /// # Errors
@@ -134,9 +137,9 @@ impl Summands {
     ///
     /// # Panics
     /// Where a chunk is of no rank of the mesh.
-    pub fn of(lies: OnMesh<'_>, chunks: &ChunkTable) -> Result<Option<Self>, LayoutError> {
+    pub fn of(lies: MeshPlacement<'_>, chunks: &ChunkTable) -> Result<Option<Self>, LayoutError> {
         let (shape, placements) = (lies.mesh.shape(), &lies.shared.placements);
-        let Some(reduction) = Reduction::of(shape, placements)? else { return Ok(None) };
+        let Some(reduction) = PartialReduction::of(shape, placements)? else { return Ok(None) };
         let at = |chunk| lies.mesh.coordinate(chunks.rank(chunk)?);
         let number = |chunk| summand(shape, placements, &at(chunk).expect("chunks are of ranks of the mesh"));
         Ok(Some(Self { reduction, of_chunk: (0..chunks.len()).map(number).collect() }))
@@ -155,7 +158,7 @@ impl TensorEntry {
     #[must_use]
     pub fn whole(fqn: Fqn, dtype: Dtype, shape: Dims, file: FileId, offset: u64) -> Self {
         let tile = Tile::from_region(&Region::whole(&shape));
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
         let mut entry = Self::new(fqn, dtype, shape);
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
         entry
@@ -190,14 +193,14 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
 
 /// The error for an object of which ranks hold different values.
 #[must_use]
-pub fn conflict(path: &Path, holdings: &[Holding]) -> Error {
+pub fn conflict(path: &Path, holdings: &[RankValue]) -> Error {
     let between: Vec<String> = holdings.iter().map(|holding| list_ranks(&holding.ranks)).collect();
     let mut shown: Vec<String> = holdings.iter().map(|holding| format!("{:.60}", holding.value)).collect();
     let alike = shown.iter().all(|text| *text == shown[0]);
     if alike {
         shown.fill(format!("{} of its own", holdings[0].value.type_name()));
     }
-    let has = |(holding, text): (&Holding, &String)| format!("{} has {text}", list_ranks(&holding.ranks));
+    let has = |(holding, text): (&RankValue, &String)| format!("{} has {text}", list_ranks(&holding.ranks));
     let held: Vec<String> = holdings.iter().zip(&shown).map(has).collect();
     let more = if held.len() > FEW { format!("; and {} more values", held.len() - FEW) } else { String::new() };
     Error::Catalog(CatalogError::Conflict {
@@ -220,7 +223,7 @@ pub struct Catalog {
     /// The state dict: containers and non-tensor values as they were saved, tensors as references into `tensors`.
     pub state: Value,
     /// The torch.save archives that were read, where checksums are; items that are located late have their own.
-    pub archives: Vec<Stretch>,
+    pub archives: Vec<FileRange>,
     /// Objects that were left out because their classes are not known: `FQN (symbol)`.
     pub dropped: Vec<String>,
     /// How the source laid parameters into flat ones, where it did and that is known.
@@ -267,8 +270,8 @@ impl Catalog {
 
     /// How a tensor of this sharding lies.
     #[must_use]
-    pub fn on_mesh<'a>(&'a self, sharding: &'a Sharding) -> OnMesh<'a> {
-        OnMesh { mesh: self.mesh(sharding), shared: &sharding.shared }
+    pub fn on_mesh<'a>(&'a self, sharding: &'a Sharding) -> MeshPlacement<'a> {
+        MeshPlacement { mesh: self.mesh(sharding), shared: &sharding.shared }
     }
 
     /// An error for each object of which ranks hold different values without being meant to.

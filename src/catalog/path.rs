@@ -68,22 +68,22 @@ impl fmt::Display for Path {
 
 /// A value that is not descended further.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Leaf<'a> {
+pub enum StateLeaf<'a> {
     Tensor(TensorId),
     Object(&'a Value),
 }
 
 /// The leaves of a state dict in its own order, as DCP flattens it.
 #[must_use]
-pub fn leaves(state: &Value) -> Vec<(Path, Leaf<'_>)> {
+pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
     visit_leaves(state, &mut Path::default(), &mut |path, leaf| found.push((path.clone(), leaf)));
     found
 }
 
-fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Leaf<'a>)) {
+fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Path, StateLeaf<'a>)) {
     match value {
-        Value::Tensor(id) => visit(path, Leaf::Tensor(*id)),
+        Value::Tensor(id) => visit(path, StateLeaf::Tensor(*id)),
         Value::Dict(dict) => {
             for (key, child) in &dict.entries {
                 path.0.push(Key::Name(key_text(key)));
@@ -98,7 +98,7 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
                 path.0.pop();
             }
         }
-        other => visit(path, Leaf::Object(other)),
+        other => visit(path, StateLeaf::Object(other)),
     }
 }
 
@@ -120,18 +120,22 @@ pub fn object_names(state: &Value) -> Vec<String> {
 
 /// What becomes of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum LeafAction {
     Keep,
     /// A dict loses the key, and goes itself where that was its last; a list keeps its positions and has `None` there.
     Remove,
 }
 
 /// Let `visit` change or remove the leaves of a state dict: the same ones as [`leaves`] gives, in the same order.
-pub fn edit_leaves(state: &mut Value, visit: &mut dyn FnMut(&Path, &mut Value) -> Fate) {
+pub fn edit_leaves(state: &mut Value, visit: &mut dyn FnMut(&Path, &mut Value) -> LeafAction) {
     edit_below(state, &mut Path::default(), visit);
 }
 
-fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &mut Value) -> Fate) -> Fate {
+fn edit_below(
+    value: &mut Value,
+    path: &mut Path,
+    visit: &mut dyn FnMut(&Path, &mut Value) -> LeafAction,
+) -> LeafAction {
     match value {
         Value::Dict(dict) => {
             let was_empty = dict.entries.is_empty();
@@ -139,19 +143,19 @@ fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &
                 path.0.push(Key::Name(key_text(key)));
                 let fate = edit_below(child, path, visit);
                 path.0.pop();
-                fate == Fate::Keep
+                fate == LeafAction::Keep
             });
-            if dict.entries.is_empty() && !was_empty { Fate::Remove } else { Fate::Keep }
+            if dict.entries.is_empty() && !was_empty { LeafAction::Remove } else { LeafAction::Keep }
         }
         Value::List(items) if items.iter().any(is_descended) => {
             for (index, child) in items.iter_mut().enumerate() {
                 path.0.push(Key::Index(index as u64));
-                if edit_below(child, path, visit) == Fate::Remove {
+                if edit_below(child, path, visit) == LeafAction::Remove {
                     *child = Value::None;
                 }
                 path.0.pop();
             }
-            Fate::Keep
+            LeafAction::Keep
         }
         leaf => visit(path, leaf),
     }
@@ -162,7 +166,7 @@ fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &
 pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     let mut found = Vec::new();
     visit_leaves(state, &mut Path::default(), &mut |path, leaf| {
-        if let Leaf::Object(value) = leaf {
+        if let StateLeaf::Object(value) = leaf {
             found.push((path.clone(), value));
         }
     });
@@ -273,14 +277,14 @@ pub fn key_text(key: &Value) -> Arc<str> {
 /// does: a container is a list where the next step is a position, a dict otherwise; lists are padded with `None`.
 #[derive(Debug, Default)]
 pub struct Unflatten {
-    root: IndexMap<Arc<str>, Node, RandomState>,
+    root: IndexMap<Arc<str>, NestedNode, RandomState>,
 }
 
 #[derive(Debug)]
-enum Node {
+enum NestedNode {
     Leaf(Value),
-    Dict(IndexMap<Arc<str>, Node, RandomState>),
-    List(BTreeMap<u64, Node>),
+    Dict(IndexMap<Arc<str>, NestedNode, RandomState>),
+    List(BTreeMap<u64, NestedNode>),
 }
 
 /// Positions that all lists together may skip beyond the ones given; more is a damaged path, not a state dict.
@@ -301,20 +305,23 @@ impl Unflatten {
         let Key::Name(name) = first else {
             return Err(format!("{path}: the state dict itself is not a list"));
         };
-        let mut node = self.root.entry(name.clone()).or_insert_with(|| Node::for_key(parents.get(1).unwrap_or(last)));
+        let mut node =
+            self.root.entry(name.clone()).or_insert_with(|| NestedNode::for_key(parents.get(1).unwrap_or(last)));
         for (depth, key) in middle.iter().enumerate() {
             let next = parents.get(depth + 2).unwrap_or(last);
             node = match (node, key) {
-                (Node::Dict(entries), Key::Name(name)) => {
-                    entries.entry(name.clone()).or_insert_with(|| Node::for_key(next))
+                (NestedNode::Dict(entries), Key::Name(name)) => {
+                    entries.entry(name.clone()).or_insert_with(|| NestedNode::for_key(next))
                 }
-                (Node::List(items), Key::Index(index)) => items.entry(*index).or_insert_with(|| Node::for_key(next)),
+                (NestedNode::List(items), Key::Index(index)) => {
+                    items.entry(*index).or_insert_with(|| NestedNode::for_key(next))
+                }
                 _ => return Err(format!("{path}: {key} is a step into something else")),
             };
         }
         match (node, last) {
-            (Node::Dict(entries), key @ Key::Name(_)) => insert_leaf_in_dict(entries, key, value),
-            (Node::List(items), Key::Index(index)) => match items.insert(*index, Node::Leaf(value)) {
+            (NestedNode::Dict(entries), key @ Key::Name(_)) => insert_leaf_in_dict(entries, key, value),
+            (NestedNode::List(items), Key::Index(index)) => match items.insert(*index, NestedNode::Leaf(value)) {
                 None => Ok(()),
                 Some(_) => Err(format!("{path} is given twice")),
             },
@@ -327,25 +334,25 @@ impl Unflatten {
     /// # Errors
     /// A text naming a list with an unreasonable hole.
     pub fn finish(self) -> Result<Value, String> {
-        Node::Dict(self.root).finish(&mut { MAX_PADDING })
+        NestedNode::Dict(self.root).finish(&mut { MAX_PADDING })
     }
 }
 
 fn insert_leaf_in_dict(
-    entries: &mut IndexMap<Arc<str>, Node, RandomState>,
+    entries: &mut IndexMap<Arc<str>, NestedNode, RandomState>,
     key: &Key,
     value: Value,
 ) -> Result<(), String> {
     let Key::Name(name) = key else {
         return Err(format!("{key}: a position in something that is a dict elsewhere"));
     };
-    match entries.insert(name.clone(), Node::Leaf(value)) {
+    match entries.insert(name.clone(), NestedNode::Leaf(value)) {
         None => Ok(()),
         Some(_) => Err(format!("{name} is given twice")),
     }
 }
 
-impl Node {
+impl NestedNode {
     fn for_key(key: &Key) -> Self {
         match key {
             Key::Name(_) => Self::Dict(IndexMap::default()),

@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
+use super::{Catalog, Dtype, FileLocation, TensorEntry, TensorId};
 use crate::layout::Rank;
 use crate::layout::partial::Share;
-use crate::layout::shards::Shared;
+use crate::layout::shards::SharedTensor;
 
 /// Everything an executor needs to write a checkpoint.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ pub struct Reserved {
     /// What each chunk gets of the source's summands; empty where it gets the value.
     pub shares: Vec<Arc<Share>>,
     /// How ranks share it, where they do.
-    pub shared: Option<Box<Shared>>,
+    pub shared: Option<Box<SharedTensor>>,
 }
 
 /// One file to write.
@@ -50,15 +50,15 @@ pub struct OutputFile {
     pub rank: Option<Rank>,
     pub len: u64,
     /// Ascending, disjoint. Together with the chunks of the tensors they cover the file.
-    pub literals: Vec<Literal>,
+    pub literals: Vec<HeaderBytes>,
     /// Ascending by range, disjoint.
-    pub sums: Vec<Sum>,
+    pub sums: Vec<ChecksumSpan>,
 }
 
 /// Bytes known in advance. Shared: items of equal shape and dtype have equal frames. Those of a header may be many, so they
 /// stay where they were put together.
 #[derive(Clone, Debug)]
-pub struct Literal {
+pub struct HeaderBytes {
     pub offset: u64,
     pub bytes: Arc<Vec<u8>>,
 }
@@ -69,7 +69,7 @@ pub const SITE_BYTES: u64 = 4;
 /// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
 /// All sums of a file have as many sites, and the first ones ascend as the spans do, as do the second ones.
 #[derive(Clone, Debug)]
-pub struct Sum {
+pub struct ChecksumSpan {
     pub range: Range<u64>,
     pub sites: SmallVec<[u64; 2]>,
 }
@@ -91,7 +91,7 @@ impl OutputFile {
         let offset = self.len;
         self.len += bytes.len() as u64;
         if !bytes.is_empty() {
-            self.literals.push(Literal { offset, bytes });
+            self.literals.push(HeaderBytes { offset, bytes });
         }
     }
 
@@ -106,9 +106,10 @@ impl OutputFile {
     pub fn append(&mut self, other: &Self) -> u64 {
         let base = self.len;
         self.len += other.len;
-        let moved = |literal: &Literal| Literal { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
+        let moved =
+            |literal: &HeaderBytes| HeaderBytes { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
         self.literals.extend(other.literals.iter().map(moved));
-        self.sums.extend(other.sums.iter().map(|sum| Sum {
+        self.sums.extend(other.sums.iter().map(|sum| ChecksumSpan {
             range: base + sum.range.start..base + sum.range.end,
             sites: sum.sites.iter().map(|site| base + site).collect(),
         }));
@@ -117,7 +118,7 @@ impl OutputFile {
 
     /// The sum of the span that the byte at this offset lies in.
     #[must_use]
-    pub fn sum_at(&self, offset: u64) -> Option<&Sum> {
+    pub fn sum_at(&self, offset: u64) -> Option<&ChecksumSpan> {
         let next = self.sums.partition_point(|sum| sum.range.end <= offset);
         self.sums.get(next).filter(|sum| sum.range.start <= offset)
     }
@@ -168,7 +169,7 @@ impl Reservation {
         /// Its value; its part and its open sites, in lists that have grown to hold them.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
-        let of_sum = |sum: &Sum| {
+        let of_sum = |sum: &ChecksumSpan| {
             let last = sum.sites.iter().copied().fold(sum.range.end, u64::max);
             let length = last.saturating_sub(sum.range.start);
             // A short one meets the end of a strip as often as its length has it, a long one is in every strip it crosses.
@@ -252,7 +253,7 @@ impl Reserved {
     #[must_use]
     pub fn place(&self, index: usize) -> Option<(u32, u64)> {
         match self.entry.chunks.place(index) {
-            Place::Bytes { file, offset } => Some((file.0, offset)),
+            FileLocation::Bytes { file, offset } => Some((file.0, offset)),
             _ => None,
         }
     }

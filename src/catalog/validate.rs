@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::{Fqn, TensorEntry};
 use crate::error::{CatalogError, CoverageKind, Error, Result};
-use crate::layout::partial::Reduction;
+use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
 
@@ -63,7 +63,7 @@ impl TensorEntry {
     fn tile(
         &self,
         chunks: impl IntoIterator<Item = u32, IntoIter: ExactSizeIterator>,
-        summand: Option<(&Reduction, u64)>,
+        summand: Option<(&PartialReduction, u64)>,
     ) -> Result<Tiling> {
         let chunks = chunks.into_iter();
         let (tiles, holders) = self.distinct(chunks);
@@ -85,7 +85,12 @@ impl TensorEntry {
         known.into_iter().unzip()
     }
 
-    fn coverage_error(&self, error: &CoverError, holders: &[Holders], summand: Option<(&Reduction, u64)>) -> Error {
+    fn coverage_error(
+        &self,
+        error: &CoverError,
+        holders: &[Holders],
+        summand: Option<(&PartialReduction, u64)>,
+    ) -> Error {
         let shape = format!("shape {:?}", self.shape.as_slice());
         let shape = summand.map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.name(number)));
         let (kind, region, detail) = match error {

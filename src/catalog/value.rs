@@ -14,13 +14,13 @@ use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
 
 /// A value. [`Value::Other`] is one that ranks store differently, which only the state of files of several ranks has.
-pub type Value = torch_pickle::Value<TensorId, Vec<Holding>>;
+pub type Value = torch_pickle::Value<TensorId, Vec<RankValue>>;
 
 /// A dict in insertion order.
-pub type Dict = torch_pickle::Dict<TensorId, Vec<Holding>>;
+pub type Dict = torch_pickle::Dict<TensorId, Vec<RankValue>>;
 
 /// An object that is carried by the recipe for making it.
-pub type Object = torch_pickle::Object<TensorId, Vec<Holding>>;
+pub type Object = torch_pickle::Object<TensorId, Vec<RankValue>>;
 
 /// A tensor of the catalog, by number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,12 +34,12 @@ impl fmt::Display for TensorId {
 
 /// One of several values, and the ranks that store it, ascending.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holding {
+pub struct RankValue {
     pub value: Value,
     pub ranks: Vec<Rank>,
 }
 
-impl Holding {
+impl RankValue {
     /// The value a rank gets of those that ranks store differently: its own where a rank of its number stored one; else
     /// the stored values are dealt out in turn, rank `r` getting that of the `r mod n`-th of the `n` ranks that stored one.
     #[must_use]
@@ -55,7 +55,7 @@ impl Holding {
     }
 }
 
-impl torch_pickle::Extension<TensorId> for Vec<Holding> {
+impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     fn values(&self) -> Vec<&Value> {
         self.iter().map(|holding| &holding.value).collect()
     }

@@ -38,13 +38,13 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE")]
     pub flat_layout: Option<PathBuf>,
     #[command(flatten)]
-    pub told: ToldArgs,
+    pub layout: SourceLayoutArgs,
 }
 
 /// How plain tensors of rank files lie, which the files do not say.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
-pub struct ToldArgs {
+pub struct SourceLayoutArgs {
     /// Mesh of the ranks that saved SRC, where its plain tensors are parts of tensors: named dims, row-major ranks
     /// [default: that of its DTensors]
     #[arg(long, value_name = "DIMS")]

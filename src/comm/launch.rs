@@ -20,7 +20,7 @@
 //! process that a rank of a training run starts.
 
 use super::environment::{
-    ALONE, Told, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
+    ALONE, EnvironmentShare, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
 };
 use super::{Env, Part};
 use crate::error::{Error, Result};
@@ -106,7 +106,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
         (None, None) => told_by_environment(env)?,
     };
     let node = text(env, "SLURMD_NODENAME");
-    let Some(Told { launcher, part, .. }) = told.filter(is_one_of_several) else {
+    let Some(EnvironmentShare { launcher, part, .. }) = told.filter(is_one_of_several) else {
         return Ok(Launch { node, ..Launch::alone() });
     };
     Ok(Launch {
@@ -121,8 +121,11 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
 }
 
 /// A part of a number of parts that the command line says, and by whom it was started.
-fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
-    let options = part.map_or_else(|| format!("options::parts {parts}"), |part| format!("options::part {part} options::parts {parts}"));
+fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
+    let options = part.map_or_else(
+        || format!("options::parts {parts}"),
+        |part| format!("options::part {part} options::parts {parts}"),
+    );
     if parts == 0 {
         return Err(Error::usage(
             format!("{options}: at least one part is needed"),
@@ -135,7 +138,7 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
             format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
-    let said = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
+    let said = |index, launcher| EnvironmentShare { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
         return Ok(said(0, Launcher::Options));
     }
@@ -154,7 +157,10 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
         (part, Some(told), None) if told.part.of != parts || part.is_some_and(|index| index != told.part.index) => {
             Err(Error::usage(
                 format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
-                format!("leave {} out; {ALONE}", if part.is_some() { "options::part and options::parts" } else { "options::parts" }),
+                format!(
+                    "leave {} out; {ALONE}",
+                    if part.is_some() { "options::part and options::parts" } else { "options::parts" }
+                ),
             ))
         }
         (_, Some(told), None) => Ok(told),
@@ -163,10 +169,10 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
     }
 }
 
-fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
+fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
     if index < parts {
         let by = format!("SLURM_ARRAY_TASK_ID={index}, options::parts {parts}");
-        let told = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
+        let told = EnvironmentShare { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
         agree_with_plain(&told, env)?;
         return Ok(told);
     }
@@ -177,7 +183,7 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
 }
 
 /// `--parts` and nobody who says both which and of how many.
-fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
+fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
@@ -186,7 +192,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
             ));
         }
         let by = format!("PMIX_RANK={index}, options::parts {parts}");
-        return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
+        return Ok(EnvironmentShare { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
     match plain(env)? {
         Some(told) if told.part.of == parts => Ok(told),
@@ -205,7 +211,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
 }
 
 /// What the environment alone says, where it says that there are several.
-fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
+fn told_by_environment(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
     if let Some(told) = told_by_launcher(env)? {
         return Ok(Some(told));
     }
@@ -221,12 +227,12 @@ fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
     }
 }
 
-fn is_one_of_several(told: &Told) -> bool {
+fn is_one_of_several(told: &EnvironmentShare) -> bool {
     !told.part.is_alone()
 }
 
 /// The innermost that started several processes, this one among them.
-fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
+fn told_by_launcher(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
     if let Some(told) = torchrun(env)? {
         // RANK is its own, and what started it started one agent a node.
         return Ok(Some(told).filter(is_one_of_several));
@@ -250,14 +256,14 @@ fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
 }
 
 /// `RANK` and `WORLD_SIZE` are copied from what a launcher says, or they are of something else.
-fn agree_with_plain(told: &Told, env: Env<'_>) -> Result<()> {
+fn agree_with_plain(told: &EnvironmentShare, env: Env<'_>) -> Result<()> {
     match plain(env)? {
         Some(plain) if plain.part != told.part => Err(contradiction(told, &plain, "RANK and WORLD_SIZE")),
         _ => Ok(()),
     }
 }
 
-fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
+fn contradiction(one: &EnvironmentShare, other: &EnvironmentShare, unset: &str) -> Error {
     Error::usage(
         format!(
             "two say which part this is, and not the same: {} ({}) and {} ({})",

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::fate::{DROPPED, Fate, Gone, LEFT, other_length};
+use super::failure::{DROPPED, FirstFailure, LEFT, PeerFailure, other_length};
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
@@ -16,28 +16,28 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct Local {
     rank: u32,
-    office: Arc<Office>,
+    office: Arc<Mailboxes>,
     counter: Counter,
 }
 
 #[derive(Debug)]
-struct Office {
+struct Mailboxes {
     size: u32,
-    fate: Fate,
-    letters: Mutex<Letters>,
+    fate: FirstFailure,
+    letters: Mutex<MessageQueue>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Letters {
+struct MessageQueue {
     /// Not yet taken, by receiver and sender.
-    waiting: Vec<Vec<VecDeque<Letter>>>,
+    waiting: Vec<Vec<VecDeque<Message>>>,
     /// Why a rank writes no more.
     silent: Vec<Option<&'static str>>,
 }
 
 #[derive(Debug)]
-struct Letter {
+struct Message {
     op: &'static str,
     bytes: Vec<u8>,
 }
@@ -46,16 +46,21 @@ impl Local {
     /// Communicators for so many threads, in the order of ranks.
     #[must_use]
     pub fn fleet(size: u32) -> Vec<Self> {
-        let letters = Letters {
+        let letters = MessageQueue {
             waiting: (0..size).map(|_| (0..size).map(|_| VecDeque::new()).collect()).collect(),
             silent: vec![None; size as usize],
         };
-        let office = Office { size, fate: Fate::default(), letters: Mutex::new(letters), changed: Condvar::default() };
+        let office = Mailboxes {
+            size,
+            fate: FirstFailure::default(),
+            letters: Mutex::new(letters),
+            changed: Condvar::default(),
+        };
         let office = Arc::new(office);
         (0..size).map(|rank| Self { rank, office: Arc::clone(&office), counter: Counter::default() }).collect()
     }
 
-    fn letters(&self) -> MutexGuard<'_, Letters> {
+    fn letters(&self) -> MutexGuard<'_, MessageQueue> {
         self.office.letters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -70,7 +75,7 @@ impl Local {
     }
 
     fn post(&self, op: &'static str, to: u32, bytes: &[u8]) {
-        let letter = Letter { op, bytes: bytes.to_vec() };
+        let letter = Message { op, bytes: bytes.to_vec() };
         self.letters().waiting[to as usize][self.rank as usize].push_back(letter);
         self.office.changed.notify_all();
     }
@@ -85,7 +90,7 @@ impl Local {
                 return Ok(letter.bytes);
             }
             if let Some(why) = letters.silent[from as usize] {
-                self.office.fate.seal(Gone { rank: from, why: why.into() });
+                self.office.fate.seal(PeerFailure { rank: from, why: why.into() });
                 self.office.changed.notify_all();
             }
             self.office.fate.check(op)?;
@@ -158,7 +163,7 @@ impl Communicator for Local {
     fn check(&self) -> Result<()> {
         let dropped = self.letters().silent.iter().position(|why| *why == Some(DROPPED));
         if let Some(rank) = dropped.and_then(|rank| u32::try_from(rank).ok()) {
-            self.office.fate.seal(Gone { rank, why: DROPPED.into() });
+            self.office.fate.seal(PeerFailure { rank, why: DROPPED.into() });
             self.office.changed.notify_all();
         }
         self.office.fate.check("check")
@@ -167,7 +172,7 @@ impl Communicator for Local {
     fn fail(&self, why: &str) {
         // Held, so that nobody is between looking and waiting.
         let _letters = self.letters();
-        self.office.fate.seal(Gone { rank: self.rank, why: format!("failed: {why}").into() });
+        self.office.fate.seal(PeerFailure { rank: self.rank, why: format!("failed: {why}").into() });
         self.office.changed.notify_all();
     }
 

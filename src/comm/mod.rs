@@ -10,30 +10,30 @@ mod communicator;
 pub mod cpus;
 mod environment;
 pub(crate) mod error;
-mod fate;
+mod failure;
 pub mod launch;
 mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod node;
-mod patience;
 mod process;
 mod ranges;
 #[cfg(test)]
 pub(crate) mod tests;
 mod traffic;
+mod wait_notices;
 
 use std::fmt;
 
 pub use communicator::{Communicator, FailureNotes};
-pub(crate) use fate::{DROPPED, ENDED, Fate, Gone, LEFT, Why};
+pub(crate) use failure::{DROPPED, ENDED, FailureReason, FirstFailure, LEFT, PeerFailure};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-pub use patience::{Patience, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
 pub(crate) use traffic::Counter;
 pub use traffic::Traffic;
+pub use wait_notices::{Wait, WaitNotices, WaitReporter};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -23,7 +23,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, Destination, Source};
 use serde::{Deserialize, Serialize};
 
-use super::fate::{DROPPED, Fate, Gone, LEFT, Why, other_length};
+use super::failure::{DROPPED, FailureReason, FirstFailure, LEFT, PeerFailure, other_length};
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, Env, Launch, Launcher, Part};
@@ -65,7 +65,7 @@ pub struct Mpi {
     rank: u32,
     size: u32,
     going: KeepGoing,
-    fate: Fate,
+    fate: FirstFailure,
     counter: Counter,
     state: Mutex<State>,
     /// Held for an operation.
@@ -98,7 +98,7 @@ enum Word {
     },
     Left,
     /// The rank that is gone first, and why: by a signal, which is one of [`STOPPING`](crate::error::STOPPING), or for a reason.
-    Gone {
+    Failed {
         rank: u32,
         signal: Option<usize>,
         reason: String,
@@ -162,7 +162,7 @@ impl Mpi {
             rank,
             size,
             going,
-            fate: Fate::default(),
+            fate: FirstFailure::default(),
             counter: Counter::default(),
             state: Mutex::new(State { inbox, number: 0, has_left: false }),
             operating: Mutex::default(),
@@ -200,17 +200,17 @@ impl Mpi {
     }
 
     /// Ends this rank for this reason, unless it has ended.
-    fn end(&self, state: &State, gone: Gone) {
+    fn end(&self, state: &State, gone: PeerFailure) {
         if state.has_left || !self.fate.seal(gone) {
             return;
         }
-        let Some(Gone { rank, why }) = self.fate.gone() else { return };
+        let Some(PeerFailure { rank, why }) = self.fate.gone() else { return };
         let (signal, reason) = match why {
-            Why::Failed(reason) => (None, reason.as_str()),
-            Why::Stopped(which) => (Some(*which), ""),
+            FailureReason::Failed(reason) => (None, reason.as_str()),
+            FailureReason::Stopped(which) => (Some(*which), ""),
         };
         let reason = &reason[..reason.floor_char_boundary(LONGEST_REASON)];
-        self.tell_all(state, |_| Word::Gone { rank: *rank, signal, reason: reason.to_owned() });
+        self.tell_all(state, |_| Word::Failed { rank: *rank, signal, reason: reason.to_owned() });
     }
 
     /// Asks whether to go on, and ends this rank where not.
@@ -315,7 +315,7 @@ impl Mpi {
         if let Some((rank, expected, sent)) = wrong {
             let error = other_length(rank, operation.name(), expected as u64, sent as u64);
             if let Error::Comm(CommError { detail, .. }) = &error {
-                self.end(&self.state(), Gone { rank, why: detail.as_str().into() });
+                self.end(&self.state(), PeerFailure { rank, why: detail.as_str().into() });
             }
             return Err(error);
         }
@@ -408,7 +408,7 @@ impl Communicator for Mpi {
     }
 
     fn fail(&self, why: &str) {
-        self.end(&self.state(), Gone { rank: self.rank, why: reason(why) });
+        self.end(&self.state(), PeerFailure { rank: self.rank, why: reason(why) });
     }
 
     fn leave(self) -> Result<()> {
@@ -440,7 +440,7 @@ impl Communicator for Mpi {
 impl Drop for Mpi {
     fn drop(&mut self) {
         let mut state = self.state();
-        self.end(&state, Gone { rank: self.rank, why: DROPPED.into() });
+        self.end(&state, PeerFailure { rank: self.rank, why: DROPPED.into() });
         let inbox = mem::take(&mut state.inbox);
         if !inbox.is_complete() {
             ENDING.lock().unwrap_or_else(PoisonError::into_inner).push(inbox);
@@ -456,7 +456,7 @@ impl Inbox {
         while let Some(found) = world.any_process().immediate_matched_probe_with_tag(self.tag) {
             let (bytes, status) = found.matched_receive_vec::<u8>();
             let from = u32::try_from(status.source_rank()).expect("MPI counts ranks from 0");
-            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::Gone {
+            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::Failed {
                 rank: from,
                 signal: None,
                 reason: format!("does not speak as it should: {error}"),
@@ -472,7 +472,7 @@ impl Inbox {
     }
 
     /// The rank that is gone, as the last word of another one says.
-    fn gone(&self) -> Option<Gone> {
+    fn gone(&self) -> Option<PeerFailure> {
         self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
     }
 
@@ -480,7 +480,7 @@ impl Inbox {
     ///
     /// # Errors
     /// A rank that does not take part.
-    fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, Gone> {
+    fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, PeerFailure> {
         let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
         // The cause before what follows from it.
         if let Some(gone) = firsts().find_map(|(_, word)| word?.gone()) {
@@ -497,9 +497,9 @@ impl Inbox {
                 Some(Word::Header { operation: other, number: at, .. }) => {
                     let (other, this) = (other.name(), operation.name());
                     let why = format!("it is in {other} {at}, this process in {this} {number}");
-                    return Err(Gone { rank, why: why.into() });
+                    return Err(PeerFailure { rank, why: why.into() });
                 }
-                Some(_) => return Err(Gone { rank, why: LEFT.into() }),
+                Some(_) => return Err(PeerFailure { rank, why: LEFT.into() }),
             }
         }
         if !is_complete {
@@ -511,10 +511,10 @@ impl Inbox {
 }
 
 impl Word {
-    fn gone(&self) -> Option<Gone> {
-        let Self::Gone { rank, signal, reason } = self else { return None };
-        let stopped = signal.filter(|which| *which < STOPPING.len()).map(Why::Stopped);
-        Some(Gone { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
+    fn gone(&self) -> Option<PeerFailure> {
+        let Self::Failed { rank, signal, reason } = self else { return None };
+        let stopped = signal.filter(|which| *which < STOPPING.len()).map(FailureReason::Stopped);
+        Some(PeerFailure { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
     }
 }
 
@@ -563,11 +563,11 @@ impl Pause {
     }
 }
 
-/// Why a rank ends that says these words, which may be those of [`Error::Stopped`].
-fn reason(words: &str) -> Why {
+/// Returns why a rank ends that says these words, which may be those of [`Error::Stopped`].
+fn reason(words: &str) -> FailureReason {
     let signal = words.strip_prefix("stopped by ").and_then(|rest| rest.split(';').next());
     let which = STOPPING.iter().position(|(name, _)| Some(*name) == signal);
-    which.map_or_else(|| format!("failed: {words}").into(), Why::Stopped)
+    which.map_or_else(|| format!("failed: {words}").into(), FailureReason::Stopped)
 }
 
 fn turn() -> MutexGuard<'static, Option<Universe>> {

@@ -22,13 +22,13 @@ impl SourceArgs {
             drop_unknown: self.drop_unknown,
             flat_layout: self.flat_layout.clone(),
             layout: SourceLayoutOptions {
-                src_mesh: self.told.src_mesh.clone(),
-                src_mesh_ranks: self.told.src_mesh_ranks.clone(),
-                src_placements: self.told.src_placements.clone(),
-                src_split: self.told.src_split.map(Into::into),
-                src_plan: self.told.src_plan.clone(),
-                src_layout: self.told.src_layout.clone(),
-                reduce: self.told.reduce.clone(),
+                src_mesh: self.layout.src_mesh.clone(),
+                src_mesh_ranks: self.layout.src_mesh_ranks.clone(),
+                src_placements: self.layout.src_placements.clone(),
+                src_split: self.layout.src_split.map(Into::into),
+                src_plan: self.layout.src_plan.clone(),
+                src_layout: self.layout.src_layout.clone(),
+                reduce: self.layout.reduce.clone(),
             },
         }
     }

@@ -12,7 +12,7 @@ use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, checksum};
 use crate::progress::Task;
-use crate::storage::Stretch;
+use crate::storage::FileRange;
 
 /// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
 /// does some, of files that it sees.
@@ -20,7 +20,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     let Part { index, of } = run.launch.part;
     let archives = checksum::archives(&checkpoint.catalog);
     let all: Vec<u32> = (0..of).collect();
-    let is_own = |(number, (archive, _)): &(usize, (Stretch, Option<&Fqn>))| {
+    let is_own = |(number, (archive, _)): &(usize, (FileRange, Option<&Fqn>))| {
         let seen_by = checkpoint.files.seen_by(archive.file).unwrap_or(&all);
         seen_by.get(number % seen_by.len().max(1)) == Some(&index)
     };

@@ -6,9 +6,10 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use crate::catalog::path::{self, Fate, rank_key};
+use crate::catalog::path::{self, LeafAction, rank_key};
 use crate::catalog::{
-    self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
+    self, Catalog, Chunk, ChunkTable, Dict, FileLocation, Key, RankValue, TensorEntry, TensorId, Value, list_ranks,
+    model,
 };
 use crate::convert::options::OnConflict;
 use crate::error::Result;
@@ -17,14 +18,14 @@ use crate::name_list::short_list;
 
 /// Whether the target has a file for each rank, or one for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ranks {
+pub enum TargetFiles {
     Apart,
     Together,
 }
 
 /// What was done about the conflicts of a state.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Settled {
+pub struct ResolvedConflicts {
     /// Names of objects that are left out.
     pub dropped: Vec<String>,
     /// Names of tensors that are left out.
@@ -57,7 +58,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
         assert_eq!(own, wanted.push_tensor(wish), "the wanted catalog has the tensors of the source");
         own_tensors.push((own, rank));
     }
-    let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<Holding> {
+    let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<RankValue> {
         let own_tensors = own_tensors.iter().filter(|(_, rank)| match (ranks, rank) {
             (Some(ranks), Some(rank)) => ranks.contains(rank),
             _ => true,
@@ -65,13 +66,13 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
         let holding = |(own, rank): &(TensorId, Option<Rank>)| {
             let mut value = value.clone();
             value.map_tensors(&mut |other| if other == id { *own } else { other });
-            Holding { value, ranks: rank.iter().copied().collect() }
+            RankValue { value, ranks: rank.iter().copied().collect() }
         };
         own_tensors.map(holding).collect()
     };
     path::edit_leaves(&mut wanted.state, &mut |_, leaf| {
         if !holds(leaf, id) {
-            return Fate::Keep;
+            return LeafAction::Keep;
         }
         let holdings = match &*leaf {
             Value::Other(holdings) => (holdings.iter())
@@ -86,7 +87,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
             whole => of_each(whole, None),
         };
         *leaf = Value::Other(holdings);
-        Fate::Keep
+        LeafAction::Keep
     });
 }
 
@@ -102,12 +103,12 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 ///
 /// # Errors
 /// `Conflict` for the first disagreement that nothing was chosen for.
-pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) -> Result<Settled> {
-    let mut settled = Settled::default();
+pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
+    let mut settled = ResolvedConflicts::default();
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
     path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
-        let Value::Other(holdings) = leaf else { return Fate::Keep };
+        let Value::Other(holdings) = leaf else { return LeafAction::Keep };
         let choice = choice.or_else(|| model::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
         match choice {
             None => {
@@ -115,7 +116,7 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) ->
             }
             Some(OnConflict::Drop) => {
                 settled.dropped.push(path.to_string());
-                return Fate::Remove;
+                return LeafAction::Remove;
             }
             Some(OnConflict::Rank0) => {
                 settled.rank0.push(path.to_string());
@@ -126,12 +127,12 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) ->
             Some(OnConflict::PerRank) => {
                 settled.per_rank.push(path.to_string());
                 own_values.extend(holdings.iter().flat_map(|holding| holding.ranks.iter().copied()));
-                if ranks == Ranks::Together {
+                if ranks == TargetFiles::Together {
                     *leaf = side_by_side(holdings);
                 }
             }
         }
-        Fate::Keep
+        LeafAction::Keep
     });
     settled.ranks = own_values.into_iter().collect();
     settled.ranks.sort_unstable();
@@ -139,7 +140,7 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) ->
 }
 
 /// `{"rank_0": ..., "rank_1": ...}`
-fn side_by_side(holdings: &[Holding]) -> Value {
+fn side_by_side(holdings: &[RankValue]) -> Value {
     let by_rank: BTreeMap<Rank, &Value> =
         holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
     let entry = |(rank, value): (Rank, &Value)| {
@@ -151,7 +152,7 @@ fn side_by_side(holdings: &[Holding]) -> Value {
 
 /// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
-    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, Place::Nowhere);
+    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, FileLocation::Nowhere);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
@@ -160,7 +161,7 @@ pub fn few(names: &[String]) -> String {
     short_list(names, 1)
 }
 
-impl Settled {
+impl ResolvedConflicts {
     /// What the user should know.
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
@@ -191,7 +192,7 @@ mod tests {
     use super::*;
 
     fn state() -> Catalog {
-        let holding = |value: i64, ranks: &[u32]| Holding {
+        let holding = |value: i64, ranks: &[u32]| RankValue {
             value: Value::Int(value),
             ranks: ranks.iter().copied().map(Rank).collect(),
         };
@@ -211,16 +212,16 @@ mod tests {
 
     #[test]
     fn without_a_choice_only_random_state_may_differ() {
-        let error = settle(&mut state(), None, Ranks::Apart).unwrap_err();
+        let error = settle(&mut state(), None, TargetFiles::Apart).unwrap_err();
         assert_eq!(
             error.to_string(),
             "step: an object differs between ranks 0, 2 and rank 1: ranks 0, 2 has 7; rank 1 has 8"
         );
         let mut only_rng = state();
         path::edit_leaves(&mut only_rng.state, &mut |path, _| {
-            if path.to_string() == "step" { Fate::Remove } else { Fate::Keep }
+            if path.to_string() == "step" { LeafAction::Remove } else { LeafAction::Keep }
         });
-        let settled = settle(&mut only_rng, None, Ranks::Apart).unwrap();
+        let settled = settle(&mut only_rng, None, TargetFiles::Apart).unwrap();
         assert_eq!(settled.per_rank, ["rng.cpu"]);
         assert_eq!(
             settled.notes(Some(4)),
@@ -237,17 +238,17 @@ mod tests {
     #[test]
     fn each_choice_does_what_it_says() {
         let mut catalog = state();
-        let settled = settle(&mut catalog, Some(OnConflict::Rank0), Ranks::Apart).unwrap();
+        let settled = settle(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
         assert_eq!(settled.rank0, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1, 'step': 7, 'rng': {'cpu': 7}}");
 
         let mut catalog = state();
-        let settled = settle(&mut catalog, Some(OnConflict::Drop), Ranks::Apart).unwrap();
+        let settled = settle(&mut catalog, Some(OnConflict::Drop), TargetFiles::Apart).unwrap();
         assert_eq!(settled.dropped, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1}");
 
         let mut catalog = state();
-        settle(&mut catalog, Some(OnConflict::PerRank), Ranks::Together).unwrap();
+        settle(&mut catalog, Some(OnConflict::PerRank), TargetFiles::Together).unwrap();
         let each = "{'rank_0': 7, 'rank_1': 8, 'rank_2': 7}";
         assert_eq!(shown(&catalog), format!("{{'same': 1, 'step': {each}, 'rng': {{'cpu': {each}}}}}"));
     }

@@ -6,22 +6,22 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 
 use super::config::{self, CONFIG};
-use super::conflicts::Ranks;
+use super::conflicts::TargetFiles;
 use super::parts::carried_file;
 use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
-use super::source::Source;
+use super::source::ConversionSource;
 use super::target_format::{file_name, holds_shards, target_format};
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::convert::options::{Assets, ConsolidateOptions};
 use crate::error::{Error, Result};
-use crate::exec::carry::Carried;
+use crate::exec::sidecar_files::SidecarFile;
 use crate::format::known_files::is_asset;
-use crate::format::safetensors::Wanted;
+use crate::format::safetensors::SelectedTensors;
 use crate::format::{Checkpoint, Format, distinct_names, natural_order, safetensors, torch};
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 use crate::quantity::count;
 use crate::storage::lookup;
 
@@ -29,13 +29,13 @@ use crate::storage::lookup;
 ///
 /// # Errors
 /// `Usage` if the source has no model, for a format that holds no whole tensors, or options that have no effect.
-pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::Safetensors)?;
     let placing = placing_like(&args.convert, like, to)?;
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
-    source.settle(args.convert.checks, Ranks::Together, run)?;
+    source.settle(args.convert.checks, TargetFiles::Together, run)?;
     // Each walks through all of the state dict.
     let state = &source.wanted.catalog.state;
     let (mut tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
@@ -50,7 +50,7 @@ pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> 
             source.forget_wishes();
             notes.extend(elsewhere(placing.as_ref(), &written));
             let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
-            let wanted = Wanted { source: &source.checkpoint.catalog, dtypes: &dtypes };
+            let wanted = SelectedTensors { source: &source.checkpoint.catalog, dtypes: &dtypes };
             (safetensors::reserve(wanted, &written, &tied, &shape)?, staged)
         }
         Format::Torch => {
@@ -59,14 +59,14 @@ pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> 
             distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
             let state = model::flat_state(&tensors);
             let name = file_name(destination, "pytorch_model.bin");
-            (torch::reserve(&source.wanted.catalog, &state, name)?, Shape::File)
+            (torch::reserve(&source.wanted.catalog, &state, name)?, DestinationKind::File)
         }
         _ => return Err(holds_shards("consolidate", to)),
     };
     reservation.left_out = left_out;
     let mut carried = Vec::new();
     let no_assets = args.assets == Assets::None;
-    if shape == Shape::Folder {
+    if shape == DestinationKind::Folder {
         carried = assets(args, &source.checkpoint)?;
         notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
@@ -84,7 +84,7 @@ pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> 
 }
 
 /// What is shipped is a model: something, and no optimizer in it that nobody asked for.
-fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, TensorId)]) -> Result<()> {
+fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[(Fqn, TensorId)]) -> Result<()> {
     if tensors.is_empty() {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),
@@ -121,14 +121,14 @@ fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, Tens
 ///
 /// # Errors
 /// `Io` where the configuration cannot be read.
-fn dtype_note(carried: &[Carried], source: &Source) -> Result<Option<String>> {
+fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Option<String>> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
     let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
     let text = std::fs::read(&found.place).map_err(Error::io("read", &found.from))?;
     Ok(serde_json::from_slice(&text).ok().and_then(|config| differing_dtype(&config, source)))
 }
 
-fn differing_dtype(config: &serde_json::Value, source: &Source) -> Option<String> {
+fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Option<String> {
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
     let named = Dtype::from_name(named)?;
     let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
@@ -144,7 +144,7 @@ fn differing_dtype(config: &serde_json::Value, source: &Source) -> Option<String
 
 /// The files that make a folder of weights a model: those of `--assets`, else of the source's folder, of `huggingface`
 /// in it, and of the folders above up to the one that was given.
-fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
+fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),
         Assets::From(folder) if !lookup::is_folder(folder)? => {
@@ -156,7 +156,7 @@ fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Carr
         Assets::From(folder) => vec![folder.clone()],
         Assets::Found => config::folders(checkpoint)?,
     };
-    let mut found: BTreeMap<PathBuf, Carried> = BTreeMap::new();
+    let mut found: BTreeMap<PathBuf, SidecarFile> = BTreeMap::new();
     for folder in folders {
         for name in [PathBuf::new(), PathBuf::from("additional_chat_templates")] {
             let within = folder.join(&name);

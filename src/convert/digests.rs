@@ -13,22 +13,22 @@ use crate::storage::{lookup, regular_file};
 
 /// The part of the document that tells values.
 #[derive(Debug, Deserialize)]
-pub struct Listing {
+pub struct DigestListing {
     format: String,
-    pub tensors: BTreeMap<String, Listed>,
+    pub tensors: BTreeMap<String, ListedTensor>,
     pub objects: BTreeMap<String, Json>,
 }
 
 /// What it says of one tensor.
 #[derive(Debug, Deserialize)]
-pub struct Listed {
+pub struct ListedTensor {
     pub dtype: String,
     pub shape: Vec<u64>,
     /// Summands that make no value have none.
     pub digest: Option<String>,
 }
 
-impl Listing {
+impl DigestListing {
     /// The listing at `path`, or `None` where that is something else than a JSON file; an index of weights is one of
     /// those.
     ///

@@ -1,7 +1,7 @@
 //! The memory that a conversion takes: what rounds may take beside what is laid out, and the peak.
 
 use super::memory::{
-    BASE_BYTES, LEAST_STRIP_BYTES, Reads, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
+    BASE_BYTES, LEAST_STRIP_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
     scratch_bytes, strip_bytes, sums_bytes,
 };
 use super::peers::Peers;
@@ -14,8 +14,8 @@ use crate::exec::{HELD_BYTES, Options};
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::Anonymous;
 
-fn reads(conversion: &Prepared) -> Reads {
-    Reads::of(conversion.source.is_exchanged())
+fn reads(conversion: &Prepared) -> ReadTiming {
+    ReadTiming::of(conversion.source.is_exchanged())
 }
 
 /// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.

@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use super::estimate::{room_for_rounds, within_memory};
-use super::foresee::foresee;
-use super::idle::{idle_in_the_end, idle_wishes};
 use super::options::{ConvertOptions, OnConflict};
+use super::preflight::describe_destination;
 use super::prepared::{Prepared, check_destination};
-use super::produce::{Produced, Publisher, about, claim, plan, produce};
 use super::reading::input;
 use super::reading::refuse_without_tensors;
 use super::report::{Account, Outcome, Preview, Report, left_out, notes};
 use super::run::Run;
+use super::unused_options::{unused_after_run, unused_options};
+use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
 use crate::exchange::Reducing;
@@ -65,7 +65,7 @@ pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) ->
 
 fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
     let options = &begin(prepared, args, run)?;
-    let mut account = Account::new(prepared, args, options, idle_wishes(prepared, args, run));
+    let mut account = Account::new(prepared, args, options, unused_options(prepared, args, run));
     let source = &prepared.source.checkpoint;
     let stats = match &prepared.source.peers {
         Some(peers) if peers.exchange_bytes() => {
@@ -80,7 +80,8 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
         }
         None => copy::dry_run(input(source), &prepared.reservation, &run.stop)?,
     };
-    let foreseen = args.dst.as_deref().and_then(|destination| foresee(prepared, args, destination, options, run));
+    let foreseen =
+        args.dst.as_deref().and_then(|destination| describe_destination(prepared, args, destination, options, run));
     Ok(account.preview(&stats, foreseen))
 }
 
@@ -145,15 +146,15 @@ fn preflight(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run
 
 fn perform(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
     let options = &begin(prepared, args, run)?;
-    let mut account = Account::new(prepared, args, options, idle_wishes(prepared, args, run));
+    let mut account = Account::new(prepared, args, options, unused_options(prepared, args, run));
     check_destination(prepared, args, destination)?;
-    let (stats, outcome) = match produce(prepared, args, destination, options, run)? {
-        Produced::Published(stats, Publisher::This) => (stats, Outcome::Published),
-        Produced::Published(stats, Publisher::Other) => (stats, Outcome::PublishedByOther),
-        Produced::Part(stats) => (stats, Outcome::PartDone),
-        Produced::Already => return Ok(account.report(&Stats::default(), Outcome::UpToDate, run)),
+    let (stats, outcome) = match write_destination(prepared, args, destination, options, run)? {
+        WriteOutcome::Published(stats, Publisher::This) => (stats, Outcome::Published),
+        WriteOutcome::Published(stats, Publisher::Other) => (stats, Outcome::PublishedByOther),
+        WriteOutcome::Part(stats) => (stats, Outcome::PartDone),
+        WriteOutcome::Already => return Ok(account.report(&Stats::default(), Outcome::UpToDate, run)),
     };
-    if let Some(warning) = idle_in_the_end(prepared, args, &stats) {
+    if let Some(warning) = unused_after_run(prepared, args, &stats) {
         run.progress.warning(&warning);
         account.idle.push(warning);
     }
@@ -168,7 +169,7 @@ fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Op
     for name in left_out(prepared).1 {
         run.progress.detail(&format!("left out: {name}"));
     }
-    idle_wishes(prepared, args, run).iter().for_each(|warning| run.progress.warning(warning));
+    unused_options(prepared, args, run).iter().for_each(|warning| run.progress.warning(warning));
     let options = within_memory(prepared, run.options, args.source.max_memory)?;
     // Another node cannot seal what only this one has in its memory.
     let options = Options { sync: options.sync || !run.launch.part.is_alone(), ..options };

@@ -10,11 +10,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path as FilePath;
 
-use super::names::{Found, Names, of_all_ranks};
+use super::names::{NameMatch, Names, of_all_ranks};
 use super::reading::read_options;
 use super::run::Run;
-use super::source::{Filled, Source, announce};
-use crate::catalog::path::{self, Fate};
+use super::source::{ConversionSource, Filled, announce};
+use crate::catalog::path::{self, LeafAction};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::convert::options::ConvertOptions;
@@ -27,7 +27,7 @@ use crate::select::{self, Selected, Wrappers};
 
 /// A tensor of SRC.
 #[derive(Clone, Debug)]
-struct Taken {
+struct FilledTensor {
     id: TensorId,
     path: Path,
 }
@@ -37,11 +37,11 @@ struct Taken {
 /// # Errors
 /// As reading those, and as [`fill`].
 pub fn with_others(
-    mut source: Source,
+    mut source: ConversionSource,
     (filler, like): (Option<&FilePath>, Option<&FilePath>),
     args: &ConvertOptions,
     run: &Run<'_>,
-) -> Result<Source> {
+) -> Result<ConversionSource> {
     // The files beside the checkpoint that fills go along.
     let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
     let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
@@ -70,30 +70,35 @@ fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<C
 ///
 /// # Errors
 /// `Usage` for a name that FILLER lacks, `Conflict` where the two do not fit; as reading, where tied names are compared.
-fn fill(source: Source, mut filler: Checkpoint, wrappers: Wrappers, run: &Run<'_>) -> Result<Source> {
-    let mut wanted = select::select(&filler.catalog, &select::Options::default())?;
+fn fill(
+    source: ConversionSource,
+    mut filler: Checkpoint,
+    wrappers: Wrappers,
+    run: &Run<'_>,
+) -> Result<ConversionSource> {
+    let mut wanted = select::select(&filler.catalog, &select::NameOptions::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;
     let objects = filling.objects(&mut wanted.catalog)?;
     let own_values = filling.own_values;
-    let notes = notes(&source, &filler, Counts { tensors: taken.len(), objects, own_values });
+    let notes = notes(&source, &filler, FillCounts { tensors: taken.len(), objects, own_values });
     let Checkpoint { root, resolved_from, format, files, catalog, .. } = source.checkpoint;
     let replaced = put(&mut filler.catalog, catalog, &taken, filler.files.append(files));
     // What is not taken of SRC is not left out: FILLER has it.
     wanted = Selected { notes, casts: source.wanted.casts, ..wanted };
     let filled = Some(Filled { root, resolved_from, format, replaced });
-    Ok(Source { checkpoint: filler, wanted, filled, ..source })
+    Ok(ConversionSource { checkpoint: filler, wanted, filled, ..source })
 }
 
 /// How much is from SRC.
-struct Counts {
+struct FillCounts {
     tensors: usize,
     objects: usize,
     own_values: usize,
 }
 
 /// What the user should know.
-fn notes(source: &Source, filler: &Checkpoint, counts: Counts) -> Vec<String> {
+fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> Vec<String> {
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
     let mut notes = source.wanted.notes.clone();
@@ -116,7 +121,7 @@ fn notes(source: &Source, filler: &Checkpoint, counts: Counts) -> Vec<String> {
 }
 
 /// How many names `--include` and the like leave out of SRC.
-fn not_taken(source: &Source) -> usize {
+fn not_taken(source: &ConversionSource) -> usize {
     source.wanted.left_out.tensors.len() + source.wanted.left_out.objects.len()
 }
 
@@ -131,11 +136,11 @@ fn is_list_of_parameters(path: &Path) -> bool {
 fn put(
     catalog: &mut Catalog,
     mut from: Catalog,
-    taken: &BTreeMap<TensorId, Taken>,
+    taken: &BTreeMap<TensorId, FilledTensor>,
     files: u32,
 ) -> BTreeMap<TensorId, TensorEntry> {
     let meshes: Vec<MeshId> = from.meshes.drain(..).map(|mesh| catalog.intern_mesh(mesh)).collect();
-    let replace = |(id, taken): (&TensorId, &Taken)| {
+    let replace = |(id, taken): (&TensorId, &FilledTensor)| {
         let mut entry = from.tensor(taken.id).clone();
         entry.chunks.shift_files(files);
         if let Some(sharding) = &mut entry.sharding {
@@ -154,7 +159,7 @@ fn put(
 
 /// The search for the places that SRC's values have in FILLER.
 struct Filling<'a> {
-    source: &'a Source,
+    source: &'a ConversionSource,
     filler: &'a Checkpoint,
     wrappers: Wrappers,
     run: &'a Run<'a>,
@@ -164,22 +169,22 @@ struct Filling<'a> {
 
 impl Filling<'_> {
     /// For each tensor of FILLER that SRC has, which one.
-    fn tensors(&mut self) -> Result<BTreeMap<TensorId, Taken>> {
+    fn tensors(&mut self) -> Result<BTreeMap<TensorId, FilledTensor>> {
         let state = &self.source.wanted.catalog.state;
         let (own, theirs) = (Names::new(state, self.wrappers), Names::new(&self.filler.catalog.state, self.wrappers));
         let mut all = Vec::new();
-        path::tensors(state, &Path::default(), &mut |path, id| all.push(Taken { id, path: path.clone() }));
-        let mut taken: BTreeMap<TensorId, Taken> = BTreeMap::new();
+        path::tensors(state, &Path::default(), &mut |path, id| all.push(FilledTensor { id, path: path.clone() }));
+        let mut taken: BTreeMap<TensorId, FilledTensor> = BTreeMap::new();
         let mut unknown = Vec::new();
         for tensor in all {
             let in_model = own.within_model(&tensor.path);
             match theirs.find(&tensor.path, in_model.as_deref()) {
-                Found::Nothing => match of_all_ranks(&tensor.path).map(|path| theirs.find(&path, None)) {
-                    Some(Found::One(_)) => self.own_values += 1,
+                NameMatch::Nothing => match of_all_ranks(&tensor.path).map(|path| theirs.find(&path, None)) {
+                    Some(NameMatch::One(_)) => self.own_values += 1,
                     _ => unknown.push((tensor.path, in_model)),
                 },
-                Found::Two(one, other) => return Err(self.ambiguous(&tensor.path, one, other)),
-                Found::One(id) => {
+                NameMatch::Two(one, other) => return Err(self.ambiguous(&tensor.path, one, other)),
+                NameMatch::One(id) => {
                     self.check_fits(&tensor, id)?;
                     match taken.get(&id) {
                         Some(first) if first.id != tensor.id => self.check_same(first, &tensor)?,
@@ -213,7 +218,7 @@ impl Filling<'_> {
             let known = [&path, &in_model].map(|path| self.name(path)).into_iter().find(|name| theirs.contains(name));
             let of_all = || {
                 of_all_ranks(&path).is_some_and(|whole| {
-                    theirs.contains(&self.name(&whole)) || tensors.find(&whole, None) != Found::Nothing
+                    theirs.contains(&self.name(&whole)) || tensors.find(&whole, None) != NameMatch::Nothing
                 })
             };
             match known {
@@ -244,7 +249,7 @@ impl Filling<'_> {
                 }
                 _ => {}
             }
-            Fate::Keep
+            LeafAction::Keep
         });
         refused.map_or(Ok(changed), Err)
     }
@@ -255,7 +260,7 @@ impl Filling<'_> {
 
     /// # Errors
     /// `Conflict` where a tensor of SRC cannot be that tensor of FILLER.
-    fn check_fits(&self, tensor: &Taken, id: TensorId) -> Result<()> {
+    fn check_fits(&self, tensor: &FilledTensor, id: TensorId) -> Result<()> {
         let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
             let hint = "options::exclude leaves it out, and that of options::fill_from stays";
@@ -283,7 +288,7 @@ impl Filling<'_> {
     }
 
     /// Names that are tied in FILLER and not in SRC must mean the same all the same.
-    fn check_same(&self, first: &Taken, second: &Taken) -> Result<()> {
+    fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
         let wish = self.source.wanted.catalog.tensor(first.id);
         let Some(detail) = self.source.difference([first.id, second.id], wish.dtype, self.run)? else { return Ok(()) };

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::bucket::Bucket;
-use super::roster::Roster;
+use super::process_table::ProcessTable;
 #[cfg(feature = "mpi")]
 use crate::comm::mpi::Mpi;
 use crate::comm::{Communicator, Traffic, process_environment};
@@ -19,14 +19,14 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::progress::Progress;
 
 /// What processes have met by.
-pub enum Met {
+pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
     Mpi(Arc<Mpi>),
 }
 
 /// The way that tensors go between processes.
-pub enum Way {
+pub enum Transport {
     /// Each process reads what it writes: SRC, or a copy of files that it does not see.
     Copy,
     #[cfg(feature = "mpi")]
@@ -35,17 +35,17 @@ pub enum Way {
 }
 
 pub struct Link {
-    way: Way,
-    met: Met,
+    way: Transport,
+    met: Meeting,
 }
 
 /// What is to be linked, and who hears of it.
-pub struct Linking<'a> {
+pub struct LinkRequest<'a> {
     pub args: &'a ExchangeOptions,
     /// They may be shorter yet.
     pub rounds: Bucket,
     pub local_rank: u32,
-    pub roster: &'a Roster,
+    pub roster: &'a ProcessTable,
     pub progress: &'a dyn Progress,
 }
 
@@ -53,9 +53,9 @@ pub struct Linking<'a> {
 macro_rules! of_met {
     ($met:expr, $control:ident => $body:expr) => {
         match $met {
-            Met::Records($control) => $body,
+            Meeting::Records($control) => $body,
             #[cfg(feature = "mpi")]
-            Met::Mpi($control) => $body,
+            Meeting::Mpi($control) => $body,
         }
     };
 }
@@ -87,18 +87,18 @@ pub fn check_mpi(launch: &crate::comm::Launch) -> Result<()> {
     ))
 }
 
-impl Met {
-    fn way<C>(&self, control: &Arc<C>, linking: &Linking<'_>) -> Result<Way>
+impl Meeting {
+    fn way<C>(&self, control: &Arc<C>, linking: &LinkRequest<'_>) -> Result<Transport>
     where
         C: Communicator + crate::comm::FailureNotes + 'static,
     {
-        let Linking { args, rounds, local_rank, progress, .. } = *linking;
+        let LinkRequest { args, rounds, local_rank, progress, .. } = *linking;
         let local_rank = Some(local_rank);
         let settings = gpu::Settings::new(&process_environment);
         let (own, nccl) = match args.backend {
             Backend::Cpu => {
                 progress.detail("backend cpu, as options::backend says");
-                return Ok(Way::Copy);
+                return Ok(Transport::Copy);
             }
             Backend::Mpi => return Ok(self.without_devices("as options::backend says", progress)),
             Backend::Nccl => {
@@ -112,9 +112,9 @@ impl Met {
                     Ok(own) => own,
                     Err(lack) => return Ok(self.without_devices(&format!("not nccl: {lack}"), progress)),
                 };
-                match gpu::Meeting::new(&own, settings.sharing, control)? {
-                    gpu::Meeting::Met(nccl) => (own, nccl),
-                    gpu::Meeting::Missed(against) => {
+                match gpu::NcclSetup::new(&own, settings.sharing, control)? {
+                    gpu::NcclSetup::Met(nccl) => (own, nccl),
+                    gpu::NcclSetup::Missed(against) => {
                         let against = linking.roster.name(against);
                         // Other errors than of how processes were started deserve a look.
                         if !matches!(against, Error::Usage(_)) {
@@ -132,20 +132,20 @@ impl Met {
             None => String::from("a kernel packs them"),
             Some(why) => format!("no kernel packs them, the driver copies, a call a copy: {why}"),
         });
-        Ok(Way::Nccl(Box::new(own), nccl))
+        Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
     /// The way that is left where NCCL is not taken, for this reason.
-    fn without_devices(&self, why: &str, progress: &dyn Progress) -> Way {
+    fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
                 progress.detail(&format!("backend cpu: files that only some processes see are copied first, {why}"));
-                Way::Copy
+                Transport::Copy
             }
             #[cfg(feature = "mpi")]
             Self::Mpi(_) => {
                 progress.detail(&format!("backend mpi: bytes go by {}, {why}", Mpi::library()));
-                Way::Mpi
+                Transport::Mpi
             }
         }
     }
@@ -154,21 +154,21 @@ impl Met {
 impl Link {
     /// Processes that have met, and have not chosen a way.
     #[must_use]
-    pub fn new(met: Met) -> Self {
-        Self { way: Way::Copy, met }
+    pub fn new(met: Meeting) -> Self {
+        Self { way: Transport::Copy, met }
     }
 
     /// Chooses the way that tensors go. Collective; all come to the same.
     ///
     /// # Errors
     /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
-    pub fn choose(&mut self, linking: &Linking<'_>) -> Result<()> {
+    pub fn choose(&mut self, linking: &LinkRequest<'_>) -> Result<()> {
         self.way = of_met!(&self.met, control => self.met.way(control, linking))?;
         Ok(())
     }
 
     #[must_use]
-    pub fn way(&self) -> &Way {
+    pub fn way(&self) -> &Transport {
         &self.way
     }
 
@@ -176,8 +176,8 @@ impl Link {
     #[must_use]
     pub fn mpi(&self) -> Option<&Mpi> {
         match &self.met {
-            Met::Mpi(mpi) => Some(mpi),
-            Met::Records(_) => None,
+            Meeting::Mpi(mpi) => Some(mpi),
+            Meeting::Records(_) => None,
         }
     }
 }
@@ -207,7 +207,7 @@ impl Communicator for Link {
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
-        if let Way::Nccl(_, nccl) = &self.way {
+        if let Transport::Nccl(_, nccl) = &self.way {
             return nccl.gather(said);
         }
         of_met!(&self.met, control => control.gather(said))
@@ -223,7 +223,7 @@ impl Communicator for Link {
 
     fn leave(self) -> Result<()> {
         let Self { way, met } = self;
-        let done = if let Way::Nccl(_, nccl) = way { nccl.leave() } else { Ok(()) };
+        let done = if let Transport::Nccl(_, nccl) = way { nccl.leave() } else { Ok(()) };
         let left = of_met!(met, control => Arc::into_inner(control).map_or(Ok(()), Communicator::leave));
         done.and(left)
     }
@@ -239,7 +239,7 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arith
     opened.ok()
 }
 
-impl Linking<'_> {
+impl LinkRequest<'_> {
     /// What this process has, where all have it; else what the first lacks that does not. Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();

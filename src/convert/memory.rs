@@ -19,14 +19,14 @@ use crate::storage::{BOUNCE_BYTES, IoMode};
 
 /// What threads wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pace {
+pub enum Bottleneck {
     /// For the processor, most of the time.
     Processor,
     /// For a disk, which has them sleep until what they write is on it.
     Disk,
 }
 
-impl Pace {
+impl Bottleneck {
     /// Of writing `destination`, where all of it is to be on disk in the end and nobody else has a part in it. A dry run
     /// may not know where to: then it promises for a disk.
     pub fn of_synced(destination: Option<&Path>) -> Self {
@@ -42,12 +42,12 @@ impl Pace {
 pub fn work_options(
     args: &SourceOptions,
     sync: bool,
-    pace: Pace,
+    pace: Bottleneck,
     rounds: Option<Bucket>,
 ) -> Result<(Options, Workers)> {
     let io = args.io;
     let max_memory = args.max_memory;
-    let scratch = scratch_bytes(io, Reads::of(rounds.is_some()));
+    let scratch = scratch_bytes(io, ReadTiming::of(rounds.is_some()));
     // Rounds give way to threads that are asked for, and to one at least.
     let least = args.threads.unwrap_or(1).min(MAX_THREADS);
     let workers = least as u64 * (DEFAULT_STRIP_BYTES + scratch);
@@ -130,11 +130,11 @@ const DISK_THREADS: usize = 4;
 
 /// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
 /// worth shorter strips, and where Slurm counts CPUs there are none.
-fn threads_within(max_memory: u64, scratch: u64, pace: Pace) -> usize {
+fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
     let affordable = |strip_bytes: u64| affordable(max_memory, scratch, strip_bytes);
-    let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
+    let for_disk = if pace == Bottleneck::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
@@ -153,24 +153,24 @@ pub fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
 
 /// When workers read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reads {
+pub enum ReadTiming {
     AsTheyWrite,
     /// For rounds, while others write.
     Ahead,
 }
 
-impl Reads {
+impl ReadTiming {
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
 }
 
 /// What a worker that reads in this way takes besides its strip, with what its like takes that reads for rounds.
-pub fn scratch_bytes(io: Option<IoMode>, reads: Reads) -> u64 {
+pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {
-        Reads::AsTheyWrite => SCRATCH_BYTES + bounce,
-        Reads::Ahead => SCRATCH_BYTES + STAGING_BYTES + 2 * bounce,
+        ReadTiming::AsTheyWrite => SCRATCH_BYTES + bounce,
+        ReadTiming::Ahead => SCRATCH_BYTES + STAGING_BYTES + 2 * bounce,
     }
 }
 
@@ -217,7 +217,7 @@ pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
 }
 
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
-    let workers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io, Reads::Ahead));
+    let workers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
 }
 
@@ -235,20 +235,20 @@ mod tests {
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
         assert!(strip_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
         // Direct reads take a buffer more, which the floor has.
-        let direct = scratch_bytes(Some(IoMode::Direct), Reads::AsTheyWrite);
+        let direct = scratch_bytes(Some(IoMode::Direct), ReadTiming::AsTheyWrite);
         let floor = least_bytes(direct, 2);
         assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
         let short = strip_bytes(floor - 1, 0, direct, 2).unwrap_err();
         assert!(short.to_string().ends_with(&format!(" need at least {}", human_bytes(floor))), "{short}");
         assert!(short.hint().unwrap().contains(&floor.to_string()));
-        assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Pace::Disk), 1);
+        assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Bottleneck::Disk), 1);
         assert_eq!(strip_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), LEAST_STRIP_BYTES);
     }
 
     /// Some write a round while others read the next one.
     #[test]
     fn rounds_take_scratch_of_their_own() {
-        let (alone, ahead) = (scratch_bytes(None, Reads::AsTheyWrite), scratch_bytes(None, Reads::Ahead));
+        let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));
         assert_eq!(ahead, alone + STAGING_BYTES);
         let (rounds, max) = (100 << 20, 512 << 20);
         let threads = affordable(max - rounds, ahead, LEAST_STRIP_BYTES);
@@ -272,21 +272,21 @@ mod tests {
 
     #[test]
     fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
-        let cores = threads_within(u64::MAX, SCRATCH_BYTES, Pace::Processor);
-        assert_eq!(threads_within(512_000_000, SCRATCH_BYTES, Pace::Disk), cores.max(DISK_THREADS));
+        let cores = threads_within(u64::MAX, SCRATCH_BYTES, Bottleneck::Processor);
+        assert_eq!(threads_within(512_000_000, SCRATCH_BYTES, Bottleneck::Disk), cores.max(DISK_THREADS));
         let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
         let threads = |pace| threads_within(three, SCRATCH_BYTES, pace);
-        assert_eq!(threads(Pace::Disk), threads(Pace::Processor).max(3));
+        assert_eq!(threads(Bottleneck::Disk), threads(Bottleneck::Processor).max(3));
         assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_STRIP_BYTES);
     }
 
     #[test]
     fn pace_is_that_of_the_folder_that_there_is() {
-        let disk = if suits_direct_writes(Path::new(".")).unwrap() { Pace::Disk } else { Pace::Processor };
+        let disk = if suits_direct_writes(Path::new(".")).unwrap() { Bottleneck::Disk } else { Bottleneck::Processor };
         for destination in ["out", "no/such/folder/out", "out/"] {
-            assert_eq!(Pace::of_synced(Some(Path::new(destination))), disk, "{destination}");
+            assert_eq!(Bottleneck::of_synced(Some(Path::new(destination))), disk, "{destination}");
         }
-        assert_eq!(Pace::of_synced(Some(Path::new("/proc/out"))), Pace::Processor);
-        assert_eq!(Pace::of_synced(None), Pace::Disk);
+        assert_eq!(Bottleneck::of_synced(Some(Path::new("/proc/out"))), Bottleneck::Processor);
+        assert_eq!(Bottleneck::of_synced(None), Bottleneck::Disk);
     }
 }

@@ -13,7 +13,7 @@ use crate::select::Wrappers;
 
 /// What a name was found to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum NameMatch {
     Nothing,
     One(TensorId),
     /// A tensor of the model has it as its name there, another one as its path.
@@ -24,14 +24,15 @@ pub enum Found {
 #[derive(Debug)]
 pub struct Names {
     model_root: Path,
-    in_model: Lookup,
-    whole: Lookup,
+    in_model: TensorLookup,
+    whole: TensorLookup,
 }
 
 impl Names {
     pub fn new(state: &Value, wrappers: Wrappers) -> Self {
         let model = model::model(state);
-        let mut names = Self { model_root: model.root, in_model: Lookup::new(wrappers), whole: Lookup::new(wrappers) };
+        let mut names =
+            Self { model_root: model.root, in_model: TensorLookup::new(wrappers), whole: TensorLookup::new(wrappers) };
         for (name, id) in model.tensors {
             names.in_model.insert(name.to_string(), id);
         }
@@ -46,12 +47,12 @@ impl Names {
     }
 
     /// The tensor that another checkpoint has at `path`, and calls `in_model` where it is one of its model.
-    pub fn find(&self, path: &Path, in_model: Option<&str>) -> Found {
+    pub fn find(&self, path: &Path, in_model: Option<&str>) -> NameMatch {
         let of_model = in_model.and_then(|name| self.in_model.get(name));
         match (of_model, self.whole.get(&path.to_string())) {
-            (Some(one), Some(other)) if one != other => Found::Two(one, other),
-            (Some(one), _) | (None, Some(one)) => Found::One(one),
-            (None, None) => Found::Nothing,
+            (Some(one), Some(other)) if one != other => NameMatch::Two(one, other),
+            (Some(one), _) | (None, Some(one)) => NameMatch::One(one),
+            (None, None) => NameMatch::Nothing,
         }
     }
 
@@ -80,14 +81,14 @@ pub fn of_all_ranks(path: &Path) -> Option<Path> {
 
 /// Tensors by name, as it is and without wrappers.
 #[derive(Debug)]
-struct Lookup {
+struct TensorLookup {
     wrappers: Wrappers,
     exact: HashMap<String, TensorId>,
     /// `None` where several tensors have the name.
     clean: HashMap<String, Option<TensorId>>,
 }
 
-impl Lookup {
+impl TensorLookup {
     fn new(wrappers: Wrappers) -> Self {
         Self { wrappers, exact: HashMap::new(), clean: HashMap::new() }
     }
@@ -119,7 +120,7 @@ mod tests {
         Path(keys.iter().map(|key| Key::Name((*key).into())).collect())
     }
 
-    fn found(names: &Names, keys: &[&str], in_model: Option<&str>) -> Found {
+    fn found(names: &Names, keys: &[&str], in_model: Option<&str>) -> NameMatch {
         names.find(&path(keys), in_model)
     }
 
@@ -129,14 +130,14 @@ mod tests {
         let model = dict(&[("_orig_mod.w", Value::Tensor(a)), ("model.w", Value::Tensor(b))]);
         let state = dict(&[("model", model), ("optim", dict(&[("step", Value::Tensor(c))]))]);
         let names = Names::new(&state, Wrappers::Match);
-        assert_eq!(found(&names, &["w"], Some("w")), Found::One(a));
-        assert_eq!(found(&names, &["model.model.w"], Some("model.model.w")), Found::One(b));
-        assert_eq!(found(&names, &["model.w"], Some("model.w")), Found::Two(b, a));
-        assert_eq!(found(&names, &["optim.step"], None), Found::One(c));
-        assert_eq!(found(&names, &["step"], Some("step")), Found::Nothing);
+        assert_eq!(found(&names, &["w"], Some("w")), NameMatch::One(a));
+        assert_eq!(found(&names, &["model.model.w"], Some("model.model.w")), NameMatch::One(b));
+        assert_eq!(found(&names, &["model.w"], Some("model.w")), NameMatch::Two(b, a));
+        assert_eq!(found(&names, &["optim.step"], None), NameMatch::One(c));
+        assert_eq!(found(&names, &["step"], Some("step")), NameMatch::Nothing);
         assert_eq!(names.within_model(&path(&["model", "model.w"])).as_deref(), Some("model.w"));
         assert_eq!(names.within_model(&path(&["optim", "step"])), None);
-        assert_eq!(found(&Names::new(&state, Wrappers::Keep), &["w"], Some("w")), Found::Nothing);
+        assert_eq!(found(&Names::new(&state, Wrappers::Keep), &["w"], Some("w")), NameMatch::Nothing);
     }
 
     #[test]

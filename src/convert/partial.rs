@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
-use crate::layout::shards::{OnMesh, Shared};
+use crate::layout::shards::{MeshPlacement, SharedTensor};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 
@@ -35,11 +35,11 @@ fn shares(
     source: &Catalog,
     mesh: &DeviceMesh,
     tensor: &Reserved,
-    shared: &Shared,
+    shared: &SharedTensor,
 ) -> Result<Vec<Arc<Share>>, LayoutError> {
     let entry = source.tensor(tensor.source);
     let from = entry.sharding.as_ref().map(|sharding| source.on_mesh(sharding));
-    let to = OnMesh { mesh, shared };
+    let to = MeshPlacement { mesh, shared };
     let mut known: HashMap<Share, Arc<Share>> = HashMap::new();
     let each = (0..tensor.entry.chunks.len()).map(|chunk| {
         let rank = tensor.entry.chunks.rank(chunk).expect("chunks of rank files have ranks");
@@ -73,7 +73,7 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
 }
 
 /// `P(avg) on dp and cp`
-fn summed(OnMesh { mesh, shared }: OnMesh<'_>) -> String {
+fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     let mut dims: IndexMap<String, Vec<String>> = IndexMap::new();
     for (dim, placement) in shared.placements.iter().enumerate().filter(|(_, placement)| placement.is_partial()) {
         let name = mesh.names().map_or_else(|| format!("dim {dim}"), |names| names[dim].clone());
@@ -86,7 +86,7 @@ fn summed(OnMesh { mesh, shared }: OnMesh<'_>) -> String {
 /// `3 tensors of P(sum) made of values: divided by 3, rounded`. Integers with a remainder are refused, and halves of
 /// floats are exact.
 fn divided(reservation: &Reservation) -> Vec<String> {
-    let sums = |shared: &Shared| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
+    let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();
     for tensor in reservation.tensors.iter().filter(|tensor| tensor.shared.as_deref().is_some_and(sums)) {
         let rounds = |divisor: &u64| tensor.entry.dtype.is_float() && !divisor.is_power_of_two();

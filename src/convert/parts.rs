@@ -6,22 +6,22 @@ use std::sync::Arc;
 
 use regex::bytes::Regex;
 
-use super::source::Source;
+use super::source::ConversionSource;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
 use crate::error::{Error, Result};
-use crate::exec::carry::Carried;
-use crate::format::{Checkpoint, Content, Format, Part, RankName, RankNames};
+use crate::exec::sidecar_files::SidecarFile;
+use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, RankNames};
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 
 /// The checkpoint whose format, and forms of it, are those of the result.
-pub fn example_of(source: &Source) -> &Checkpoint {
+pub fn example_of(source: &ConversionSource) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
 /// A checkpoint to write: some of the state dict, in a folder of the destination.
-pub struct Target {
+pub struct PartTarget {
     pub folder: PathBuf,
     pub state: Value,
     /// Where in the whole state dict it is.
@@ -30,7 +30,7 @@ pub struct Target {
     pub names: Option<RankNames>,
 }
 
-impl Target {
+impl PartTarget {
     /// Where in the whole state dict something of this part is.
     pub fn whole_path(&self, path: &Path) -> Path {
         Path([self.at.0.as_slice(), &path.0].concat())
@@ -38,14 +38,15 @@ impl Target {
 }
 
 /// The state dict divided as it was in the source, as far as the target format divides at all.
-pub fn parts(source: &Source, to: Format) -> Vec<Target> {
+pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     let state = &source.wanted.catalog.state;
     // A whole file has no names for those of ranks.
     let example = Some(example_of(source)).filter(|example| example.format.has_rank_files() || !to.has_rank_files());
     let parts = &example.unwrap_or(&source.checkpoint).parts;
-    let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
+    let whole = |names| PartTarget { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
-        if let [Part { content: Content::Whole, names: Some(names), .. }] = source.checkpoint.parts.as_slice()
+        if let [CheckpointPart { content: PartContent::Whole, names: Some(names), .. }] =
+            source.checkpoint.parts.as_slice()
             && *parts == source.checkpoint.parts
         {
             return vec![whole(Some(names.clone()))];
@@ -53,7 +54,7 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
         let known: Vec<(&str, RankNames)> = parts
             .iter()
             .filter_map(|part| match (&part.content, &part.names) {
-                (Content::Below(key), Some(names)) => Some((key.as_str(), names.clone())),
+                (PartContent::Below(key), Some(names)) => Some((key.as_str(), names.clone())),
                 _ => None,
             })
             .collect();
@@ -64,7 +65,7 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
         return match series(state) {
             Some(series) => series
                 .into_iter()
-                .map(|(key, state)| Target {
+                .map(|(key, state)| PartTarget {
                     folder: PathBuf::new(),
                     state: state.clone(),
                     names: Some(names_of(&key)),
@@ -98,7 +99,7 @@ fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
 }
 
 /// A folder each, where the source was several and every entry of the state dict still is one of theirs.
-fn folders(source: &Source) -> Option<Vec<Target>> {
+fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     let parts = &source.checkpoint.parts;
     let dict = source.wanted.catalog.state.as_dict()?;
     if parts.len() < 2 {
@@ -107,13 +108,13 @@ fn folders(source: &Source) -> Option<Vec<Target>> {
     let mut targets = Vec::new();
     let mut taken = 0;
     for part in parts {
-        let Content::Keys(keys) = &part.content else { return None };
+        let PartContent::Keys(keys) = &part.content else { return None };
         let own = |(key, _): &&(Value, Value)| keys.iter().any(|name| *name == *key_text(key));
         let entries: Vec<_> = dict.entries.iter().filter(own).cloned().collect();
         taken += entries.len();
         if !entries.is_empty() {
             let state = Value::Dict(Dict { entries, ..Dict::default() });
-            targets.push(Target { folder: part.folder.clone(), state, at: Path::default(), names: None });
+            targets.push(PartTarget { folder: part.folder.clone(), state, at: Path::default(), names: None });
         }
     }
     (taken == dict.entries.len()).then_some(targets)
@@ -121,11 +122,11 @@ fn folders(source: &Source) -> Option<Vec<Target>> {
 
 /// The files beside the checkpoint go along. One of them may know the world size.
 pub fn carry_along(
-    source: &Source,
+    source: &ConversionSource,
     to: Format,
     world_size: u32,
     reservation: &mut Reservation,
-) -> Result<Vec<Carried>> {
+) -> Result<Vec<SidecarFile>> {
     let root = &source.checkpoint.root;
     let mut carried = Vec::new();
     for to_path in &source.checkpoint.beside {
@@ -150,9 +151,9 @@ pub fn carry_along(
 }
 
 /// Warns of optimizers that trainers saved as torch files of their own: they are copied, and fit the ranks of SRC only.
-pub fn warn_of_carried(carried: &[Carried], source: &mut Source, progress: &dyn Progress) {
+pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
-    let is_optimizer = |file: &&Carried| {
+    let is_optimizer = |file: &&SidecarFile| {
         let suffix = file.to.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
         let is_torch = ["pt", "pth", "bin", "ckpt"].contains(&suffix);
         is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
@@ -169,10 +170,10 @@ pub fn warn_of_carried(carried: &[Carried], source: &mut Source, progress: &dyn 
 ///
 /// # Errors
 /// `Io` where it cannot be looked at, or is no file.
-pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<Carried> {
-    let file = Carried::new(place, to)?;
+pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<SidecarFile> {
+    let file = SidecarFile::new(place, to)?;
     Ok(match checkpoint.original(&file.place) {
-        Some((from, modified)) => Carried { from, modified, ..file },
+        Some((from, modified)) => SidecarFile { from, modified, ..file },
         None => file,
     })
 }

@@ -1,6 +1,6 @@
 //! The processes of a run that need each other: those of `--source per-rank`, of `--backend nccl` and of `--backend mpi`.
 //!
-//! They meet, make a [metadata mirror](crate::twin) of SRC if no process sees all of it, and stay connected until DST is
+//! They meet, make a [metadata mirror](crate::metadata_mirror) of SRC if no process sees all of it, and stay connected until DST is
 //! published. Then they [exchange](crate::exchange) what they read, or [copy](crate::exchange::source_copy) the files that
 //! only some of them see, and go on as processes that all see SRC. A process that fails says so to the others, and nobody waits
 //! for one that is gone.
@@ -10,13 +10,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::alike;
 use super::bucket::Bucket;
-use super::link::{Link, Linking, Met, Way, arithmetic, check_mpi};
+use super::link::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
+use super::option_consistency;
+use super::process_table::ProcessTable;
 use super::reading::input;
-use super::roster::Roster;
 use super::run::Run;
 use super::space::no_space;
 use super::waiting::{meet_within, patience, teller};
@@ -29,21 +29,23 @@ use crate::error::{CommError, Error, Result, StorageError};
 use crate::exchange::HostShuffle;
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::{Amount, SourceCopy};
-use crate::exchange::{Counting, Exchange, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair};
+use crate::exchange::{
+    Counting, Exchange, FileOwners, FileVisibility, Load, Reducing, Topology, agree, differing, differing_pair,
+};
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::{Stats, Writing};
 use crate::exec::division::own_files;
 use crate::exec::fingerprint::Fingerprint;
-use crate::exec::together::Together;
+use crate::exec::global_totals::GlobalTotals;
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::{self, DeviceShuffle};
+use crate::metadata_mirror::{self, MetadataMirror};
 use crate::progress::{Progress, Task};
 use crate::publish::presence::Presence;
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
-use crate::twin::{self, Twin};
 
 /// The longest time until all hear of a process that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
@@ -55,10 +57,10 @@ const LACKING_HURRIED: Duration = Duration::from_secs(3);
 pub struct Peers {
     link: Link,
     /// `None` where all see SRC.
-    twin: Option<Twin>,
+    mirror: Option<MetadataMirror>,
     /// For each rank its node.
     nodes: Vec<u32>,
-    roster: Roster,
+    roster: ProcessTable,
     counting: Counting,
     reducing: Reducing,
     bucket: Bucket,
@@ -125,15 +127,16 @@ impl Peers {
         refuse_nesting("the source", &args.src, destination)?;
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
-        let roster = Roster::meet(&link).map_err(|error| Roster::unknown(launch.part).name(error))?;
-        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, run.options_told));
-        let nodes = agreed.and_then(|()| Parties::meet(&link)).map_err(|error| roster.name(error))?;
+        let roster = ProcessTable::meet(&link).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
+        let agreed =
+            option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, run.labels));
+        let nodes = agreed.and_then(|()| Topology::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
-        let linking = Linking {
+        let linking = LinkRequest {
             args: &args.exchange,
             rounds,
-            local_rank: launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index)),
+            local_rank: launch.local_rank.unwrap_or_else(|| Topology::local_rank(&nodes, launch.part.index)),
             roster: &roster,
             progress: run.progress,
         };
@@ -142,11 +145,11 @@ impl Peers {
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match link.way() {
-            Way::Nccl(..) if args.exchange.fast_reduce => Reducing::ByNccl,
+            Transport::Nccl(..) if args.exchange.fast_reduce => Reducing::ByNccl,
             _ => Reducing::InRankOrder,
         };
         let bucket = Bucket::of(&args.exchange);
-        let mut peers = Self { link, twin: None, nodes, roster, counting, reducing, bucket, copying: None, work };
+        let mut peers = Self { link, mirror: None, nodes, roster, counting, reducing, bucket, copying: None, work };
         let read = peers.read(args, options, run).map_err(|error| {
             let error = if is_not_there(&error) { cause(&peers.link, error) } else { error };
             peers.roster.name(error)
@@ -162,7 +165,7 @@ impl Peers {
             return self.link.settle(checkpoint);
         }
         let mirror = self.work.of_run().join(MIRROR);
-        let twin = self.twin.insert(twin::make(&self.link, &args.src, &mirror)?);
+        let twin = self.mirror.insert(metadata_mirror::make(&self.link, &args.src, &mirror)?);
         if twin.is_blind(run.launch.part.index) {
             let src = args.src.display();
             run.progress.warning(&format!("no files at {src}: this process reads nothing"));
@@ -177,7 +180,7 @@ impl Peers {
     /// Whether processes exchange what they read. Else each reads what it writes, files of SRC from a copy where need be.
     #[must_use]
     pub fn exchange_bytes(&self) -> bool {
-        !matches!(self.link.way(), Way::Copy)
+        !matches!(self.link.way(), Transport::Copy)
     }
 
     /// Whether a copy of files of SRC is wanted, which process 0 decides for all. Collective.
@@ -185,7 +188,7 @@ impl Peers {
     /// # Errors
     /// `Comm` with the error of process 0, which has its own.
     pub fn is_copy_wanted(&self, decide: impl FnOnce() -> Result<bool>) -> Result<bool> {
-        if self.exchange_bytes() || self.twin.is_none() {
+        if self.exchange_bytes() || self.mirror.is_none() {
             return Ok(false);
         }
         let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(false) })?;
@@ -205,7 +208,7 @@ impl Peers {
         resumes: bool,
         run: &Run<'_>,
     ) -> Result<()> {
-        let Some(twin) = self.twin.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
+        let Some(twin) = self.mirror.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
         let folder = self.work.copy();
         let source = (&checkpoint.catalog, reservation);
         let copy = SourceCopy::plan(folder, twin.own(), &checkpoint.files, source, self.link.size());
@@ -237,9 +240,9 @@ impl Peers {
     pub fn name(&self, error: Error) -> Error {
         // What is in files that are there is as true when others end because of it, too.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
-        let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
+        let has_lost = is_of_files && self.mirror.as_ref().is_some_and(|twin| !twin.is_whole());
         let error = self.roster.name(if has_lost { cause(&self.link, error) } else { error });
-        match &self.twin {
+        match &self.mirror {
             Some(twin) => self.roster.locate(error, twin),
             None => error,
         }
@@ -266,7 +269,7 @@ impl Peers {
     /// Whether each sees only its own files of SRC.
     #[must_use]
     pub fn see_apart(&self) -> bool {
-        self.twin.is_some()
+        self.mirror.is_some()
     }
 
     /// How long rounds are.
@@ -294,7 +297,7 @@ impl Peers {
     /// Who can read all of a file of SRC, where not all can.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
-        let apart = self.twin.as_ref().filter(|twin| !twin.holds_whole(path));
+        let apart = self.mirror.as_ref().filter(|twin| !twin.holds_whole(path));
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
@@ -344,13 +347,13 @@ impl Peers {
     }
 
     /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
-    fn sight(&self, checkpoint: &Checkpoint) -> Sight {
-        if self.see_apart() { Sight::of(&checkpoint.files, self.link.size()) } else { Sight::Shared }
+    fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
+        if self.see_apart() { FileVisibility::of(&checkpoint.files, self.link.size()) } else { FileVisibility::Shared }
     }
 
-    fn parties(&self, checkpoint: &Checkpoint) -> Parties {
+    fn parties(&self, checkpoint: &Checkpoint) -> Topology {
         let sight = self.sight(checkpoint);
-        Parties { sight, nodes: self.nodes.clone(), counting: self.counting, reducing: self.reducing }
+        Topology { sight, nodes: self.nodes.clone(), counting: self.counting, reducing: self.reducing }
     }
 
     /// Fill what is to be done, with the others. Collective.
@@ -365,17 +368,17 @@ impl Peers {
         progress: &dyn Progress,
     ) -> Result<Stats> {
         let files = &reservation.files;
-        let owners = Owners::new(files, &agree(&self.link, files, writing.log.todo())?);
+        let owners = FileOwners::new(files, &agree(&self.link, files, writing.log.todo())?);
         let parties = self.parties(checkpoint);
         let exchange = self.exchange((checkpoint, reservation), &parties, &owners);
         let stats = match self.link.way() {
-            Way::Copy => unreachable!("processes that copy files of SRC exchange nothing"),
+            Transport::Copy => unreachable!("processes that copy files of SRC exchange nothing"),
             #[cfg(feature = "mpi")]
-            Way::Mpi => {
+            Transport::Mpi => {
                 let mpi = self.link.mpi().expect("they have met by it");
                 exchange.run(mpi, HostShuffle::new(mpi), writing)?
             }
-            Way::Nccl(gpu, nccl) => {
+            Transport::Nccl(gpu, nccl) => {
                 let arithmetic = exchange.computes().then(|| arithmetic(gpu, progress)).flatten();
                 // Compiled by now, where it is needed: in the rounds nobody waits for that.
                 let shuffle = self.link.settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
@@ -385,7 +388,7 @@ impl Peers {
         let Traffic { sent, received } = stats.traffic;
         progress.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        let own = Together { received, folded: stats.folded_bytes };
+        let own = GlobalTotals { received, folded: stats.folded_bytes };
         Ok(Stats { together: own.add_up(&self.link)?, ..stats })
     }
 
@@ -402,15 +405,15 @@ impl Peers {
         let files = &reservation.files;
         let of = self.link.size();
         let todos: Vec<Extents> = (0..of).map(|index| own_files(files, Part { index, of })).collect();
-        let (parties, owners) = (self.parties(checkpoint), Owners::new(files, &todos));
+        let (parties, owners) = (self.parties(checkpoint), FileOwners::new(files, &todos));
         self.exchange((checkpoint, reservation), &parties, &owners).dry_run(&run.stop)
     }
 
     fn exchange<'a>(
         &self,
         (checkpoint, reservation): (&'a Checkpoint, &'a Reservation),
-        parties: &'a Parties,
-        owners: &'a Owners,
+        parties: &'a Topology,
+        owners: &'a FileOwners,
     ) -> Exchange<'a> {
         Exchange { input: input(checkpoint), reservation, parties, owners, bucket_bytes: self.bucket.bytes() }
     }
@@ -473,7 +476,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
 const MIRROR: &str = "mirror";
 
 /// Meets the others, by MPI where that started them, else by records beside DST.
-fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Met, WorkFolder)> {
+fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref(), args.execute.resume)?;
     #[cfg(feature = "mpi")]
@@ -493,21 +496,21 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Met
     let met = Records::meet(work.of_run(), launch.part, patience(limit, &tell), &run.stop);
     match (met, installed) {
         (Ok(records), installed) => {
-            records.settle(installed).map_err(|error| Roster::unknown(launch.part).name(error))?;
-            Ok((Met::Records(Arc::new(records)), work))
+            records.settle(installed).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
+            Ok((Meeting::Records(Arc::new(records)), work))
         }
         (Err(Error::Comm(_)), Err(lack)) => Err(lack),
-        (Err(error), _) => Err(Roster::unknown(launch.part).name(error)),
+        (Err(error), _) => Err(ProcessTable::unknown(launch.part).name(error)),
     }
 }
 
 /// Meets the others by MPI, and agrees on a folder for the metadata mirror.
 #[cfg(feature = "mpi")]
-fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Met, WorkFolder)> {
+fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let stop = run.stop.clone();
     let mpi = crate::comm::mpi::Mpi::world(run.launch.part, Arc::new(move || stop.check()))?;
-    work.make_for(&mpi).map_err(|error| Roster::unknown(run.launch.part).name(error))?;
-    Ok((Met::Mpi(Arc::new(mpi)), work))
+    work.make_for(&mpi).map_err(|error| ProcessTable::unknown(run.launch.part).name(error))?;
+    Ok((Meeting::Mpi(Arc::new(mpi)), work))
 }
 
 fn is_not_there(error: &Error) -> bool {

@@ -6,14 +6,14 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::format::layout_file;
 use crate::layout::file::LayoutFile;
-use crate::layout::rules::{Lies, Rule};
+use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
 /// `None` for what is neither.
-fn lies(list: &str) -> Option<Lies> {
+fn lies(list: &str) -> Option<PlacementChoice> {
     match list.trim() {
-        "plain" => Some(Lies::Plain),
-        list => parse_placements(list).ok().map(|list| Lies::Shared(list.into())),
+        "plain" => Some(PlacementChoice::Plain),
+        list => parse_placements(list).ok().map(|list| PlacementChoice::Shared(list.into())),
     }
 }
 

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::format::layout_file;
-use crate::layout::file::{LayoutFile, PlanSaid, Said};
-use crate::layout::parallelize::{Draft, Family, RoleNames};
+use crate::layout::file::{DeclaredPlan, LayoutFile, Positioned};
+use crate::layout::parallelize::{Family, RoleNames, UnboundPlan};
 use crate::nearest;
 use crate::storage::lookup;
 
 /// What the command line says of a plan.
-pub struct PlanArgs<'a> {
+pub struct PlanOptions<'a> {
     /// Its name, or that of a file; and the option that says it.
     pub plan: Option<&'a str>,
     pub option: &'static str,
@@ -20,24 +20,24 @@ pub struct PlanArgs<'a> {
     pub names: RoleNames,
 }
 
-impl PlanArgs<'_> {
+impl PlanOptions<'_> {
     /// The plan of the command line, and of the layout file: what the first says goes before what the other does.
     ///
     /// # Errors
     /// `Usage` for plans that there are not, and as reading the file of the option.
-    pub fn draft(self, layout: Option<&LayoutFile>) -> Result<Option<Draft>> {
+    pub fn draft(self, layout: Option<&LayoutFile>) -> Result<Option<UnboundPlan>> {
         let built_in = self.plan.and_then(Family::named);
         let file = match self.plan {
             Some(name) if built_in.is_none() => Some(self.file_of(name)?),
             _ => None,
         };
-        let said: Vec<&PlanSaid> = file.iter().chain(layout).map(|file| &file.plan).collect();
+        let said: Vec<&DeclaredPlan> = file.iter().chain(layout).map(|file| &file.plan).collect();
         let Self { plan, names, .. } = self;
         let given = [&names.tp, &names.fsdp, &names.replicate];
         if plan.is_none() && given.iter().all(|name| name.is_none()) && said.iter().all(|said| said.is_empty()) {
             return Ok(None);
         }
-        let dim = |given: Option<String>, of: fn(&PlanSaid) -> &Option<Said<String>>| {
+        let dim = |given: Option<String>, of: fn(&DeclaredPlan) -> &Option<Positioned<String>>| {
             given.or_else(|| said.iter().find_map(|said| of(said).as_ref()).map(|said| said.value.clone()))
         };
         let names = RoleNames {
@@ -55,7 +55,7 @@ impl PlanArgs<'_> {
             }
             (None, None) => None,
         };
-        Ok(Some(Draft { styles, family, names }))
+        Ok(Some(UnboundPlan { styles, family, names }))
     }
 
     /// The layout file that is given for a plan.

@@ -4,25 +4,25 @@ use std::path::Path;
 
 use super::nesting::refuse_nesting;
 use super::replaceable::check_replaceable;
-use super::source::Source;
+use super::source::ConversionSource;
 use crate::catalog::{Fqn, Reservation};
 use crate::comm::Part;
 use crate::convert::options::ConvertOptions;
 use crate::error::Result;
 use crate::exec::Extents;
-use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::division::{own_files, stretch};
+use crate::exec::sidecar_files::{SidecarFile, check_distinct};
 use crate::format::Format;
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 use crate::storage::lookup;
 
 /// A conversion with everything decided: the files of the destination are laid out, and nothing is written.
 pub struct Prepared {
-    pub source: Source,
+    pub source: ConversionSource,
     pub reservation: Reservation,
     /// Files that go to the destination as they are.
-    pub carried: Vec<Carried>,
-    pub shape: Shape,
+    pub carried: Vec<SidecarFile>,
+    pub shape: DestinationKind,
     pub to: Format,
     /// Names that are not written but recorded as others: alias to kept.
     pub tied: Vec<(Fqn, Fqn)>,

@@ -9,16 +9,16 @@ use super::reading::input;
 use super::run::Run;
 use crate::catalog::{Catalog, OutputFile, SITE_BYTES};
 use crate::error::{CatalogError, Error, Result};
-use crate::exec::carry::is_carried;
-use crate::exec::literals::first_difference;
-use crate::exec::sums::{WrongSum, first_wrong};
+use crate::exec::checksums::{WrongSum, first_wrong};
+use crate::exec::header_bytes::first_difference;
+use crate::exec::sidecar_files::is_carried;
 use crate::exec::{Extents, Input, Silent, compare};
 use crate::format::resolve;
 use crate::progress::Task;
 use crate::storage::{AnchoredPath, Files};
 
 /// What is not as it should be.
-pub struct Wrong {
+pub struct Mismatch {
     /// Of the first that was found.
     pub error: Error,
     /// Where all of it lies, in files that are written; nowhere if it is in one that is carried.
@@ -30,23 +30,23 @@ pub struct Wrong {
 ///
 /// # Errors
 /// `Io`, `Stopped`.
-pub fn read_back(conversion: &Prepared, folder: &AnchoredPath, hint: &str, run: &Run<'_>) -> Result<Option<Wrong>> {
-    let look = Look { conversion, folder, hint, run };
+pub fn read_back(conversion: &Prepared, folder: &AnchoredPath, hint: &str, run: &Run<'_>) -> Result<Option<Mismatch>> {
+    let look = ReadBack { conversion, folder, hint, run };
     if let Some(wrong) = look.around_tensors()? {
         return Ok(Some(wrong));
     }
     look.at_tensors()
 }
 
-struct Look<'a> {
+struct ReadBack<'a> {
     conversion: &'a Prepared,
     folder: &'a AnchoredPath,
     hint: &'a str,
     run: &'a Run<'a>,
 }
 
-impl Look<'_> {
-    fn at_tensors(&self) -> Result<Option<Wrong>> {
+impl ReadBack<'_> {
+    fn at_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, run, .. } = *self;
         let checkpoint = &conversion.source.checkpoint;
         let mut files = Files::new(checkpoint.files.io());
@@ -95,15 +95,15 @@ impl Look<'_> {
                 }
             }
         }
-        Ok(first.map(|error| Wrong { error, bytes }))
+        Ok(first.map(|error| Mismatch { error, bytes }))
     }
 
     /// Headers, pickles and directories, of which one run has not written all where it went on with what an earlier one
     /// left; sums; and files that are carried.
-    fn around_tensors(&self) -> Result<Option<Wrong>> {
+    fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;
-        let found: Vec<Result<Option<Wrong>>> =
+        let found: Vec<Result<Option<Mismatch>>> =
             written.par_iter().enumerate().map(|(index, file)| self.around_tensors_of(index, file)).collect();
         let found = found.into_iter().find_map(Result::transpose).transpose()?;
         if found.is_some() {
@@ -113,19 +113,19 @@ impl Look<'_> {
             if !is_carried(file, folder, true)? {
                 let message = format!("{} is not what was copied there", folder.join(&file.to).display());
                 let error = Error::usage(message, self.hint);
-                return Ok(Some(Wrong { error, bytes: Extents::new() }));
+                return Ok(Some(Mismatch { error, bytes: Extents::new() }));
             }
         }
         Ok(None)
     }
 
-    fn around_tensors_of(&self, index: usize, file: &OutputFile) -> Result<Option<Wrong>> {
+    fn around_tensors_of(&self, index: usize, file: &OutputFile) -> Result<Option<Mismatch>> {
         let path = self.folder.join(&file.path);
         let index = u32::try_from(index).expect("fewer than 2^32 files");
         let wrong = |at: Range<u64>, error| {
             let mut bytes = Extents::new();
             bytes.insert(index, at);
-            Wrong { error, bytes }
+            Mismatch { error, bytes }
         };
         if let Some(offset) = first_difference(file, &path)? {
             let message = format!("{}: byte {offset} is not what was laid out", path.display());

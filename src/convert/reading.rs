@@ -23,7 +23,7 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
         show_incomplete: false,
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
-        told: None,
+        declared_layout: None,
         holdings: std::sync::Arc::default(),
         flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }

@@ -8,10 +8,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::exec::carry::{Carried, is_carried, is_unchanged_copy};
-use crate::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
+use crate::exec::sidecar_files::{SidecarFile, is_carried, is_unchanged_copy};
+use crate::format::known_files::{FileRole, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use crate::name_list::short_list;
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 use crate::storage::{AnchoredPath, lookup};
 
 /// Names of foreign files in a message.
@@ -24,7 +24,7 @@ const MAX_COMPARED_BYTES: u64 = 64 << 20;
 ///
 /// # Errors
 /// `Usage` where it is no checkpoint, or holds other files; `Io` where it cannot be looked at.
-pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) -> Result<()> {
+pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[SidecarFile]) -> Result<()> {
     let metadata = match fs::metadata(destination) {
         Ok(metadata) => metadata,
         // Nothing, or a link to nothing, which is replaced itself.
@@ -36,7 +36,7 @@ pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) 
         return if is_checkpoint { Ok(()) } else { Err(no_checkpoint(destination)) };
     }
     // One file takes the place of an empty folder or of a link only.
-    if shape == Shape::File {
+    if shape == DestinationKind::File {
         return Ok(());
     }
     let names = list(destination)?;
@@ -45,7 +45,7 @@ pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) 
     }
     let texts: Vec<String> = names.iter().filter_map(|name| name.to_str().map(str::to_owned)).collect();
     let is_of_another_framework = refuse_foreign_folder(destination, &texts).is_err();
-    let mut found = Found { destination, carried, foreign: Vec::new(), has_checkpoint: false };
+    let mut found = FoundFile { destination, carried, foreign: Vec::new(), has_checkpoint: false };
     found.walk(Path::new(""))?;
     if !found.has_checkpoint || is_of_another_framework {
         return Err(no_checkpoint(destination));
@@ -75,15 +75,15 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(lookup::list(folder)?.into_iter().map(|entry| PathBuf::from(entry.name)).collect())
 }
 
-struct Found<'a> {
+struct FoundFile<'a> {
     destination: &'a Path,
-    carried: &'a [Carried],
+    carried: &'a [SidecarFile],
     /// Names of files and folders that are not replaced.
     foreign: Vec<String>,
     has_checkpoint: bool,
 }
 
-impl Found<'_> {
+impl FoundFile<'_> {
     /// Look at everything in `folder`, which is relative to the destination.
     fn walk(&mut self, folder: &Path) -> Result<()> {
         for name in list(&self.destination.join(folder))? {
@@ -124,7 +124,7 @@ impl Found<'_> {
 
     fn is_replaceable(&mut self, name: &Path, path: &Path) -> Result<bool> {
         let role = role_of(name, path);
-        self.has_checkpoint |= role == Some(Role::Checkpoint);
+        self.has_checkpoint |= role == Some(FileRole::Checkpoint);
         Ok(role.is_some() || self.is_of_earlier_run(name, path)?)
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::bucket::Bucket;
-use super::memory::{Pace, Workers, work_options};
+use super::memory::{Bottleneck, Workers, work_options};
 use super::options::{ExchangeOptions, SourceOptions};
 use crate::comm::Launch;
 use crate::error::Result;
@@ -48,7 +48,7 @@ impl Engine {
     /// # Errors
     /// `Usage` if threads and memory do not go together.
     pub fn reading(source: &SourceOptions, setup: &Setup) -> Result<Self> {
-        Self::new(source, (false, Pace::Processor), None, setup)
+        Self::new(source, (false, Bottleneck::Processor), None, setup)
     }
 
     /// For an operation that writes to `destination`, alone or as one of several processes.
@@ -63,11 +63,16 @@ impl Engine {
     ) -> Result<Self> {
         let is_alone = setup.launch.part.is_alone();
         let sync = sync || !is_alone;
-        let pace = if sync && is_alone { Pace::of_synced(destination) } else { Pace::Processor };
+        let pace = if sync && is_alone { Bottleneck::of_synced(destination) } else { Bottleneck::Processor };
         Self::new(source, (sync, pace), Bucket::wanted(exchange), setup)
     }
 
-    fn new(source: &SourceOptions, (sync, pace): (bool, Pace), rounds: Option<Bucket>, setup: &Setup) -> Result<Self> {
+    fn new(
+        source: &SourceOptions,
+        (sync, pace): (bool, Bottleneck),
+        rounds: Option<Bucket>,
+        setup: &Setup,
+    ) -> Result<Self> {
         let started = Instant::now();
         let (options, workers) = work_options(source, sync, pace, rounds)?;
         Ok(Self { options, setup: setup.clone(), workers, started })
@@ -89,7 +94,7 @@ impl Engine {
         // Another node cannot rely on what this one has not written yet.
         let sync = sync || !launch.part.is_alone();
         let (options, started) = (Options { sync, ..self.options }, self.started);
-        let run = Run { progress, options, stop: stop.clone(), started, launch: launch.clone(), options_told: labels };
+        let run = Run { progress, options, stop: stop.clone(), started, launch: launch.clone(), labels };
         self.workers.install(move || work(&run))
     }
 }
@@ -102,7 +107,7 @@ pub struct Run<'a> {
     pub started: Instant,
     pub launch: Launch,
     /// See [`Setup::labels`].
-    pub options_told: &'a BTreeMap<String, String>,
+    pub labels: &'a BTreeMap<String, String>,
 }
 
 impl Run<'_> {

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
-use super::conflicts::{self, Ranks, Settled};
+use super::conflicts::{self, ResolvedConflicts, TargetFiles};
+use super::declared_layout::declared_layout;
 use super::peers::Peers;
 use super::reading::{check_series, input, read_options};
 use super::run::Run;
 use super::tied;
-use super::told::told;
-use crate::catalog::path::{self, Fate};
+use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
@@ -47,7 +47,7 @@ pub struct Filled {
     pub replaced: BTreeMap<TensorId, TensorEntry>,
 }
 
-pub struct Source {
+pub struct ConversionSource {
     /// SRC; where that is put into another one, that one, with the files of both.
     pub checkpoint: Checkpoint,
     /// What SRC was before it was put into another checkpoint.
@@ -56,7 +56,7 @@ pub struct Source {
     pub like: Option<Checkpoint>,
     /// What is taken, under the names and in the dtypes it will have.
     pub wanted: Selected,
-    pub settled: Settled,
+    pub settled: ResolvedConflicts,
     /// Replicas have been compared already.
     pub compared: bool,
     /// The processes that see the rest of SRC.
@@ -65,7 +65,7 @@ pub struct Source {
     pub has_parted: bool,
 }
 
-impl Source {
+impl ConversionSource {
     /// Who makes values of summands.
     #[must_use]
     pub fn reducing(&self) -> Reducing {
@@ -102,7 +102,7 @@ impl Source {
             filled: None,
             like: None,
             wanted,
-            settled: Settled::default(),
+            settled: ResolvedConflicts::default(),
             compared: false,
             peers,
             has_parted: false,
@@ -164,12 +164,12 @@ impl Source {
     ///
     /// # Errors
     /// `Conflict` where nothing was chosen; as reading.
-    pub fn settle(&mut self, args: CheckOptions, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+    pub fn settle(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
         settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
     }
 
-    fn decide(&mut self, args: CheckOptions, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+    fn decide(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
         let mut dropped = Vec::new();
         let undecided = match args.on_conflict {
             Some(_) => self.tensor_ids(),
@@ -182,10 +182,10 @@ impl Source {
                 OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
                 OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
                     if !conflicts::holds(leaf, id) {
-                        return Fate::Keep;
+                        return LeafAction::Keep;
                     }
                     dropped.push(path.to_string());
-                    Fate::Remove
+                    LeafAction::Remove
                 }),
                 OnConflict::PerRank
                     if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
@@ -198,7 +198,7 @@ impl Source {
             }
         }
         let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
-        self.settled = Settled {
+        self.settled = ResolvedConflicts {
             dropped_tensors: dropped,
             rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
             ..settled
@@ -291,7 +291,7 @@ impl Source {
 }
 
 /// What is read of a source.
-pub struct Reading<'a> {
+pub struct ReadRequest<'a> {
     /// Checkpoint of the same model that gives the shapes flat parameters lack.
     pub like: Option<&'a Path>,
     pub series: SeriesChoice,
@@ -306,11 +306,14 @@ pub struct Reading<'a> {
 ///
 /// # Errors
 /// As reading, and as meeting the others.
-pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Result<(Checkpoint, Option<Peers>)> {
-    let Reading { like, series, want, incomplete, raw_flat } = reading;
-    let told = told(&args.source.layout, args.select.keep_names)?;
-    let mut options =
-        ReadOptions { told, show_incomplete: incomplete, ..read_options(&args.source, like, series, want) };
+pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> Result<(Checkpoint, Option<Peers>)> {
+    let ReadRequest { like, series, want, incomplete, raw_flat } = reading;
+    let told = declared_layout(&args.source.layout, args.select.keep_names)?;
+    let mut options = ReadOptions {
+        declared_layout: told,
+        show_incomplete: incomplete,
+        ..read_options(&args.source, like, series, want)
+    };
     options.flat.raw = raw_flat;
     let (peers, checkpoint) = match Peers::open(args, &options, run)? {
         Some((peers, checkpoint)) => (Some(peers), checkpoint),
@@ -386,7 +389,7 @@ fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path
 ///
 /// # Errors
 /// `Layout` and `Usage` for patterns and rules that are none, `Io` for files of them.
-pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select::Options> {
+pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select::NameOptions> {
     let mut include = args.include.clone();
     if let Some(file) = &args.include_from {
         let lines = read_text(file)?;
@@ -404,7 +407,7 @@ pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select
     if let Some(file) = &args.rename_file {
         renames.extend(Rename::parse_file(&read_text(file)?)?);
     }
-    Ok(select::Options {
+    Ok(select::NameOptions {
         wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
         include: Pattern::parse_all(&include)?,
         exclude: Pattern::parse_all(&args.exclude)?,

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::Extents;
-use crate::exec::carry::Carried;
+use crate::exec::sidecar_files::SidecarFile;
 use crate::quantity::human_bytes;
 use crate::storage::{AnchoredPath, filesystem};
 
@@ -15,7 +15,7 @@ pub fn check_space<'a>(
     folder: &AnchoredPath,
     files: &[OutputFile],
     todo: &Extents,
-    to_carry: impl Iterator<Item = &'a Carried>,
+    to_carry: impl Iterator<Item = &'a SidecarFile>,
 ) -> Result<()> {
     // Before the look at what is made: others are at it.
     let free = filesystem::free_bytes(folder.path())?;

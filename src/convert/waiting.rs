@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::run::Run;
-use crate::comm::{Patience, WaitReporter};
+use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 
 /// How long the first waits for the last.
@@ -29,12 +29,12 @@ pub fn teller(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
 
 /// Says what this process waits for by itself: after a while, or with `-v` at once.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
-    let Patience { first, again, .. } = patience(Duration::ZERO, &|_| {});
+    let WaitNotices { first, again, .. } = patience(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };
     WaitReporter { first, again, tell: Arc::new(teller(run)) }
 }
 
-pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> Patience<'_> {
+pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::patience(usual, SAID_SOON));
-    Patience { limit, first, again, tell }
+    WaitNotices { limit, first, again, tell }
 }

@@ -5,14 +5,14 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::source::Source;
+use super::source::ConversionSource;
 use super::target_format::file_name;
 use crate::catalog::{Fqn, TensorId};
 use crate::convert::options::{ConvertOptions, Tied};
 use crate::error::{Error, Result};
-use crate::format::safetensors::{self, Placing};
+use crate::format::safetensors::{self, FileAssignment};
 use crate::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 use crate::quantity::count;
 
 /// A name that is recorded, not written, and the one that is.
@@ -21,7 +21,7 @@ type Alias = (Fqn, Fqn);
 /// Those of the tensors that are taken which a safetensors target has, in natural order, and the names that are only
 /// recorded, with what they name.
 pub fn names_to_write(
-    source: &Source,
+    source: &ConversionSource,
     mut tensors: Vec<(Fqn, TensorId)>,
     tied: Tied,
 ) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
@@ -52,14 +52,14 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
 pub fn safetensors_shape(
     destination: Option<&Path>,
     max_shard_size: u64,
-    placing: Option<Placing>,
-) -> (safetensors::Shape, Shape) {
+    placing: Option<FileAssignment>,
+) -> (safetensors::FileDivision, DestinationKind) {
     match placing {
         _ if is_file(destination) => {
-            (safetensors::Shape::File(file_name(destination, "model.safetensors")), Shape::File)
+            (safetensors::FileDivision::File(file_name(destination, "model.safetensors")), DestinationKind::File)
         }
-        Some(placing) => (safetensors::Shape::Like(placing), Shape::Folder),
-        None => (safetensors::Shape::Folder { max_shard_bytes: max_shard_size }, Shape::Folder),
+        Some(placing) => (safetensors::FileDivision::Like(placing), DestinationKind::Folder),
+        None => (safetensors::FileDivision::Folder { max_shard_bytes: max_shard_size }, DestinationKind::Folder),
     }
 }
 
@@ -71,18 +71,18 @@ fn is_file(destination: Option<&Path>) -> bool {
 ///
 /// # Errors
 /// As reading it.
-pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<Placing>> {
+pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<FileAssignment>> {
     let Some(like) = like.filter(|_| to == Format::Safetensors && !is_file(args.dst.as_deref())) else {
         return Ok(None);
     };
     let options = ReadOptions { io: args.source.io, want: Want::State, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(like, &options).map_err(|error| error.within(like))?;
     let is_one = checkpoint.format == Format::Safetensors;
-    Ok(Some(checkpoint).filter(|_| is_one).and_then(|like| Placing::of(&like.catalog, &like.files)))
+    Ok(Some(checkpoint).filter(|_| is_one).and_then(|like| FileAssignment::of(&like.catalog, &like.files)))
 }
 
 /// Tensors that `--like` has in none of its files.
-pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Option<String> {
+pub fn elsewhere(placing: Option<&FileAssignment>, written: &[(Fqn, TensorId)]) -> Option<String> {
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;

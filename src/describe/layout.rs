@@ -14,13 +14,13 @@ use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
 use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
-use crate::convert::{Chooser, row_specs, shared_mesh};
+use crate::convert::{PlacementResolver, row_specs, shared_mesh};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Checkpoint, Format, TensorStorage, fsdp_flat};
 use crate::layout::file::{self, LayoutFile};
-use crate::layout::rules::{Fallback, Layout, Lies, Rule, Spec};
-use crate::layout::shards::Shared;
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
+use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, LayoutError, Pattern, Placement, PlacementSpec, Split, TensorDim};
 use crate::select::Wrappers;
 pub use file::toml;
@@ -40,13 +40,13 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
 }
 
 /// The layout of tensors that ranks share.
-fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Layout> {
+fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<MeshLayout> {
     let tensors = tensors(catalog, format, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
-    layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
-    for naming in [Naming::Wide, Naming::Whole] {
+    layout.rules = rules_of(&tensors, &wanting, RuleNames::InModel, &layout)?;
+    for naming in [RuleNames::Wide, RuleNames::Whole] {
         let wanting = misled(catalog, format, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
@@ -85,33 +85,33 @@ fn untold(checkpoint: &Checkpoint) -> Error {
 }
 
 /// A name of a tensor, and how it lies.
-struct Tensor {
+struct NamedTensor {
     path: Path,
     id: TensorId,
     /// Within the model, where it is of that.
     name: String,
     of_model: bool,
     ndim: usize,
-    lies: Lies,
+    lies: PlacementChoice,
 }
 
-impl Tensor {
+impl NamedTensor {
     /// Whether it needs no rule: it lies as the fallback says, or there is nothing to say.
-    fn is_as_usual(&self, layout: &Layout) -> bool {
+    fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
-            Lies::Plain => self.ndim == 0,
-            Lies::Shared(spec) => *spec == usual(layout, self.ndim),
+            PlacementChoice::Plain => self.ndim == 0,
+            PlacementChoice::Shared(spec) => *spec == usual(layout, self.ndim),
         }
     }
 }
 
 /// What the fallback gives a tensor of so many dims.
-fn usual(layout: &Layout, ndim: usize) -> Spec {
+fn usual(layout: &MeshLayout, ndim: usize) -> PlacementList {
     let Fallback::Placements(list) = &layout.fallback else { unreachable!("a layout that is printed says all") };
     let fitting = |spec: &PlacementSpec| spec.resolve(ndim).map_or(PlacementSpec::Replicate, PlacementSpec::from);
     let placements: Vec<PlacementSpec> = list.iter().map(fitting).collect();
     let split = layout.split.clone().unwrap_or_default();
-    Spec { splits: splits_of(&placements, &vec![split; list.len()]), placements, slice: None }
+    PlacementList { splits: splits_of(&placements, &vec![split; list.len()]), placements, slice: None }
 }
 
 /// Splits of what is cut; none where all is cut as in DTensors.
@@ -123,14 +123,20 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
 }
 
 /// How a tensor lies where reshard writes it again in the same format.
-fn lies(chooser: &mut Chooser, format: Format, mesh: &DeviceMesh, path: &Path, entry: &TensorEntry) -> Result<Lies> {
+fn lies(
+    chooser: &mut PlacementResolver,
+    format: Format,
+    mesh: &DeviceMesh,
+    path: &Path,
+    entry: &TensorEntry,
+) -> Result<PlacementChoice> {
     // These files say of DTensors, too, how they are cut; those of torch.save cannot.
     let local = if format == Format::Local { chooser.local_layout(path, entry)? } else { None };
     let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
         Some((_, shared)) => shared,
         None => match chooser.rank_layout(path, entry)? {
-            RankLayout::Plain => return Ok(Lies::Plain),
-            RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
+            RankLayout::Plain => return Ok(PlacementChoice::Plain),
+            RankLayout::Distributed { placements, slice } => SharedTensor { placements, splits: Vec::new(), slice },
             RankLayout::Local(shared) => shared,
             RankLayout::Sharded { dim } => {
                 let mut placements = vec![Placement::Replicate; mesh.ndim()];
@@ -140,16 +146,20 @@ fn lies(chooser: &mut Chooser, format: Format, mesh: &DeviceMesh, path: &Path, e
         },
     };
     let placements: Vec<PlacementSpec> = shared.placements.into_iter().map(Into::into).collect();
-    Ok(Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice }))
+    Ok(PlacementChoice::Shared(PlacementList {
+        splits: splits_of(&placements, &shared.splits),
+        placements,
+        slice: shared.slice,
+    }))
 }
 
 /// Every tensor, as reshard would write it again.
-fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
+fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<NamedTensor>> {
     // ShardedTensors lie by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
-    let layout = Layout::new(mesh.clone(), Vec::new(), as_it_is, None)?;
-    let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
+    let layout = MeshLayout::new(mesh.clone(), Vec::new(), as_it_is, None)?;
+    let mut chooser = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
     let found = model::model(&catalog.state);
     let names: BTreeSet<&str> = found.tensors.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let mut paths = Vec::new();
@@ -160,31 +170,31 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<T
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
-        Ok(Tensor { name: name.unwrap_or_default(), path, id, of_model, ndim: entry.shape.len(), lies })
+        Ok(NamedTensor { name: name.unwrap_or_default(), path, id, of_model, ndim: entry.shape.len(), lies })
     };
     paths.into_iter().map(tensor).collect()
 }
 
 /// The mesh, what most tensors have, and no rules.
-fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
+fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
     /// Lists that are tried: the most frequent one may serve fewer tensors than another, but not many are frequent.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
     for tensor in tensors {
-        if let Lies::Shared(spec) = &tensor.lies {
+        if let PlacementChoice::Shared(spec) = &tensor.lies {
             *lists.entry(spec.placements.clone()).or_default() += 1;
             let words = spec.splits.iter().filter(|split| !matches!(split, Split::Chunk | Split::Sizes(_)));
             splits.extend(words.cloned().map(Some));
         }
     }
     let whole = vec![PlacementSpec::Replicate; mesh.ndim()];
-    let mut best = (0, Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(whole), None)?);
+    let mut best = (0, MeshLayout::new(mesh.clone(), Vec::new(), Fallback::Placements(whole), None)?);
     lists.sort_by(|_, left, _, right| right.cmp(left));
     for list in lists.into_keys().take(TRIED) {
         for split in &splits {
             let fallback = Fallback::Placements(list.clone());
-            let layout = Layout::new(mesh.clone(), Vec::new(), fallback, split.clone())?;
+            let layout = MeshLayout::new(mesh.clone(), Vec::new(), fallback, split.clone())?;
             let served = tensors.iter().filter(|tensor| tensor.ndim > 0 && tensor.is_as_usual(&layout)).count();
             if served > best.0 {
                 best = (served, layout);
@@ -196,7 +206,7 @@ fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
 
 /// What rules call tensors.
 #[derive(Clone, Copy)]
-enum Naming {
+enum RuleNames {
     /// Names within the model, or `*` for their numbers.
     InModel,
     /// Whole names, `*` for their numbers, or what is first and last in them: `optim.**.exp_avg`.
@@ -205,7 +215,7 @@ enum Naming {
     Whole,
 }
 
-impl Naming {
+impl RuleNames {
     /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
@@ -227,12 +237,17 @@ impl Naming {
 }
 
 /// A rule for each of these tensors, or for several.
-fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layout: &Layout) -> Result<Vec<Rule>> {
-    let name_of = |tensor: &Tensor| match naming {
-        Naming::InModel => tensor.name.clone(),
-        Naming::Wide | Naming::Whole => tensor.path.to_string(),
+fn rules_of(
+    tensors: &[NamedTensor],
+    wanting: &BTreeSet<usize>,
+    naming: RuleNames,
+    layout: &MeshLayout,
+) -> Result<Vec<Rule>> {
+    let name_of = |tensor: &NamedTensor| match naming {
+        RuleNames::InModel => tensor.name.clone(),
+        RuleNames::Wide | RuleNames::Whole => tensor.path.to_string(),
     };
-    let mut found: IndexMap<String, &Lies> = IndexMap::new();
+    let mut found: IndexMap<String, &PlacementChoice> = IndexMap::new();
     let mut mixed: HashSet<String> = HashSet::new();
     for &index in wanting {
         let tensor = &tensors[index];
@@ -245,7 +260,7 @@ fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layou
         let mut chosen = literal(&name);
         for wider in wider.into_iter().filter(|wider| !mixed.contains(wider)).collect::<Vec<_>>() {
             let pattern = Pattern::parse(&wider)?;
-            let mut others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
+            let mut others = tensors.iter().filter(|other| !matches!(naming, RuleNames::InModel) || other.of_model);
             if others.all(|other| other.lies == tensor.lies || !pattern.covers(&name_of(other))) {
                 chosen = wider;
                 break;
@@ -254,13 +269,16 @@ fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layou
         }
         found.insert(chosen, &tensor.lies);
     }
-    let rule = |(pattern, lies): (String, &Lies)| {
+    let rule = |(pattern, lies): (String, &PlacementChoice)| {
         let lies = match lies {
-            Lies::Shared(spec) if layout.split.is_some() && spec.splits == usual_splits(spec, layout) => {
-                Lies::Shared(Spec { splits: Vec::new(), ..spec.clone() })
+            PlacementChoice::Shared(spec) if layout.split.is_some() && spec.splits == usual_splits(spec, layout) => {
+                PlacementChoice::Shared(PlacementList { splits: Vec::new(), ..spec.clone() })
             }
-            Lies::Shared(spec) if layout.split.is_some() && spec.splits.is_empty() => {
-                Lies::Shared(Spec { splits: vec![Split::Chunk; layout.mesh.ndim()], ..spec.clone() })
+            PlacementChoice::Shared(spec) if layout.split.is_some() && spec.splits.is_empty() => {
+                PlacementChoice::Shared(PlacementList {
+                    splits: vec![Split::Chunk; layout.mesh.ndim()],
+                    ..spec.clone()
+                })
             }
             other => other.clone(),
         };
@@ -270,7 +288,7 @@ fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layou
 }
 
 /// The splits that tensors with these placements have where no rule says any.
-fn usual_splits(spec: &Spec, layout: &Layout) -> Vec<Split> {
+fn usual_splits(spec: &PlacementList, layout: &MeshLayout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
 
@@ -300,11 +318,11 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
 }
 
 /// The tensors that a layout, as it will be read, says something else of than it should.
-fn misled(catalog: &Catalog, format: Format, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
-    let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
-    let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
+    let layout = MeshLayout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
+    let mut chooser = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
         let is_right = match lies(&mut chooser, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {

@@ -11,7 +11,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, model};
 use crate::convert::{InspectOptions, Run, has_no_value, input};
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -21,7 +21,7 @@ use crate::nearest::nearest;
 use crate::progress::Task;
 use crate::text::harmless;
 pub use document::object_document;
-use draw::{Holder, Room};
+use draw::{ChunkHolder, PictureSize};
 
 /// What a checkpoint holds: tensors under every name they have, in the order of the state dict, and digests if asked for.
 pub struct Inspection<'a> {
@@ -180,7 +180,7 @@ fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
         let chunks: Vec<_> =
             entry.chunks.iter().filter_map(|chunk| Some((holder(view, &chunk)?, chunk.tile))).collect();
         drawn.extend([vec![], vec![Span { text: heading(view, name.as_str(), entry), ground: None }]]);
-        drawn.extend(draw::draw(&entry.shape, &chunks, Room { columns, lines: LINES }));
+        drawn.extend(draw::draw(&entry.shape, &chunks, PictureSize { columns, lines: LINES }));
     }
     drawn
 }
@@ -197,20 +197,20 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
 }
 
 /// The rank or file of a chunk; an empty one may have neither.
-fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<Holder> {
-    let file = || file_name(view, chunk.place).map(Holder::File);
-    chunk.rank.map(Holder::Rank).or_else(file)
+fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
+    let file = || file_name(view, chunk.place).map(ChunkHolder::File);
+    chunk.rank.map(ChunkHolder::Rank).or_else(file)
 }
 
 /// The file of a chunk, relative to the checkpoint.
-fn file_name(view: &Inspection<'_>, place: Place) -> Option<String> {
+fn file_name(view: &Inspection<'_>, place: FileLocation) -> Option<String> {
     let path = view.checkpoint.files.path(place.file()?);
     let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
     Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())
 }
 
 /// A stored box of a tensor.
-struct Part {
+struct StoredBox {
     offsets: Vec<u64>,
     sizes: Vec<u64>,
     rank: Option<u32>,
@@ -219,7 +219,7 @@ struct Part {
 
 /// The boxes of a tensor, chunk by chunk. A local tensor may be several boxes of the whole; an empty one is shown as
 /// PyTorch reports it.
-fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = Part> {
+fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {
             vec![(chunk.tile.global_offsets(&entry.shape), chunk.tile.sizes())]
@@ -227,7 +227,7 @@ fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = Par
             chunk.tile.regions().map(|(region, _)| (region.offsets, region.sizes)).collect()
         };
         let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.place));
-        let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| Part {
+        let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| StoredBox {
             offsets: offsets.to_vec(),
             sizes: sizes.to_vec(),
             rank,

@@ -8,7 +8,7 @@ use super::Inspection;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, optimizer, path};
 use crate::error::{Error, Result};
-use crate::exec::gather::{Prepared, Scratch};
+use crate::exec::gather::{PreparedTile, Scratch};
 use crate::layout::DeviceMesh;
 use crate::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
 use crate::quantity::{count, human_bytes};
@@ -28,7 +28,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
         let is_one_file = !lookup::is_folder(&checkpoint.place(&checkpoint.root))?;
         lines.push((if is_one_file { "not read" } else { "missing" }, short_list(&checkpoint.missing, FEW)));
     }
-    let shares = Shares::of(catalog);
+    let shares = TensorTotals::of(catalog);
     if shares.model.tensors > 0 {
         lines.push(("parameters", shares.parameters()));
         lines.push(("model", shares.model.to_string()));
@@ -92,19 +92,19 @@ fn units_text(flat: &FlatLayout) -> String {
 
 /// Tensors, each counted once, and their bytes.
 #[derive(Debug, Default)]
-struct Share {
+struct TensorTotal {
     tensors: usize,
     bytes: u64,
 }
 
-impl Share {
+impl TensorTotal {
     fn add(&mut self, entry: &TensorEntry) {
         self.tensors += 1;
         self.bytes += entry.len_bytes();
     }
 }
 
-impl std::fmt::Display for Share {
+impl std::fmt::Display for TensorTotal {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "{} ({})", count(self.tensors, "tensor"), human_bytes(self.bytes))
     }
@@ -112,15 +112,15 @@ impl std::fmt::Display for Share {
 
 /// Who the tensors belong to.
 #[derive(Debug, Default)]
-struct Shares {
-    model: Share,
-    optimizer: Share,
-    other: Share,
+struct TensorTotals {
+    model: TensorTotal,
+    optimizer: TensorTotal,
+    other: TensorTotal,
     elements: u64,
-    dtypes: BTreeMap<&'static str, Share>,
+    dtypes: BTreeMap<&'static str, TensorTotal>,
 }
 
-impl Shares {
+impl TensorTotals {
     fn of(catalog: &Catalog) -> Self {
         let model = model::model(&catalog.state);
         let model: BTreeSet<TensorId> = if is_optimizer(&catalog.state) {
@@ -228,7 +228,7 @@ fn integer(view: &Inspection<'_>, entry: &TensorEntry) -> Result<Option<i64>> {
     }
     let input = crate::convert::input(view.checkpoint);
     let mut bytes = vec![0; usize::try_from(entry.dtype.itemsize()).expect("4 or 8")];
-    Prepared::chunk(input, entry, 0)?.read(input, 0, &mut bytes, &mut Scratch::default())?;
+    PreparedTile::chunk(input, entry, 0)?.read(input, 0, &mut bytes, &mut Scratch::default())?;
     let narrow = || bytes.as_slice().try_into().map(i32::from_le_bytes).map(i64::from);
     Ok(bytes.as_slice().try_into().map(i64::from_le_bytes).or_else(|_| narrow()).ok())
 }

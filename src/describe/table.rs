@@ -106,14 +106,14 @@ fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, Dtype, Fqn, Place};
+    use crate::catalog::{Chunk, Dtype, FileLocation, Fqn};
     use crate::layout::Tile;
 
     fn boxes(shape: &[u64], boxes: &[(&[u64], &[u64])]) -> TensorEntry {
         let mut entry = TensorEntry::new(Fqn::from("w"), Dtype::F32, shape.into());
         for (offsets, sizes) in boxes {
             let tile = Tile::from_region(&Region::new(*offsets, *sizes));
-            entry.chunks.push(Chunk { tile, rank: None, place: Place::Nowhere, strides: None });
+            entry.chunks.push(Chunk { tile, rank: None, place: FileLocation::Nowhere, strides: None });
         }
         entry
     }

@@ -24,14 +24,14 @@ pub enum Casting {
 #[derive(Debug)]
 pub struct Casts {
     /// One for each tile that arrives.
-    pub tiles: Vec<Laid>,
+    pub tiles: Vec<CastTile>,
     /// Of what is given.
     pub len: usize,
 }
 
 /// A tile among what is given.
 #[derive(Debug)]
-pub struct Laid {
+pub struct CastTile {
     pub place: Range<usize>,
     /// `None` where it stays as it is.
     pub cast: Option<(Cast, Vec<Portion>)>,

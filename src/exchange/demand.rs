@@ -17,16 +17,16 @@ use crate::exec::Extents;
 use crate::exec::reduce::Reducer;
 use crate::layout::partial::Share;
 use crate::layout::{Dims, Tile};
-use crate::plan::{Source, TilePlan};
+use crate::plan::{SourceTensor, TilePlan};
 
 /// What is to be done of the output files, and by whom: no byte is to be done by two.
 #[derive(Debug)]
-pub struct Owners {
+pub struct FileOwners {
     /// For each file the stretches of it, ascending.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
-impl Owners {
+impl FileOwners {
     /// Of what each rank has to do.
     #[must_use]
     pub fn new(files: &[OutputFile], todos: &[Extents]) -> Self {
@@ -51,14 +51,14 @@ impl Owners {
 pub struct Demand<'a> {
     pub tensor: &'a Reserved,
     pub source: &'a TensorEntry,
-    pub tiles: Vec<Arc<Wanted>>,
+    pub tiles: Vec<Arc<WantedTile>>,
     /// The chunks of the source that hold the same, ascending by the first, which plans name.
     holders: SmallVec<[Holders; 2]>,
 }
 
 /// A tile that goes into one file or more.
 #[derive(Debug)]
-pub struct Wanted {
+pub struct WantedTile {
     /// Of the source's tensor.
     pub fqn: Fqn,
     pub tile: Tile,
@@ -69,7 +69,7 @@ pub struct Wanted {
     /// What is needed of it, ascending and disjoint.
     pub needs: Needs,
     /// One a summand that it is made of.
-    pub parts: Vec<Planned>,
+    pub parts: Vec<SourceElements>,
     /// How they become one; `None` where one is taken as it is.
     pub reducer: Option<Reducer>,
 }
@@ -90,7 +90,7 @@ pub type Ranks = SmallVec<[u32; 4]>;
 
 /// Where the elements of a tile are in the source, as if every chunk were contiguous.
 #[derive(Debug)]
-pub struct Planned {
+pub struct SourceElements {
     pub plan: TilePlan,
     /// One an overlap.
     pub strides: Vec<Dims>,
@@ -101,8 +101,8 @@ impl<'a> Demand<'a> {
     ///
     /// # Errors
     /// As [`Source::new`]; `Unsupported` where summands have no value.
-    pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &Owners) -> Result<Self> {
-        let source = Source::new(entry)?;
+    pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &FileOwners) -> Result<Self> {
+        let source = SourceTensor::new(entry)?;
         let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Chunks, RandomState> = IndexMap::default();
         for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some()) {
             let share = tensor.shares.get(index).map(Arc::clone);
@@ -117,13 +117,14 @@ impl<'a> Demand<'a> {
             }
             let share = share.or_else(|| whole.clone());
             let (parts, reducer) = match &share {
-                None => (vec![Planned::new(entry, source.plan(&tile, 0, None))], None),
+                None => (vec![SourceElements::new(entry, source.plan(&tile, 0, None))], None),
                 Some(share) => {
-                    let of = |summand: &u64| Planned::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
+                    let of =
+                        |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
                     (share.summands.iter().map(of).collect(), Reducer::of(entry, share)?)
                 }
             };
-            wanted.push(Arc::new(Wanted { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
+            wanted.push(Arc::new(WantedTile { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
         }
         let mut holders: SmallVec<[Holders; 2]> = source.holders().cloned().collect();
         holders.sort_unstable_by_key(|holders| holders[0]);
@@ -144,7 +145,7 @@ impl<'a> Demand<'a> {
     }
 }
 
-impl Planned {
+impl SourceElements {
     fn new(entry: &TensorEntry, plan: TilePlan) -> Self {
         let sizes = |chunk: u32| entry.chunks.sizes(chunk as usize);
         let strides = plan.overlaps.iter().map(|overlap| contiguous_strides(&sizes(overlap.chunk))).collect();
@@ -153,7 +154,7 @@ impl Planned {
 }
 
 /// Whole elements that hold what each rank has to do of chunks of one tile.
-fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Needs {
+fn needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
@@ -219,7 +220,7 @@ mod tests {
     use smallvec::smallvec;
 
     use super::*;
-    use crate::catalog::{Chunk, Dtype, Place, TensorId};
+    use crate::catalog::{Chunk, Dtype, FileLocation, TensorId};
     use crate::storage::FileId;
 
     #[test]
@@ -230,7 +231,7 @@ mod tests {
         for file in 0..2 {
             let mut output = OutputFile::new(format!("out{file}"));
             let offset = output.push_payload(40);
-            let place = Place::Bytes { file: FileId(file), offset };
+            let place = FileLocation::Bytes { file: FileId(file), offset };
             let tile = Tile::new([std::iter::once(0..10).collect()]);
             entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
             files.push(output);
@@ -241,7 +242,7 @@ mod tests {
             todo
         };
         let todos = [todo(&[(0, 0..18)]), todo(&[(0, 18..40), (1, 0..8)]), todo(&[(1, 8..16), (1, 16..36)])];
-        let owners = Owners::new(&files, &todos);
+        let owners = FileOwners::new(&files, &todos);
         let tensor = Reserved::new(TensorId(0), entry);
         let found = needs(&tensor, &[0, 1], &owners);
         let need = |elements, ranks| Need { elements, ranks };

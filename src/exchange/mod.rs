@@ -8,19 +8,19 @@
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
-mod ahead;
+mod buffers;
 mod casts;
 mod demand;
-mod draft;
-mod folds;
-mod hop;
 mod load;
 mod moves;
+mod nccl_reduce;
+mod partial_replicas;
+mod phase;
+mod prefetch;
 mod readers;
 pub mod records;
 mod reduced;
 mod replicas;
-mod rooms;
 mod rounds;
 mod shuffle;
 pub mod source_copy;
@@ -28,7 +28,7 @@ mod staged;
 mod strided;
 #[cfg(test)]
 pub(crate) mod tests;
-mod torn;
+mod transfer_plan;
 mod transfers;
 
 use std::collections::VecDeque;
@@ -38,31 +38,31 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 pub use crate::exec::reduce::Reducing;
-pub use casts::{Casting, Casts, Laid, Portion};
-pub use demand::Owners;
-pub use folds::{Fold, Folding};
-pub use hop::Hop;
+pub use buffers::{BufferPool, HostMemory, PooledBuffer};
+pub use casts::{CastTile, Casting, Casts, Portion};
+pub use demand::FileOwners;
 pub use load::{Load, Loads, Wire};
-pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
-pub use readers::{Counting, Parties, Sight};
+pub use moves::{Arriving, ByteOrigin, Landing, Making, Moves, SourceRead};
+pub use nccl_reduce::{NcclReduction, ReductionKind};
+pub use partial_replicas::partial_replicas;
+pub use phase::TransferPhase;
+pub use readers::{Counting, FileVisibility, Topology};
 pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
-pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
-pub use torn::torn;
 
 use staged::{Stage, Staged};
 
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::bands::Payload;
 use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
-use crate::exec::gather::Held;
-use crate::exec::window::{Counted, Slot};
-use crate::exec::{Extents, Input, Prepared, Stop};
+use crate::exec::gather::TileElements;
+use crate::exec::row_groups::OutputRange;
+use crate::exec::window::{CastCounter, PlannedTile};
+use crate::exec::{Extents, Input, PreparedTile, Stop};
 use crate::threads::start_within;
 
 /// How often a process that waits for others looks whether it was told to stop.
@@ -76,9 +76,9 @@ const MOST_WEIGHED: u64 = 1 << 12;
 pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
-    pub parties: &'a Parties,
+    pub parties: &'a Topology,
     /// What each rank has to do of the output.
-    pub owners: &'a Owners,
+    pub owners: &'a FileOwners,
     /// See [`Rounds::new`].
     pub bucket_bytes: u64,
 }
@@ -156,7 +156,7 @@ impl<'a> Exchange<'a> {
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
-        rooms: Arc<Rooms<M>>,
+        rooms: Arc<BufferPool<M>>,
         staged: SyncSender<Result<Staged<M>>>,
         writing: Writing<'_>,
     ) {
@@ -242,19 +242,19 @@ impl<'a> Exchange<'a> {
             let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
             let place = laid.map_or(place, |laid| &laid.place);
             let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
-                None => (pair.0, Counted::InStrips(pair)),
+                None => (pair.0, CastCounter::InStrips(pair)),
                 Some((cast, portions)) => {
                     let firsts = portions.iter().map(|portion| portion.counted.start);
-                    (cast.to(), Counted::Before(pair, firsts.zip(lost.by_ref()).collect()))
+                    (cast.to(), CastCounter::Before(pair, firsts.zip(lost.by_ref()).collect()))
                 }
             };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.place(chunk) else { continue };
-                let values = Held { memory: Arc::clone(&memory), place: place.clone() };
-                let tile = Prepared::held(source, dtype, numel, values).cast_to(pair.1)?;
+                let values = TileElements { memory: Arc::clone(&memory), place: place.clone() };
+                let tile = PreparedTile::held(source, dtype, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
-                payloads.push(Payload {
+                payloads.push(OutputRange {
                     file,
                     offset,
                     len: numel * itemsize,
@@ -264,8 +264,8 @@ impl<'a> Exchange<'a> {
                 });
                 // Of replicas the first counts, whoever does it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
-                let counted = is_counted.then(|| mem::replace(&mut counted, Counted::InStrips(pair)));
-                slots.push(Slot { tile, counted, copies: None });
+                let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::InStrips(pair)));
+                slots.push(PlannedTile { tile, counted, copies: None });
             }
         }
         Ok((slots, Batch { payloads, taken, is_checked }))
@@ -273,7 +273,7 @@ impl<'a> Exchange<'a> {
 }
 
 /// The tiles of a round.
-type Arrived = (Vec<Slot>, Batch);
+type Arrived = (Vec<PlannedTile>, Batch);
 
 /// What comes from the shuffle, until a signal does.
 struct Batches<'a> {
@@ -282,7 +282,7 @@ struct Batches<'a> {
 }
 
 impl Supply for Batches<'_> {
-    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>> {
         // The memory that they hold is wanted for the next round.
         slots.clear();
         loop {

@@ -21,14 +21,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::casts::{Casts, Laid, Portion};
-use super::demand::Wanted;
-use super::draft::Draft;
-use super::folds::Fold;
-use super::hop::{Hop, Route, range};
+use super::casts::{CastTile, Casts, Portion};
+use super::demand::WantedTile;
+use super::nccl_reduce::NcclReduction;
+use super::phase::{PhaseSchedule, TransferPhase, range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
-use super::transfers::{Stretch, Transfer};
+use super::transfer_plan::TransferPlan;
+use super::transfers::{SourceRange, Transfer};
 use crate::catalog::{Catalog, Reservation, Reserved, TensorId};
 use crate::exec::Extents;
 use crate::exec::cast::Cast;
@@ -40,7 +40,7 @@ const ALIGNMENT: u64 = 16;
 
 /// A stretch of a source chunk to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Read {
+pub struct SourceRead {
     pub tensor: TensorId,
     pub chunk: u32,
     /// Of the chunk's local tensor.
@@ -51,7 +51,7 @@ pub struct Read {
 
 /// Where bytes of a tile come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum ByteOrigin {
     Stage,
     Incoming,
 }
@@ -61,7 +61,7 @@ pub enum Origin {
 pub struct Arriving {
     /// Of the reservation's tensors.
     pub tensor: usize,
-    pub wanted: Arc<Wanted>,
+    pub wanted: Arc<WantedTile>,
     /// Of the tile's local tensor.
     pub elements: Range<u64>,
     /// Of its values, in what is given.
@@ -83,14 +83,14 @@ pub enum Making {
 }
 
 /// Targets are counted from the start of where they go.
-pub type Copies = Vec<(Origin, StridedCopy)>;
+pub type Copies = Vec<(ByteOrigin, StridedCopy)>;
 
 /// Where copies go.
 #[derive(Clone, Copy, Debug)]
 pub struct Landing<'a> {
     /// In what is unpacked.
     pub place: &'a Range<usize>,
-    pub copies: &'a [(Origin, StridedCopy)],
+    pub copies: &'a [(ByteOrigin, StridedCopy)],
     /// Whether they may leave out some of it, which is 0.
     pub has_gaps: bool,
 }
@@ -117,18 +117,18 @@ impl Arriving {
 /// What a process does in a round.
 #[derive(Debug, Default)]
 pub struct Moves {
-    pub reads: Vec<Read>,
+    pub reads: Vec<SourceRead>,
     pub stage_len: usize,
     /// From the stage.
-    pub first: Hop,
+    pub first: TransferPhase,
     /// Of all ranks, in the same order, beside the first hop; their summands are outgoing behind its messages.
-    pub folds: Vec<Fold>,
+    pub folds: Vec<NcclReduction>,
     pub arriving: Vec<Arriving>,
     /// Of what is unpacked the values, which come first.
     pub given_len: usize,
     pub unpacked_len: usize,
     /// From what is given; `None` where nothing is passed on, whoever's.
-    pub second: Option<Hop>,
+    pub second: Option<TransferPhase>,
     /// How all that is given is laid out behind the last hop; `None` where it stays as it is.
     pub casts: Option<Casts>,
     /// See [`Round::ends_whole`].
@@ -140,9 +140,9 @@ impl Moves {
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.loads.len();
-        let passings = || round.drafts.iter().flat_map(Draft::passings);
-        let mut first = Route::new(round.drafts.iter().flat_map(Draft::sendings), rank, ranks);
-        let mut second = Route::new(passings(), rank, ranks);
+        let passings = || round.drafts.iter().flat_map(TransferPlan::passings);
+        let mut first = PhaseSchedule::new(round.drafts.iter().flat_map(TransferPlan::sendings), rank, ranks);
+        let mut second = PhaseSchedule::new(passings(), rank, ranks);
         let mut moves = Self { ends_whole: round.ends_whole, ..Self::default() };
         let (mut summands_len, mut outgoing_len) = (0, first.hop.outgoing_len());
         for draft in &round.drafts {
@@ -176,7 +176,7 @@ impl Moves {
             let numel = tile.elements.end - tile.elements.start;
             let itemsize = cast.map_or(from, |cast| cast.to()).itemsize();
             let place = next(&mut len, numel * itemsize);
-            Laid { place, cast: cast.map(|cast| (cast, Portion::all(numel, counted(tensor, tile, todo)))) }
+            CastTile { place, cast: cast.map(|cast| (cast, Portion::all(numel, counted(tensor, tile, todo)))) }
         };
         let tiles: Vec<_> = self.arriving.iter().map(laid).collect();
         let casts = tiles.iter().any(|tile| tile.cast.is_some()).then_some(Casts { tiles, len });
@@ -187,9 +187,9 @@ impl Moves {
     #[must_use]
     pub fn wire_lens(&self) -> (usize, usize) {
         let hops = || std::iter::once(&self.first).chain(&self.second);
-        let longest = |of: fn(&Hop) -> usize| hops().map(of).max().unwrap_or(0);
+        let longest = |of: fn(&TransferPhase) -> usize| hops().map(of).max().unwrap_or(0);
         let folded = self.folds.last().map_or(0, |fold| fold.summand.end);
-        (longest(Hop::outgoing_len).max(folded), longest(Hop::incoming_len))
+        (longest(TransferPhase::outgoing_len).max(folded), longest(TransferPhase::incoming_len))
     }
 
     /// Where the copies out of stage and first hop go, ascending.
@@ -209,10 +209,10 @@ impl Moves {
     /// What this rank gets of a draft, by target, without the copies; what it makes of that is packed for the others.
     fn arriving(
         &mut self,
-        draft: &Draft<'_>,
+        draft: &TransferPlan<'_>,
         rank: u32,
         summands_len: &mut usize,
-        second: &mut Route,
+        second: &mut PhaseSchedule,
     ) -> BTreeMap<usize, Arriving> {
         let mut arriving = BTreeMap::new();
         for (index, target) in draft.targets.iter().enumerate() {
@@ -243,7 +243,7 @@ impl Moves {
 
     /// Give the stretches that this rank reads their places in the stage. What is added to an offset in a chunk to have
     /// the one in the stage may be less than nothing: it wraps around.
-    fn stage(&mut self, draft: &Draft<'_>, rank: u32) -> StagedAt {
+    fn stage(&mut self, draft: &TransferPlan<'_>, rank: u32) -> StagedAt {
         let itemsize = draft.unit.demand.source.dtype.itemsize();
         let mut staged = BTreeMap::new();
         for (stretch, bytes) in draft.stretches.iter().filter(|(stretch, _)| stretch.reader.rank == rank) {
@@ -251,17 +251,23 @@ impl Moves {
             staged.insert(*stretch, (stage.start as u64).wrapping_sub(bytes.start));
             let tensor = draft.unit.demand.tensor.source;
             let first = bytes.start / itemsize;
-            self.reads.push(Read { tensor, chunk: stretch.reader.chunk, first, stage });
+            self.reads.push(SourceRead { tensor, chunk: stretch.reader.chunk, first, stage });
         }
         staged
     }
 }
 
 /// What is added to the offset in a stretch's chunk to have the one in the stage.
-type StagedAt = BTreeMap<Stretch, u64>;
+type StagedAt = BTreeMap<SourceRange, u64>;
 
 /// Pack and copy what the transfers of a draft say.
-fn bring(draft: &Draft<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
+fn bring(
+    draft: &TransferPlan<'_>,
+    rank: u32,
+    staged: &StagedAt,
+    arriving: &mut BTreeMap<usize, Arriving>,
+    first: &mut PhaseSchedule,
+) {
     for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
         let Transfer { from, takers, to, part, piece, .. } = transfer;
         let source = || staged[from].wrapping_add(piece.source);
@@ -272,26 +278,26 @@ fn bring(draft: &Draft<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMa
         let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
         let tile = arriving.get_mut(to).expect("a target of this rank");
         tile.copies().push(match arrived {
-            Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
-            None => (Origin::Stage, StridedCopy::of(piece, source(), place)),
+            Some(at) => (ByteOrigin::Incoming, StridedCopy::unpacked(piece, at, place)),
+            None => (ByteOrigin::Stage, StridedCopy::of(piece, source(), place)),
         });
     }
 }
 
 /// What NCCL makes of a draft's summands: this rank's share of each.
 fn folds(
-    draft: &Draft<'_>,
+    draft: &TransferPlan<'_>,
     rank: u32,
     staged: &StagedAt,
     arriving: &BTreeMap<usize, Arriving>,
     outgoing_len: &mut usize,
-) -> impl Iterator<Item = Fold> {
+) -> impl Iterator<Item = NcclReduction> {
     let mut folds = BTreeMap::new();
     for (index, target) in draft.targets.iter().enumerate() {
         let Some((root, folding)) = target.folded() else { continue };
         let summand = next(outgoing_len, target.part_bytes);
         let value = (root == rank).then(|| arriving[&index].place.clone());
-        folds.insert(index, Fold { folding, root, summand, packs: Vec::new(), value });
+        folds.insert(index, NcclReduction { folding, root, summand, packs: Vec::new(), value });
     }
     for Transfer { from, to, piece, .. } in draft.transfers.iter().filter(|one| one.from.reader.rank == rank) {
         if let Some(fold) = folds.get_mut(to) {

@@ -14,14 +14,14 @@ use crate::storage::{FileId, Files};
 
 /// Which processes can read which files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Sight {
+pub enum FileVisibility {
     /// All can read all.
     Shared,
     /// For each file the ranks that can read it, ascending.
     PerRank(Vec<SmallVec<[u32; 2]>>),
 }
 
-impl Sight {
+impl FileVisibility {
     /// That of files that were read from a twin by so many ranks. What is not of the twin is seen by all.
     #[must_use]
     pub fn of(files: &Files, ranks: u32) -> Self {
@@ -34,8 +34,8 @@ impl Sight {
 
 /// The processes that exchange, as far as it matters who reads and who reduces. All know the same.
 #[derive(Clone, Debug)]
-pub struct Parties {
-    pub sight: Sight,
+pub struct Topology {
+    pub sight: FileVisibility,
     /// For each rank its node.
     pub nodes: Vec<u32>,
     pub counting: Counting,
@@ -65,7 +65,7 @@ pub struct Reader {
     pub chunk: u32,
 }
 
-impl Parties {
+impl Topology {
     /// Hear from all on which node they are: the nodes of all ranks. Collective.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Parties {
         needs: &[(u32, u64)],
         turn: usize,
     ) -> Result<SmallVec<[Reader; 4]>> {
-        let Sight::PerRank(seen) = &self.sight else {
+        let FileVisibility::PerRank(seen) = &self.sight else {
             let most = needs.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
             let first: SmallVec<[u32; 8]> =
                 needs.iter().filter(|(_, bytes)| *bytes == most).map(|(rank, _)| *rank).collect();

@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::comm::{Communicator, ENDED, FailureNotes, Gone, Part, Patience, Traffic, Wait};
+use crate::comm::{Communicator, ENDED, FailureNotes, Part, PeerFailure, Traffic, Wait, WaitNotices};
 use crate::error::{CommError, Error, Result};
 use crate::exec::Stop;
 use crate::name_list::name_processes;
-use crate::publish::presence::{Found, Observer, Presence, State};
+use crate::publish::presence::{FoundLease, Observer, PeerState, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::{AnchoredPath, lookup};
 
@@ -65,7 +65,7 @@ impl Records {
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
-    pub fn meet(folder: &AnchoredPath, part: Part, patience: Patience<'_>, stop: &Stop) -> Result<Self> {
+    pub fn meet(folder: &AnchoredPath, part: Part, patience: WaitNotices<'_>, stop: &Stop) -> Result<Self> {
         let observer = Observer::new(folder, part.of);
         let mut meeting =
             Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false, sees_first: false };
@@ -74,13 +74,13 @@ impl Records {
         loop {
             let step = stop.check().and_then(|()| meeting.step(&mut own));
             let missing = match step {
-                Ok(Step::Met(members)) => {
+                Ok(MeetingStep::Met(members)) => {
                     let presence: Presence = own.take().expect("it is in the session");
                     let folder = presence.folder().join(session(part.of, members[0]));
                     presence.watch(members);
                     return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
                 }
-                Ok(Step::Missing(missing)) => missing,
+                Ok(MeetingStep::Missing(missing)) => missing,
                 Err(error) => return Err(told(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
@@ -130,7 +130,7 @@ fn told(own: Option<&Presence>, mut error: Error) -> Error {
     }
     match (own, &error) {
         (Some(own), Error::Comm(CommError { rank, detail, .. })) => {
-            own.give_up(Gone { rank: rank.index, why: detail.as_str().into() });
+            own.give_up(PeerFailure { rank: rank.index, why: detail.as_str().into() });
         }
         (Some(own), error) => own.fail(&error.to_string()),
         (None, _) => {}
@@ -139,7 +139,7 @@ fn told(own: Option<&Presence>, mut error: Error) -> Error {
 }
 
 /// What one look comes to.
-enum Step {
+enum MeetingStep {
     Met(Vec<u32>),
     Missing(Vec<u32>),
 }
@@ -156,14 +156,14 @@ struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    fn step(&mut self, own: &mut Option<Presence>) -> Result<Step> {
+    fn step(&mut self, own: &mut Option<Presence>) -> Result<MeetingStep> {
         if self.part.index == 0 {
             std::fs::create_dir_all(self.folder.path()).map_err(Error::io("create", self.folder))?;
         } else if !lookup::is_folder(self.folder.path())? {
             // Process 0 makes it. The process of an earlier run may have taken it away.
             *own = None;
             self.observer = Observer::new(&self.folder.reopened(), self.part.of);
-            return Ok(Step::Missing(vec![0]));
+            return Ok(MeetingStep::Missing(vec![0]));
         }
         let generations = self.observer.generations()?;
         if own.as_ref().is_some_and(|own| generations.get(&self.part.index) != Some(&own.generation())) {
@@ -172,7 +172,7 @@ impl Meeting<'_> {
         if own.is_none() {
             *own = self.take(&generations)?;
         }
-        let Some(own) = own else { return Ok(Step::Missing(vec![self.part.index])) };
+        let Some(own) = own else { return Ok(MeetingStep::Missing(vec![self.part.index])) };
         if self.part.index == 0 { self.lead(own, &generations) } else { self.follow(own, &generations) }
     }
 
@@ -182,7 +182,7 @@ impl Meeting<'_> {
         let next = match generations.get(&index) {
             None => 0,
             Some(generation) => match self.observer.look(index, *generation)? {
-                Some(Found { state: State::Alive | State::Unsure, .. }) => {
+                Some(FoundLease { state: PeerState::Alive | PeerState::Unsure, .. }) => {
                     self.is_blocked = true;
                     return Ok(None);
                 }
@@ -194,7 +194,7 @@ impl Meeting<'_> {
     }
 
     /// Looks for the other processes, and makes the session when all are there.
-    fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<Step> {
+    fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let earlier = self.members_of_earlier_sessions(own.generation())?;
         let (mut members, mut missing) = (vec![own.generation()], Vec::new());
         for index in 1..self.part.of {
@@ -206,22 +206,22 @@ impl Meeting<'_> {
             }
         }
         if !missing.is_empty() {
-            return Ok(Step::Missing(missing));
+            return Ok(MeetingStep::Missing(missing));
         }
         let session = session(self.part.of, own.generation());
         self.folder.join(&session).create_folder().map_err(Error::io("create", &self.folder.join(&session)))?;
         let text = serde_json::to_vec(&Session { members: members.clone() }).expect("numbers serialise");
         write(self.folder, &format!("{session}.json"), &text)?;
-        Ok(Step::Met(members))
+        Ok(MeetingStep::Met(members))
     }
 
     /// Looks for the session that process 0 makes of this process and the others.
-    fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<Step> {
-        let missing = Ok(Step::Missing(vec![0]));
+    fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
+        let missing = Ok(MeetingStep::Missing(vec![0]));
         let Some(first) = generations.get(&0).copied() else { return missing };
         match self.session(first)? {
             Some(Session { members }) if members.get(self.part.index as usize) == Some(&own.generation()) => {
-                Ok(Step::Met(members))
+                Ok(MeetingStep::Met(members))
             }
             // It is of an earlier run.
             Some(_) => missing,
@@ -237,15 +237,16 @@ impl Meeting<'_> {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));
         match found.state {
-            State::Alive => {
+            PeerState::Alive => {
                 self.seen_alive.insert((index, generation));
                 found.failure.map_or(Ok(Some(generation)), |gone| Err(gone.error(OP)))
             }
-            State::Ended if was_alive => {
-                let ended = || Gone { rank: index, why: format!("{ENDED}, while others were waited for").into() };
+            PeerState::Ended if was_alive => {
+                let ended =
+                    || PeerFailure { rank: index, why: format!("{ENDED}, while others were waited for").into() };
                 Err(found.failure.unwrap_or_else(ended).error(OP))
             }
-            State::Ended | State::Unsure => Ok(None),
+            PeerState::Ended | PeerState::Unsure => Ok(None),
         }
     }
 

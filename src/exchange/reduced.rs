@@ -5,8 +5,8 @@
 
 use rayon::prelude::*;
 
+use super::buffers::pieces;
 use super::moves::{Making, Moves};
-use super::rooms::pieces;
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 
@@ -26,7 +26,7 @@ pub fn reduce(moves: &Moves, unpacked: &mut [u8]) -> Result<()> {
 }
 
 /// Summands lie one behind the other, each as long as the values.
-fn reduce_tile(reducer: Reducer, summands: &[u8], values: &mut [u8]) -> Result<(), crate::exec::reduce::Fault> {
+fn reduce_tile(reducer: Reducer, summands: &[u8], values: &mut [u8]) -> Result<(), crate::exec::reduce::ReduceError> {
     let (len, block) = (values.len(), reducer.block_bytes());
     values.par_chunks_mut(block).enumerate().try_for_each_init(Vec::new, |sums, (number, values)| {
         let own = number * block..number * block + values.len();

@@ -9,7 +9,7 @@
 use indexmap::IndexMap;
 use rayon::prelude::*;
 
-use super::readers::Sight;
+use super::readers::FileVisibility;
 use crate::catalog::{TensorEntry, TensorId};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
@@ -29,13 +29,13 @@ const HASH_BYTES: usize = blake3::OUT_LEN;
 /// As reading, and `Comm` naming the rank that cannot.
 pub fn differing(
     communicator: &impl Communicator,
-    sight: &Sight,
+    sight: &FileVisibility,
     input: Input<'_>,
     tensors: &[TensorId],
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-    let mut lists = Lists { sight, ranks: communicator.size(), replicas: Vec::new() };
+    let mut lists = ReplicaLists { sight, ranks: communicator.size(), replicas: Vec::new() };
     for (subject, id) in tensors.iter().enumerate() {
         let entry = input.catalog.tensor(*id);
         for holders in entry.tilings()?.iter().flat_map(|tiling| &tiling.holders).filter(|holders| holders.len() > 1) {
@@ -44,7 +44,7 @@ pub fn differing(
         }
     }
     let found = first_differences(communicator, input, &lists.replicas, reporter, stop)?;
-    let of_tensor = |found: Found| {
+    let of_tensor = |found: DifferingPair| {
         let [first, second] = found.between.map(|index| lists.replicas[index].chunk);
         (tensors[found.subject], ReplicaDifference { first, second, element: found.element })
     };
@@ -57,13 +57,13 @@ pub fn differing(
 /// `Unsupported` where they do not lie in the same way; as [`differing`].
 pub fn differing_pair(
     communicator: &impl Communicator,
-    sight: &Sight,
+    sight: &FileVisibility,
     input: Input<'_>,
     pair: [TensorId; 2],
     stop: &Stop,
 ) -> Result<Option<(u32, u64)>> {
     let [left, right] = pair.map(|id| input.catalog.tensor(id));
-    let mut lists = Lists { sight, ranks: communicator.size(), replicas: Vec::new() };
+    let mut lists = ReplicaLists { sight, ranks: communicator.size(), replicas: Vec::new() };
     let lying = |entry: &TensorEntry| -> Result<IndexMap<Tile, u32>> {
         let tilings = entry.tilings()?;
         let held = tilings.iter().flat_map(|tiling| &tiling.holders).map(|holders| holders[0]);
@@ -85,13 +85,13 @@ pub fn differing_pair(
 }
 
 /// What should be equal, and who reads it.
-struct Lists<'a> {
-    sight: &'a Sight,
+struct ReplicaLists<'a> {
+    sight: &'a FileVisibility,
     ranks: u32,
     replicas: Vec<Replica<'a>>,
 }
 
-impl<'a> Lists<'a> {
+impl<'a> ReplicaLists<'a> {
     fn push(&mut self, subject: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
         let first = self.replicas.len();
         for &(entry, chunk) in equal {
@@ -103,7 +103,7 @@ impl<'a> Lists<'a> {
 }
 
 /// Two replicas that differ, by their numbers.
-struct Found {
+struct DifferingPair {
     subject: usize,
     between: [usize; 2],
     /// Of the chunk.
@@ -117,7 +117,7 @@ fn first_differences(
     replicas: &[Replica<'_>],
     reporter: &dyn Reporter,
     stop: &Stop,
-) -> Result<Vec<Found>> {
+) -> Result<Vec<DifferingPair>> {
     let rank = communicator.rank();
     let read: Result<Vec<Option<Vec<u8>>>> = replicas
         .par_iter()
@@ -132,7 +132,7 @@ fn first_differences(
     let hashes: Vec<Vec<u8>> =
         replicas.iter().map(|replica| heard[replica.reader as usize].by_ref().take(HASH_BYTES).collect()).collect();
 
-    let mut found: Vec<Found> = Vec::new();
+    let mut found: Vec<DifferingPair> = Vec::new();
     for (index, replica) in replicas.iter().enumerate() {
         let Replica { subject, first, .. } = *replica;
         let is_known = found.last().is_some_and(|found| found.subject == subject);
@@ -141,7 +141,7 @@ fn first_differences(
         }
         let pair = Pair { communicator, input, left: &replicas[first], right: replica };
         let element = pair.first_element([own[first].as_deref(), own[index].as_deref()])?;
-        found.push(Found { subject, between: [first, index], element });
+        found.push(DifferingPair { subject, between: [first, index], element });
     }
     Ok(found)
 }
@@ -220,10 +220,10 @@ impl<C: Communicator> Pair<'_, C> {
 }
 
 /// Who reads a chunk: those that see it do so in turn.
-fn reader(sight: &Sight, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
+fn reader(sight: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.place(chunk as usize).file();
     let seen_by: &[u32] = match (sight, file) {
-        (Sight::PerRank(seen), Some(file)) => &seen[file.0 as usize],
+        (FileVisibility::PerRank(seen), Some(file)) => &seen[file.0 as usize],
         _ => return Ok(u32::try_from(turn % ranks as usize).expect("fewer than 2^32 ranks")),
     };
     let reader = seen_by.get(turn % seen_by.len().max(1)).copied();

@@ -14,11 +14,11 @@
 
 use std::ops::Range;
 
-use super::ahead::{Ahead, Drafted};
-use super::demand::Owners;
-use super::draft::{Draft, MOST_COPIES, Weighed};
+use super::demand::FileOwners;
 use super::load::{Load, Loads};
-use super::readers::Parties;
+use super::prefetch::{PlannedUnit, Prefetch};
+use super::readers::Topology;
+use super::transfer_plan::{MOST_COPIES, SizedPlan, TransferPlan};
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
@@ -30,7 +30,7 @@ pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
 
 /// What is moved in one go: whole tensors, or ranges of one.
 pub struct Round<'a> {
-    pub drafts: Vec<Draft<'a>>,
+    pub drafts: Vec<TransferPlan<'a>>,
     /// By rank.
     pub loads: Vec<Load>,
     /// Whether the next round is of other tensors.
@@ -39,13 +39,13 @@ pub struct Round<'a> {
 
 /// An iterator over the rounds of a conversion.
 pub struct Rounds<'a> {
-    tensors: Ahead<'a>,
-    parties: &'a Parties,
+    tensors: Prefetch<'a>,
+    parties: &'a Topology,
     bucket_bytes: u64,
     /// Units of the tensor that was begun, the next one last.
     rest: Vec<Unit<'a>>,
     /// What did not fit the round before.
-    left: Option<Weighed<'a>>,
+    left: Option<SizedPlan<'a>>,
 }
 
 impl<'a> Rounds<'a> {
@@ -55,22 +55,22 @@ impl<'a> Rounds<'a> {
     pub fn new(
         catalog: &'a Catalog,
         tensors: &'a [Reserved],
-        owners: &'a Owners,
-        parties: &'a Parties,
+        owners: &'a FileOwners,
+        parties: &'a Topology,
         bucket_bytes: u64,
     ) -> Self {
-        let tensors = Ahead::new(catalog, tensors, owners, parties);
+        let tensors = Prefetch::new(catalog, tensors, owners, parties);
         Self { tensors, parties, bucket_bytes, rest: Vec::new(), left: None }
     }
 
     /// The moves of the next unit that fits a round of its own.
-    fn draft(&mut self) -> Result<Option<Weighed<'a>>> {
+    fn draft(&mut self) -> Result<Option<SizedPlan<'a>>> {
         if let Some(left) = self.left.take() {
             return Ok(Some(left));
         }
         loop {
-            let Drafted { unit, draft } = match self.rest.pop() {
-                Some(unit) => Drafted::new(unit, self.parties)?,
+            let PlannedUnit { unit, draft } = match self.rest.pop() {
+                Some(unit) => PlannedUnit::new(unit, self.parties)?,
                 None => match self.tensors.next() {
                     Some(drafted) => drafted?,
                     None => return Ok(None),
@@ -85,7 +85,7 @@ impl<'a> Rounds<'a> {
             match halves {
                 Some((first, second)) => self.rest.extend([second, first]),
                 // As small as it can be.
-                None => return Draft::weighed(unit, self.parties, usize::MAX),
+                None => return TransferPlan::weighed(unit, self.parties, usize::MAX),
             }
         }
     }
@@ -95,11 +95,11 @@ impl<'a> Rounds<'a> {
     }
 
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
-        let mut drafts: Vec<Draft<'_>> = Vec::new();
+        let mut drafts: Vec<TransferPlan<'_>> = Vec::new();
         let mut sum = Loads::none(self.parties.nodes.len());
         let mut copies = 0;
-        while let Some(Weighed { draft, loads }) = self.draft()? {
-            let goes_along = |last: &Draft<'_>| {
+        while let Some(SizedPlan { draft, loads }) = self.draft()? {
+            let goes_along = |last: &TransferPlan<'_>| {
                 let is_same = last.unit.number == draft.unit.number;
                 is_same || last.unit.is_whole() && draft.unit.is_whole()
             };
@@ -107,7 +107,7 @@ impl<'a> Rounds<'a> {
             copies += draft.copies;
             if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(sum.longest(), copies)) {
                 sum.take_away(&loads);
-                self.left = Some(Weighed { draft, loads });
+                self.left = Some(SizedPlan { draft, loads });
                 break;
             }
             drafts.push(draft);

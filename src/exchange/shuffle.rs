@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
 use super::casts::Casting;
-use super::hop::Hop;
-use super::moves::{Landing, Moves, Origin};
+use super::moves::{ByteOrigin, Landing, Moves};
+use super::phase::TransferPhase;
 use super::reduced::reduce;
-use super::rooms::{HostMemory, Room, Rooms, pieces};
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exec::cast::Counts;
+use crate::exec::cast::LossCounts;
 use crate::exec::room;
 
 /// Moves what a process has staged, and gives what it gets, round by round.
@@ -26,7 +26,7 @@ pub trait Shuffle: Send {
     const UNDER_WAY: usize;
 
     /// Where such memory is had.
-    fn rooms(&self) -> Arc<Rooms<Self::Memory>>;
+    fn rooms(&self) -> Arc<BufferPool<Self::Memory>>;
 
     /// Where values are cast. Ranks may differ in that.
     fn casting(&self) -> Casting {
@@ -38,7 +38,7 @@ pub trait Shuffle: Send {
     ///
     /// # Errors
     /// As [`Communicator::exchange`].
-    fn begin(&mut self, moves: &Arc<Moves>, stage: Room<Self::Memory>) -> Result<Self::Begun>;
+    fn begin(&mut self, moves: &Arc<Moves>, stage: PooledBuffer<Self::Memory>) -> Result<Self::Begun>;
 
     /// Give the values of the first round that was begun and is not finished. What no copy goes to is 0 where something may
     /// be left out ([`Landing::has_gaps`]).
@@ -51,15 +51,15 @@ pub trait Shuffle: Send {
 /// What is given of a round.
 pub struct Given<M: HostMemory> {
     /// As [`Moves::casts`] lays them out, or else in the first [`Moves::given_len`] bytes.
-    pub values: Room<M>,
+    pub values: PooledBuffer<M>,
     /// What casts met, by portion, one tile behind the other.
-    pub lost: Vec<Counts>,
+    pub lost: Vec<LossCounts>,
 }
 
 /// The shuffle in host memory.
 pub struct HostShuffle<'a, C> {
     communicator: &'a C,
-    rooms: Arc<Rooms<Vec<u8>>>,
+    rooms: Arc<BufferPool<Vec<u8>>>,
     outgoing: Vec<u8>,
     incoming: Vec<u8>,
 }
@@ -67,7 +67,7 @@ pub struct HostShuffle<'a, C> {
 impl<'a, C> HostShuffle<'a, C> {
     #[must_use]
     pub fn new(communicator: &'a C) -> Self {
-        let rooms = Rooms::new(|len| Ok(vec![0; len]));
+        let rooms = BufferPool::new(|len| Ok(vec![0; len]));
         Self { communicator, rooms, outgoing: Vec::new(), incoming: Vec::new() }
     }
 }
@@ -75,22 +75,22 @@ impl<'a, C> HostShuffle<'a, C> {
 impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     type Memory = Vec<u8>;
     /// Its stage: the host does one thing after the other.
-    type Begun = Room<Vec<u8>>;
+    type Begun = PooledBuffer<Vec<u8>>;
 
     const UNDER_WAY: usize = 1;
 
-    fn rooms(&self) -> Arc<Rooms<Vec<u8>>> {
+    fn rooms(&self) -> Arc<BufferPool<Vec<u8>>> {
         Arc::clone(&self.rooms)
     }
 
-    fn begin(&mut self, _: &Arc<Moves>, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
+    fn begin(&mut self, _: &Arc<Moves>, stage: PooledBuffer<Vec<u8>>) -> Result<PooledBuffer<Vec<u8>>> {
         Ok(stage)
     }
 
-    fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Given<Vec<u8>>> {
+    fn finish(&mut self, moves: &Moves, stage: PooledBuffer<Vec<u8>>) -> Result<Given<Vec<u8>>> {
         assert!(moves.folds.is_empty(), "hosts reduce in the order of ranks");
         self.go(&moves.first, &stage)?;
-        let mut unpacked = self.rooms.room(moves.unpacked_len)?;
+        let mut unpacked = self.rooms.buffer(moves.unpacked_len)?;
         let landings = moves.landings();
         let places = pieces(&mut unpacked, landings.iter().map(|landing| (landing.place.start, landing.place.len())));
         places.into_par_iter().zip(&landings).for_each(|(place, landing)| self.land(landing, &stage, place));
@@ -105,7 +105,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
 
 impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
     /// Pack, and go over the wire.
-    fn go(&mut self, hop: &Hop, source: &[u8]) -> Result<()> {
+    fn go(&mut self, hop: &TransferPhase, source: &[u8]) -> Result<()> {
         let told = hop.told.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
         let outgoing = room(&mut self.outgoing, hop.outgoing_len());
         let incoming = room(&mut self.incoming, hop.incoming_len());
@@ -129,8 +129,8 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
         }
         for (origin, copy) in landing.copies {
             let source = match origin {
-                Origin::Stage => stage,
-                Origin::Incoming => &self.incoming,
+                ByteOrigin::Stage => stage,
+                ByteOrigin::Incoming => &self.incoming,
             };
             copy.copy(source, place);
         }

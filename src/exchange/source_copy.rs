@@ -27,7 +27,7 @@ use crate::comm::{Communicator, Part};
 use crate::error::{Error, FormatError, Result, StorageError};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
-use crate::publish::presence::{Observer, Presence, State};
+use crate::publish::presence::{Observer, PeerState, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, FileId, Files};
@@ -47,13 +47,13 @@ struct Copied {
     id: FileId,
     from: PathBuf,
     below: PathBuf,
-    record: Record,
+    record: CopyRecord,
     writer: u32,
 }
 
 /// What is known of a file that was copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Record {
+struct CopyRecord {
     path: String,
     len: u64,
     modified: (i64, i64),
@@ -95,7 +95,7 @@ impl SourceCopy {
             let from = files.path(id).to_path_buf();
             let below = from.strip_prefix(source).ok()?.to_path_buf();
             let path = below.to_string_lossy().into_owned();
-            let record = Record { path, len: files.len_bytes(id), modified: files.modified(id) };
+            let record = CopyRecord { path, len: files.len_bytes(id), modified: files.modified(id) };
             Some(Copied { id, from, below, record, writer: *seen_by.first()? })
         });
         let files = copied.collect();
@@ -118,14 +118,14 @@ impl SourceCopy {
             let next = match observer.generations()?.get(&part.index) {
                 None => Some(0),
                 Some(generation) => match observer.look(part.index, *generation)? {
-                    Some(found) if found.state == State::Alive && begun.elapsed() > FREE_WITHIN => {
+                    Some(found) if found.state == PeerState::Alive && begun.elapsed() > FREE_WITHIN => {
                         let who = found.process.map_or_else(String::new, |process| format!(" ({process})"));
                         return Err(Error::usage(
                             format!("another run{who} copies files to {}", self.folder.display()),
                             "wait for it, or end it first",
                         ));
                     }
-                    Some(found) if found.state != State::Ended => None,
+                    Some(found) if found.state != PeerState::Ended => None,
                     _ => Some(generation + 1),
                 },
             };
@@ -207,7 +207,7 @@ impl SourceCopy {
         let mut text = Vec::new();
         let read = self.record_of(file).open().and_then(|mut found| found.read_to_end(&mut text));
         read.is_ok()
-            && serde_json::from_slice::<Record>(&text).is_ok_and(|record| record == file.record)
+            && serde_json::from_slice::<CopyRecord>(&text).is_ok_and(|record| record == file.record)
             && len.is_ok_and(|len| len == file.record.len)
     }
 

@@ -4,16 +4,16 @@ use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::moves::{Moves, Read};
-use super::rooms::{HostMemory, Room, Rooms, pieces};
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
+use super::moves::{Moves, SourceRead};
 use crate::error::Result;
-use crate::exec::passing::{Noting, Passing};
-use crate::exec::{DEFAULT_STRIP_BYTES, Input, Prepared, Scratch, Stop};
+use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
+use crate::exec::{DEFAULT_STRIP_BYTES, Input, PreparedTile, Scratch, Stop};
 
 /// A round that has been read.
 pub struct Staged<M: HostMemory> {
     pub moves: Moves,
-    pub bytes: Room<M>,
+    pub bytes: PooledBuffer<M>,
     /// Whether nothing that was read so far is part of a record of which more is to come, with a sum to be checked.
     pub is_checked: bool,
 }
@@ -21,8 +21,8 @@ pub struct Staged<M: HostMemory> {
 /// Reads rounds, and checks the sums of records that pass.
 pub struct Stage<'a, M> {
     input: Input<'a>,
-    rooms: Arc<Rooms<M>>,
-    passing: Passing,
+    rooms: Arc<BufferPool<M>>,
+    passing: SourceCrcs,
     /// How many read at a time, each with its scratch.
     threads: usize,
     stop: &'a Stop,
@@ -30,20 +30,20 @@ pub struct Stage<'a, M> {
 
 impl<'a, M: HostMemory> Stage<'a, M> {
     #[must_use]
-    pub fn new(input: Input<'a>, rooms: Arc<Rooms<M>>, threads: usize, stop: &'a Stop) -> Self {
-        Self { input, rooms, passing: Passing::default(), threads, stop }
+    pub fn new(input: Input<'a>, rooms: Arc<BufferPool<M>>, threads: usize, stop: &'a Stop) -> Self {
+        Self { input, rooms, passing: SourceCrcs::default(), threads, stop }
     }
 
     /// # Errors
     /// `Io` and `Malformed` from reading; `Stopped`.
     pub fn read(&self, moves: Moves) -> Result<Staged<M>> {
-        let mut bytes = self.rooms.room(moves.stage_len)?;
+        let mut bytes = self.rooms.buffer(moves.stage_len)?;
         let places = moves.reads.iter().map(|read| (read.stage.start, read.stage.len()));
         let places = pieces(&mut bytes, places);
         // Where a chunk lies its file may have to tell.
-        let whole = |read: &Read| {
+        let whole = |read: &SourceRead| {
             let entry = self.input.catalog.tensor(read.tensor);
-            Prepared::chunk(self.input, entry, read.chunk).map(|whole| (entry.dtype.itemsize(), Arc::new(whole)))
+            PreparedTile::chunk(self.input, entry, read.chunk).map(|whole| (entry.dtype.itemsize(), Arc::new(whole)))
         };
         let wholes: Vec<Result<_>> = moves.reads.par_iter().map(whole).collect();
         let mut strips = Vec::new();
@@ -61,7 +61,7 @@ impl<'a, M: HostMemory> Stage<'a, M> {
             let mut scratch = Scratch::default();
             while let Some((whole, first, strip)) = next() {
                 self.stop.check()?;
-                let noting = Noting { passing: &self.passing, sums: &mut Vec::new() };
+                let noting = CrcRecorder { passing: &self.passing, sums: &mut Vec::new() };
                 whole.read_summing(self.input, first, strip, &mut scratch, Some(noting))?;
             }
             Ok(())

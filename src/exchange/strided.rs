@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use crate::exec::runs::copy_runs;
 use crate::plan::Piece;
-use crate::plan::lower::Level;
+use crate::plan::lower::LoopLevel;
 
 /// A loop nest of runs of bytes, from one buffer to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub struct StridedCopy {
     pub target: u64,
     pub run_bytes: u64,
     /// Outermost first.
-    pub levels: SmallVec<[Level; 4]>,
+    pub levels: SmallVec<[LoopLevel; 4]>,
 }
 
 impl StridedCopy {
@@ -43,21 +43,25 @@ impl StridedCopy {
 
     /// With the target's runs behind each other from `target` on.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| Level { target_step: step, ..level }, piece.run_bytes);
+        let levels = dense(&piece.levels, |level, step| LoopLevel { target_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 
     /// With the source's runs behind each other from `source` on.
     pub(super) fn unpacked(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| Level { source_step: step, ..level }, piece.run_bytes);
+        let levels = dense(&piece.levels, |level, step| LoopLevel { source_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 }
 
 /// The levels with steps on one side as if nothing were between the runs.
-fn dense(levels: &[Level], with_step: impl Fn(Level, u64) -> Level, run_bytes: u64) -> SmallVec<[Level; 4]> {
+fn dense(
+    levels: &[LoopLevel],
+    with_step: impl Fn(LoopLevel, u64) -> LoopLevel,
+    run_bytes: u64,
+) -> SmallVec<[LoopLevel; 4]> {
     let mut step = run_bytes;
-    let mut dense: SmallVec<[Level; 4]> = SmallVec::from_slice(levels);
+    let mut dense: SmallVec<[LoopLevel; 4]> = SmallVec::from_slice(levels);
     for level in dense.iter_mut().rev() {
         *level = with_step(*level, step);
         step *= level.count;

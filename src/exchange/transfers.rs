@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use super::demand::{Demand, Ranks, Wanted};
-use super::folds::Folding;
-use super::hop::Sending;
+use super::demand::{Demand, Ranks, WantedTile};
+use super::nccl_reduce::ReductionKind;
+use super::phase::Message;
 use super::readers::Reader;
 use crate::plan::Piece;
 
@@ -23,10 +23,10 @@ pub struct Unit<'a> {
 
 /// Part of a target tile that some processes get.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct TransferTarget {
     /// The index among the reservation's tensors.
     pub tensor: usize,
-    pub wanted: Arc<Wanted>,
+    pub wanted: Arc<WantedTile>,
     /// A range of the tile's local tensor.
     pub elements: Range<u64>,
     /// The length of one of its summands, and of what they become.
@@ -36,7 +36,7 @@ pub struct Target {
     /// The one of them that makes it of its summands and passes it on; `None` where each has it from the source.
     pub maker: Option<u32>,
     /// The reduction by which NCCL makes it, if that does: of summands that are not transferred.
-    pub folding: Option<Folding>,
+    pub folding: Option<ReductionKind>,
 }
 
 impl Unit<'_> {
@@ -53,7 +53,7 @@ impl Unit<'_> {
     }
 }
 
-impl Target {
+impl TransferTarget {
     /// The ranks that get what it is made of.
     #[must_use]
     pub fn takers(&self) -> &[u32] {
@@ -68,20 +68,20 @@ impl Target {
 
     /// The rank that gets it of NCCL, if that makes it.
     #[must_use]
-    pub fn folded(&self) -> Option<(u32, Folding)> {
+    pub fn folded(&self) -> Option<(u32, ReductionKind)> {
         self.folding.map(|folding| (self.takers()[0], folding))
     }
 
     /// The sending by which its maker passes it on.
     #[must_use]
-    pub fn passing(&self) -> Option<Sending<'_>> {
-        self.maker.map(|from| Sending { from, takers: &self.ranks, len: self.part_bytes })
+    pub fn passing(&self) -> Option<Message<'_>> {
+        self.maker.map(|from| Message { from, takers: &self.ranks, len: self.part_bytes })
     }
 }
 
 /// A stretch of a source chunk that a process reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Stretch {
+pub struct SourceRange {
     pub reader: Reader,
     /// The index of the unit's range that it is of: those of one chunk need not touch.
     pub range: usize,
@@ -90,7 +90,7 @@ pub struct Stretch {
 /// A strided copy of a stretch's bytes into a target's.
 #[derive(Clone, Debug)]
 pub struct Transfer {
-    pub from: Stretch,
+    pub from: SourceRange,
     /// The ranks that get it, of those that get what the target is made of.
     pub takers: Ranks,
     /// The index of the target.
@@ -104,8 +104,8 @@ pub struct Transfer {
 impl Transfer {
     /// The sending of its reader.
     #[must_use]
-    pub fn sending(&self) -> Sending<'_> {
-        Sending { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
+    pub fn sending(&self) -> Message<'_> {
+        Message { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
     }
 }
 

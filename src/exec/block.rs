@@ -7,7 +7,7 @@
 
 use super::{BLOCK_BYTES, room};
 use crate::error::Result;
-use crate::storage::{Files, Stretch};
+use crate::storage::{FileRange, Files};
 
 /// Stretches with less than this between them are read in one go: it takes no longer, and disks have no shorter blocks.
 const GAP_BYTES: u64 = 4 << 10;
@@ -15,7 +15,7 @@ const GAP_BYTES: u64 = 4 << 10;
 #[derive(Debug, Default)]
 pub struct Block {
     bytes: Vec<u8>,
-    held: Vec<Stretch>,
+    held: Vec<FileRange>,
 }
 
 impl Block {
@@ -23,15 +23,15 @@ impl Block {
     ///
     /// # Errors
     /// As reading.
-    pub fn hold(&mut self, files: &Files, wanted: Wanted) -> Result<()> {
+    pub fn hold(&mut self, files: &Files, wanted: WantedRange) -> Result<()> {
         self.held.clear();
         let mut room_left = BLOCK_BYTES;
-        let mut fits = |stretch: &Stretch| {
+        let mut fits = |stretch: &FileRange| {
             let left = room_left.checked_sub(stretch.len);
             room_left = left.unwrap_or(room_left);
             left.is_some()
         };
-        let held: Vec<Stretch> = wanted.stretches().into_iter().filter(|stretch| fits(stretch)).collect();
+        let held: Vec<FileRange> = wanted.stretches().into_iter().filter(|stretch| fits(stretch)).collect();
         let mut rest = room(&mut self.bytes, as_size(held.iter().map(|stretch| stretch.len).sum()));
         for stretch in &held {
             let (place, after) = rest.split_at_mut(as_size(stretch.len));
@@ -44,7 +44,7 @@ impl Block {
 
     /// The bytes of a stretch, where they are held.
     #[must_use]
-    pub fn get(&self, wanted: Stretch) -> Option<&[u8]> {
+    pub fn get(&self, wanted: FileRange) -> Option<&[u8]> {
         let mut start = 0;
         for held in &self.held {
             if held.file == wanted.file && held.offset <= wanted.offset {
@@ -72,18 +72,18 @@ impl Block {
 
 /// What is to be held.
 #[derive(Debug, Default)]
-pub struct Wanted(Vec<Stretch>);
+pub struct WantedRange(Vec<FileRange>);
 
-impl Wanted {
+impl WantedRange {
     /// Pieces of one strip come in the order of their source, nearly all of them: so there are few stretches at any time.
-    pub fn add(&mut self, next: Stretch) {
+    pub fn add(&mut self, next: FileRange) {
         if !self.0.last_mut().is_some_and(|last| joined(last, &next)) {
             self.0.push(next);
         }
     }
 
     /// In the order of files, none near another.
-    fn stretches(mut self) -> Vec<Stretch> {
+    fn stretches(mut self) -> Vec<FileRange> {
         self.0.sort_unstable_by_key(|stretch| (stretch.file, stretch.offset));
         self.0.dedup_by(|next, last| joined(last, next));
         self.0
@@ -91,7 +91,7 @@ impl Wanted {
 }
 
 /// Whether `next`, which begins no earlier than `last`, became a part of it.
-fn joined(last: &mut Stretch, next: &Stretch) -> bool {
+fn joined(last: &mut FileRange, next: &FileRange) -> bool {
     let end = last.offset + last.len;
     let joins = last.file == next.file && last.offset <= next.offset && next.offset <= end + GAP_BYTES;
     if joins {
@@ -117,9 +117,9 @@ mod tests {
         std::fs::write(&path, &content).unwrap();
         let mut files = Files::new(IoMode::Read);
         let file = files.add(&path).unwrap();
-        let stretch = |offset, len| Stretch { file, offset, len };
+        let stretch = |offset, len| FileRange { file, offset, len };
         let mut block = Block::default();
-        let mut wanted = Wanted::default();
+        let mut wanted = WantedRange::default();
         let stretches = [stretch(20_000, 10), stretch(5, 100), stretch(50, 200), stretch(100_000, 2 << 20)];
         stretches.into_iter().for_each(|stretch| wanted.add(stretch));
         block.hold(&files, wanted).unwrap();

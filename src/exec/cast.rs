@@ -8,8 +8,8 @@
 use std::iter::zip;
 
 use super::floats::{
-    BF16, BF16_OF_F16, F8_E4M3FN, F8_E4M3FNUZ, F8_E5M2, F8_E5M2FNUZ, F16, INFINITY, Infinity, Loaded, Stored, exact,
-    load_f64, magnitude, single_of_bf16, single_of_f16, store_f32, store_f64,
+    BF16, BF16_OF_F16, F8_E4M3FN, F8_E4M3FNUZ, F8_E5M2, F8_E5M2FNUZ, F16, INFINITY, Infinity, LoadedFloat, StoredFloat,
+    exact, load_f64, magnitude, single_of_bf16, single_of_f16, store_f32, store_f64,
 };
 use crate::catalog::Dtype;
 
@@ -25,7 +25,7 @@ pub type DtypePair = (Dtype, Dtype);
 
 /// What a cast met that its target does not hold, in elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct LossCounts {
     /// Values beyond the largest finite one of the target, which became infinite, NaN or that largest one. Infinities
     /// count where the target has none.
     pub overflows: u64,
@@ -33,7 +33,7 @@ pub struct Counts {
     pub nans: u64,
 }
 
-impl Counts {
+impl LossCounts {
     pub fn add(&mut self, other: Self) {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);
@@ -71,7 +71,7 @@ impl Cast {
     ///
     /// # Panics
     /// Where the two do not have the same number of elements.
-    pub fn convert(&self, source: &[u8], target: &mut [u8]) -> Counts {
+    pub fn convert(&self, source: &[u8], target: &mut [u8]) -> LossCounts {
         match self.from {
             Dtype::F64 => self.load_with(source, target, load_f64),
             Dtype::F32 => self.load_with(source, target, |bytes| exact(u32::from_le_bytes(bytes))),
@@ -83,7 +83,12 @@ impl Cast {
 
     /// One loop for each pair of dtypes, in which everything but the values is known to the compiler.
     #[inline]
-    fn load_with<const N: usize>(self, source: &[u8], target: &mut [u8], load: impl Fn([u8; N]) -> Loaded) -> Counts {
+    fn load_with<const N: usize>(
+        self,
+        source: &[u8],
+        target: &mut [u8],
+        load: impl Fn([u8; N]) -> LoadedFloat,
+    ) -> LossCounts {
         match self.to {
             Dtype::F64 => each(source, target, Infinity::Kept, load, store_f64),
             Dtype::F32 => each(source, target, Infinity::Kept, load, store_f32),
@@ -109,14 +114,14 @@ fn each<const N: usize, const M: usize>(
     source: &[u8],
     target: &mut [u8],
     infinity: Infinity,
-    load: impl Fn([u8; N]) -> Loaded,
-    store: impl Fn(u32) -> Stored<M>,
-) -> Counts {
+    load: impl Fn([u8; N]) -> LoadedFloat,
+    store: impl Fn(u32) -> StoredFloat<M>,
+) -> LossCounts {
     let (elements, rest) = source.as_chunks::<N>();
     let (slots, left) = target.as_chunks_mut::<M>();
     let fits = elements.len() == slots.len() && rest.is_empty() && left.is_empty();
     assert!(fits, "{} bytes do not become {}", source.len(), target.len());
-    let mut counts = Counts::default();
+    let mut counts = LossCounts::default();
     for (elements, slots) in zip(elements.chunks(BLOCK), slots.chunks_mut(BLOCK)) {
         let (mut overflows, mut nans) = (0_u32, 0_u32);
         for (element, slot) in zip(elements, slots) {
@@ -126,7 +131,7 @@ fn each<const N: usize, const M: usize>(
             overflows += u32::from(stored.beyond && (loaded.was_finite || infinity == Infinity::Lost));
             nans += u32::from(magnitude(loaded.single) > INFINITY);
         }
-        counts.add(Counts { overflows: overflows.into(), nans: nans.into() });
+        counts.add(LossCounts { overflows: overflows.into(), nans: nans.into() });
     }
     counts
 }
@@ -145,7 +150,7 @@ mod tests {
         std::fs::read(format!("{}/tests/fixtures/cast/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
     }
 
-    fn converted(cast: Cast, source: &[u8]) -> (Vec<u8>, Counts) {
+    fn converted(cast: Cast, source: &[u8]) -> (Vec<u8>, LossCounts) {
         let numel = source.len() / usize::try_from(cast.from().itemsize()).unwrap();
         let mut target = vec![0x55; numel * usize::try_from(cast.to().itemsize()).unwrap()];
         let counts = cast.convert(source, &mut target);
@@ -217,12 +222,12 @@ mod tests {
             (Dtype::F8E5m2fnuz, 5),
         ] {
             let (_, counts) = converted(Cast::new(Dtype::F32, to).unwrap(), &bytes);
-            assert_eq!(counts, Counts { overflows, nans: 1 }, "{to}");
+            assert_eq!(counts, LossCounts { overflows, nans: 1 }, "{to}");
         }
         let doubles: Vec<u8> =
             [1e300, f64::INFINITY, f64::NAN, 1.0].iter().flat_map(|value| value.to_le_bytes()).collect();
         let (_, counts) = converted(Cast::new(Dtype::F64, Dtype::F32).unwrap(), &doubles);
-        assert_eq!(counts, Counts { overflows: 1, nans: 1 });
+        assert_eq!(counts, LossCounts { overflows: 1, nans: 1 });
     }
 
     #[test]

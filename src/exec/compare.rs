@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::prelude::*;
 
 pub use super::difference::Difference;
-use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+use super::{Input, Locations, Options, PreparedTile, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::layout::{Dims, Region, Tile};
-use crate::plan::Source;
+use crate::plan::SourceTensor;
 
 /// The digests of tensors, each read as a dtype, several at a time.
 ///
@@ -81,7 +81,7 @@ pub fn first_difference(
 pub fn locate(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
     let chunks = u32::try_from(entry.chunks.len()).expect("fewer than 2^32 chunks a tensor");
     let mut stored = (0..chunks).filter(|chunk| !entry.chunks.tile(*chunk as usize).is_empty());
-    stored.try_for_each(|chunk| Prepared::chunk(input, entry, chunk).map(drop))
+    stored.try_for_each(|chunk| PreparedTile::chunk(input, entry, chunk).map(drop))
 }
 
 /// A stored replica that differs from the one that is read.
@@ -143,13 +143,13 @@ pub fn share_difference(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<u32>> {
-    let (input, plan, mut known) = (source.0, Source::new(source.1)?, Locations::of_tiles(tensor.shares.len()));
+    let (input, plan, mut known) = (source.0, SourceTensor::new(source.1)?, Locations::of_tiles(tensor.shares.len()));
     for (chunk, share) in (0..).zip(&tensor.shares) {
         if tensor.place(chunk as usize).is_none() {
             continue;
         }
         let tile = tensor.entry.chunks.tile(chunk as usize);
-        let prepared = Prepared::share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
+        let prepared = PreparedTile::share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
         let left = Values { input, prepared, dtype: tensor.dtype() };
         let right = Values::chunk(written, &tensor.entry, chunk)?;
         if compare_blocks(&left, &right, Extent::UntilOneDiffers, options, reporter, stop)?.is_some() {
@@ -217,21 +217,21 @@ fn compare_blocks(
 /// Values to be read in row-major order: a whole tensor, or one stored chunk of it.
 pub(crate) struct Values<'a> {
     input: Input<'a>,
-    prepared: Prepared,
+    prepared: PreparedTile,
     /// As they are read.
     dtype: Dtype,
 }
 
 impl<'a> Values<'a> {
     fn whole(input: Input<'a>, entry: &TensorEntry, dtype: Dtype) -> Result<Self> {
-        let source = Source::new(entry)?;
+        let source = SourceTensor::new(entry)?;
         let tile = Tile::from_region(&Region::whole(&entry.shape));
-        let prepared = Prepared::new(input, &source, &tile, &mut Locations::default())?.cast_to(dtype)?;
+        let prepared = PreparedTile::new(input, &source, &tile, &mut Locations::default())?.cast_to(dtype)?;
         Ok(Self { input, prepared, dtype })
     }
 
     pub(crate) fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
-        Ok(Self { input, prepared: Prepared::chunk(input, entry, chunk)?, dtype: entry.dtype })
+        Ok(Self { input, prepared: PreparedTile::chunk(input, entry, chunk)?, dtype: entry.dtype })
     }
 
     /// Read `len` bytes from byte `first`.

@@ -19,17 +19,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::bands::Payload;
-use super::block::Wanted;
-use super::cast::{Counts, DtypePair};
+use super::block::WantedRange;
+use super::cast::{DtypePair, LossCounts};
+use super::checksums::{BlockChecksums, Checksums};
 use super::digest::Digest;
-use super::finished::{CastLosses, Entry, SumPart, WorkLog};
+use super::finished::{CastLosses, FinishedRange, SumPart, WorkLog};
+use super::global_totals::GlobalTotals;
 use super::output::Outputs;
-use super::passing::{Noting, Passing};
-use super::strips::{Content, Cutter, Segment, Strip, order};
-use super::sums::{InStrip, Sums};
-use super::together::Together;
-use super::window::{Counted, Pace, Slot, Windows, prepare};
+use super::row_groups::OutputRange;
+use super::source_crc::{CrcRecorder, SourceCrcs};
+use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare};
+use super::write_blocks::{Cutter, Segment, SegmentContent, WriteBlock, order};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{Reservation, SITE_BYTES};
 use crate::comm::Traffic;
@@ -39,7 +39,7 @@ use crate::storage::direct::Buffer;
 
 /// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
 /// and its part of a strip, in lists that have grown to hold it.
-const PLANNED_BYTES: u64 = 4 * (size_of::<Slot>() + size_of::<Payload>()) as u64;
+const PLANNED_BYTES: u64 = 4 * (size_of::<PlannedTile>() + size_of::<OutputRange>()) as u64;
 
 /// Counts of what a copy moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub struct Stats {
     /// What went between processes, where they exchange what they read.
     pub traffic: Traffic,
     /// The same of all of them, once all are done.
-    pub together: Together,
+    pub together: GlobalTotals,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
@@ -85,8 +85,8 @@ impl Stats {
     }
 
     /// Those of tiles that are planned.
-    pub(crate) fn of_slots(slots: &[Slot]) -> Self {
-        let of_slot = |slot: &Slot| {
+    pub(crate) fn of_slots(slots: &[PlannedTile]) -> Self {
+        let of_slot = |slot: &PlannedTile| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {
                 // As many summands as there are may be read for each rank.
@@ -156,7 +156,7 @@ pub fn copy(input: Input<'_>, writing: Writing<'_>) -> Result<Stats> {
         input,
         todo: log.todo(),
         windows: Windows::new(input, &reservation.tensors, log.todo()),
-        pace: Pace::start(),
+        pace: WindowPace::start(),
         begun: 0,
         first: None,
     };
@@ -171,12 +171,12 @@ pub trait Supply {
     ///
     /// # Errors
     /// Whatever there is in the way of having them.
-    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>>;
+    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>>;
 }
 
 /// Tiles that are written in one go; they are in the slots that are given with it.
 pub struct Batch {
-    pub payloads: Vec<Payload>,
+    pub payloads: Vec<OutputRange>,
     /// What is taken from the source for them; no casts.
     pub taken: Stats,
     /// Whether all that was taken so far is known to be what its writer wrote, once this is written.
@@ -188,7 +188,7 @@ struct FromFiles<'a> {
     input: Input<'a>,
     todo: &'a Extents,
     windows: Windows<'a>,
-    pace: Pace,
+    pace: WindowPace,
     /// Bytes of the window that was begun.
     begun: u64,
     /// What was planned before anybody asked for it.
@@ -196,7 +196,7 @@ struct FromFiles<'a> {
 }
 
 /// A batch, and the slots of its tiles.
-type Planned = (Vec<Slot>, Batch);
+type Planned = (Vec<PlannedTile>, Batch);
 
 impl FromFiles<'_> {
     fn plan_ahead(&mut self) {
@@ -207,7 +207,7 @@ impl FromFiles<'_> {
 }
 
 impl Supply for FromFiles<'_> {
-    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>> {
         if let Some(first) = self.first.take() {
             let Some((tiles, batch)) = first? else { return Ok(None) };
             *slots = tiles;
@@ -230,8 +230,8 @@ impl Supply for FromFiles<'_> {
 pub fn write(input: Input<'_>, outputs: Outputs, mut supply: impl Supply, writing: Writing<'_>) -> Result<Stats> {
     let Writing { reservation, log, options, reporter, stop, .. } = writing;
     let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
-    let sums = Sums::new(reservation, log.is_all());
-    let passing = Passing::default();
+    let sums = Checksums::new(reservation, log.is_all());
+    let passing = SourceCrcs::default();
     let benches = Mutex::default();
     let filler = Filler {
         input,
@@ -294,7 +294,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let todo = Extents::of_files(&reservation.files);
     let mut windows = Windows::new(input, &reservation.tensors, &todo);
     let mut slots = Vec::new();
-    while let Some(window) = windows.next(Pace::at_most()) {
+    while let Some(window) = windows.next(WindowPace::at_most()) {
         stop.check()?;
         prepare(input, &window, &todo, &mut slots)?;
         stats.add_batch(&Stats::of_slots(&slots));
@@ -304,7 +304,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
 
 /// Memory of a worker, which the next window's workers take over: it is not worth making anew for a window of small tensors.
 #[derive(Default)]
-struct Bench {
+struct WorkerBuffers {
     buffer: Buffer,
     scratch: Scratch,
 }
@@ -314,12 +314,12 @@ struct Bench {
 struct Filler<'a> {
     input: Input<'a>,
     reservation: &'a Reservation,
-    slots: &'a [Slot],
+    slots: &'a [PlannedTile],
     outputs: &'a Outputs,
-    sums: &'a Sums<'a>,
-    passing: &'a Passing,
+    sums: &'a Checksums<'a>,
+    passing: &'a SourceCrcs,
     /// Those that no worker is at.
-    benches: &'a Mutex<Vec<Bench>>,
+    benches: &'a Mutex<Vec<WorkerBuffers>>,
     log: &'a dyn WorkLog,
     threads: usize,
     reporter: &'a dyn Reporter,
@@ -328,7 +328,7 @@ struct Filler<'a> {
 
 impl Filler<'_> {
     /// Fill and write the strips. Workers take them band by band in order, so files are written front to back.
-    fn fill(&self, strips: &mut [Strip]) -> Result<()> {
+    fn fill(&self, strips: &mut [WriteBlock]) -> Result<()> {
         let bands = order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
@@ -348,12 +348,12 @@ impl Filler<'_> {
     }
 
     /// Fill and write the strips of a band, or one that is of none.
-    fn fill_band(&self, band: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        let gathered: Vec<&[Strip]> = band.chunk_by(|one, other| self.are_copies(one, other)).collect();
+    fn fill_band(&self, band: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
+        let gathered: Vec<&[WriteBlock]> = band.chunk_by(|one, other| self.are_copies(one, other)).collect();
         if gathered.len() > 1 {
-            let mut wanted = Wanted::default();
+            let mut wanted = WantedRange::default();
             for segment in band.iter().flat_map(|strip| &strip.segments) {
-                if let Content::Payload { slot, bytes } = &segment.content {
+                if let SegmentContent::Payload { slot, bytes } = &segment.content {
                     let tile = &self.slots[*slot].tile;
                     tile.short_runs(bytes.start / tile.itemsize(), segment.len() / tile.itemsize(), &mut wanted);
                 }
@@ -364,8 +364,8 @@ impl Filler<'_> {
     }
 
     /// Gather the first of these strips, and write all of them.
-    fn fill_copies(&self, copies: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        let longest = copies.iter().map(Strip::len).max().unwrap_or(0);
+    fn fill_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
+        let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;
         // What casts met, for each.
         let mut lost = vec![CastLosses::new(); copies.len()];
@@ -400,16 +400,19 @@ impl Filler<'_> {
     }
 
     /// Whether one strip holds the same tensor data at the same places as the other.
-    fn are_copies(&self, one: &Strip, other: &Strip) -> bool {
+    fn are_copies(&self, one: &WriteBlock, other: &WriteBlock) -> bool {
         let is_same = |(this, that): (&Segment, &Segment)| match (&this.content, &that.content) {
-            (Content::Payload { slot, bytes }, Content::Payload { slot: other_slot, bytes: other_bytes }) => {
+            (
+                SegmentContent::Payload { slot, bytes },
+                SegmentContent::Payload { slot: other_slot, bytes: other_bytes },
+            ) => {
                 let copies = self.slots[*slot].copies;
                 copies.is_some()
                     && copies == self.slots[*other_slot].copies
                     && bytes == other_bytes
                     && this.offset - one.range.start == that.offset - other.range.start
             }
-            (Content::Literal { .. }, Content::Literal { .. }) => true,
+            (SegmentContent::Literal { .. }, SegmentContent::Literal { .. }) => true,
             _ => false,
         };
         one.segments.len() == other.segments.len() && zip(&one.segments, &other.segments).all(is_same)
@@ -418,7 +421,7 @@ impl Filler<'_> {
     /// Fill a strip, its tensor data with what `gather` puts there for each segment.
     fn fill_strip(
         &self,
-        strip: &Strip,
+        strip: &WriteBlock,
         buffer: &mut [u8],
         mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
@@ -426,12 +429,12 @@ impl Filler<'_> {
         for (index, segment) in strip.segments.iter().enumerate() {
             let target = &mut buffer[strip.place(&segment.range())];
             match &segment.content {
-                Content::Literal { literal, bytes } => {
+                SegmentContent::Literal { literal, bytes } => {
                     let range = usize::try_from(bytes.start).expect("literals fit memory")
                         ..usize::try_from(bytes.end).expect("literals fit memory");
                     target.copy_from_slice(&literals[*literal].bytes[range]);
                 }
-                Content::Payload { .. } => gather(index, target)?,
+                SegmentContent::Payload { .. } => gather(index, target)?,
             }
         }
         Ok(())
@@ -440,14 +443,14 @@ impl Filler<'_> {
     /// Sum and write this range of a strip that is filled; casts met `lost` in it, and `read` is what was summed before.
     fn write(
         &self,
-        strip: &Strip,
+        strip: &WriteBlock,
         range: Range<u64>,
         buffer: &mut [u8],
         lost: CastLosses,
         read: &[SumPart],
     ) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
-        let mut summed = InStrip::default();
+        let mut summed = BlockChecksums::default();
         if self.sums.are_wanted(strip.file) {
             for segment in &strip.segments {
                 let place = segment.range();
@@ -467,7 +470,7 @@ impl Filler<'_> {
             from = (site + SITE_BYTES).min(range.end);
         }
         self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
-        self.log.add(Entry { file: strip.file, range, digest, sums: left.parts, lost });
+        self.log.add(FinishedRange { file: strip.file, range, digest, sums: left.parts, lost });
         Ok(())
     }
 
@@ -475,40 +478,40 @@ impl Filler<'_> {
     /// of it was summed.
     fn gather(
         &self,
-        copies: &[Strip],
+        copies: &[WriteBlock],
         segment: usize,
         target: &mut [u8],
         scratch: &mut Scratch,
         (lost, read): (&mut [CastLosses], &mut Vec<SumPart>),
     ) -> Result<()> {
         let Segment { offset, content } = &copies[0].segments[segment];
-        let Content::Payload { slot, bytes } = content else { return Ok(()) };
+        let SegmentContent::Payload { slot, bytes } = content else { return Ok(()) };
         let tile = &self.slots[*slot].tile;
         let first = bytes.start / tile.itemsize();
         let mut sums = Vec::new();
-        let noting = Noting { passing: self.passing, sums: &mut sums };
+        let noting = CrcRecorder { passing: self.passing, sums: &mut sums };
         let counts = tile.read_summing(self.input, first, target, scratch, Some(noting))?;
         read.extend(sums.into_iter().map(|part| SumPart { offset: offset + part.offset, ..part }));
-        let counted = |copy: &Strip| match copy.segments[segment].content {
-            Content::Payload { slot, .. } => self.slots[slot].counted.as_ref(),
-            Content::Literal { .. } => None,
+        let counted = |copy: &WriteBlock| match copy.segments[segment].content {
+            SegmentContent::Payload { slot, .. } => self.slots[slot].counted.as_ref(),
+            SegmentContent::Literal { .. } => None,
         };
         // Where the one is that counts.
         let mut counting = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, counted(copy)?)));
         match counting.next() {
             None => {}
-            Some((lost, copy, Counted::InStrips(pair))) => {
+            Some((lost, copy, CastCounter::InStrips(pair))) => {
                 let at = copy.segments[segment].offset;
                 // Of an element that two write, it counts where its first byte is to be done.
                 let beyond = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
-                    Counts::default()
+                    LossCounts::default()
                 } else {
                     let element = usize::try_from(tile.itemsize()).expect("a few bytes");
                     tile.read_summing(self.input, first, &mut target[..element], scratch, None)?
                 };
                 lost.entry(*pair).or_default().add(counts.without(beyond));
             }
-            Some((lost, _, Counted::Before(pair, met))) => {
+            Some((lost, _, CastCounter::Before(pair, met))) => {
                 let elements = first..bytes.end / tile.itemsize();
                 let met = met.iter().filter(|(element, _)| elements.contains(element));
                 met.for_each(|(_, counts)| lost.entry(*pair).or_default().add(*counts));

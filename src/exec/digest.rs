@@ -121,14 +121,14 @@ pub fn for_each_block(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::Sum;
+    use crate::catalog::ChecksumSpan;
 
     #[test]
     fn places_for_sums_count_as_zeros_wherever_they_are_cut() {
         let mut file = OutputFile::new("f");
         let payload = file.push_payload(40);
         file.push_literal(vec![0; 24]);
-        let sum = |range: Range<u64>, sites: [u64; 2]| Sum { range, sites: sites.into_iter().collect() };
+        let sum = |range: Range<u64>, sites: [u64; 2]| ChecksumSpan { range, sites: sites.into_iter().collect() };
         file.sums = vec![sum(payload..20, [40, 50]), sum(20..40, [44, 60])];
         let mut bytes: Vec<u8> = (1..=64).collect();
         let digest = |bytes: &[u8], range: Range<usize>, step: usize| {
@@ -150,7 +150,7 @@ mod tests {
         file.push_literal(vec![5; 3]);
         let start = file.push_payload(20_000);
         file.push_literal(vec![0; 9]);
-        file.sums = vec![Sum { range: start..file.len - 9, sites: smallvec::smallvec![file.len - 8] }];
+        file.sums = vec![ChecksumSpan { range: start..file.len - 9, sites: smallvec::smallvec![file.len - 8] }];
         let bytes: Vec<u8> = (0..file.len).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let mut whole = Digest::new(&file, &(1..file.len));
         whole.update(&bytes[1..]);

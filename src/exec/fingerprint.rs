@@ -21,8 +21,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Input;
-use super::carry::Carried;
 use super::reduce::Reducing;
+use super::sidecar_files::SidecarFile;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
@@ -74,7 +74,7 @@ pub fn fingerprint(
     version: &str,
     input: Input<'_>,
     reservation: &Reservation,
-    carried: &[Carried],
+    carried: &[SidecarFile],
     roots: &[&Path],
     reducing: Reducing,
 ) -> Fingerprint {
@@ -253,11 +253,11 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     use super::*;
-    use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, Record, Sum, Summands};
+    use crate::catalog::{Catalog, ChecksumSpan, Chunk, ChunkTable, Dtype, FileLocation, PartialValues, Record};
     use crate::exec::Resolve;
-    use crate::layout::partial::{Reduction, Share};
+    use crate::layout::partial::{PartialReduction, Share};
     use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
-    use crate::storage::{FileId, IoMode, Stretch};
+    use crate::storage::{FileId, FileRange, IoMode};
 
     /// Everything that a fingerprint is of, with something of every kind in it.
     struct Work {
@@ -266,7 +266,7 @@ mod tests {
         sources: Vec<&'static str>,
         catalog: Catalog,
         reservation: Reservation,
-        carried: Vec<Carried>,
+        carried: Vec<SidecarFile>,
     }
 
     fn tile(start: u64) -> Tile {
@@ -279,7 +279,7 @@ mod tests {
         Tile::new([intervals, Intervals::full(4)])
     }
 
-    fn chunk(tile: Tile, place: Place) -> Chunk {
+    fn chunk(tile: Tile, place: FileLocation) -> Chunk {
         Chunk { tile, place, strides: None, rank: Some(Rank(0)) }
     }
 
@@ -289,8 +289,8 @@ mod tests {
         TensorEntry { chunks: table, ..TensorEntry::new("w".into(), Dtype::F32, Dims::from_slice(&[4, 4])) }
     }
 
-    fn at(offset: u64) -> Place {
-        Place::Bytes { file: FileId(0), offset }
+    fn at(offset: u64) -> FileLocation {
+        FileLocation::Bytes { file: FileId(0), offset }
     }
 
     /// The target's chunks, in its only file.
@@ -306,10 +306,10 @@ mod tests {
             File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH + Duration::new(1_000_000, 7)).unwrap();
         }
         let mut catalog = Catalog::empty();
-        let record = Place::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
+        let record = FileLocation::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
         let mut source = tensor(vec![chunk(tile(0), at(0)), chunk(tile(2), record)]);
-        let reduction = Reduction::of(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
-        source.summands = Some(Box::new(Summands { reduction, of_chunk: vec![0, 1] }));
+        let reduction = PartialReduction::of(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
+        source.summands = Some(Box::new(PartialValues { reduction, of_chunk: vec![0, 1] }));
         let source = catalog.push_tensor(source);
         catalog.push_tensor(tensor(vec![chunk(tile(0), at(0))]));
         let share = Share { summands: vec![0, 1], divisor: 2, within: None };
@@ -317,7 +317,7 @@ mod tests {
         file.push_literal(vec![7; 150]);
         file.push_literal(vec![8; 50]);
         file.push_payload(64);
-        file.sums.push(Sum { range: 200..264, sites: [4, 8].into_iter().collect() });
+        file.sums.push(ChecksumSpan { range: 200..264, sites: [4, 8].into_iter().collect() });
         let shares = vec![Arc::new(share.clone()), Arc::new(share)];
         let reservation = Reservation {
             files: vec![file],
@@ -325,7 +325,7 @@ mod tests {
             ..Reservation::default()
         };
         let config = root.join("src/config.json");
-        let carried = vec![Carried::new(config, "config.json".into()).unwrap()];
+        let carried = vec![SidecarFile::new(config, "config.json".into()).unwrap()];
         Work { version: "1.0.0", root: root.join("src"), sources: vec!["a", "sub/b"], catalog, reservation, carried }
     }
 
@@ -458,22 +458,22 @@ mod tests {
             // The source's tables.
             |work| work.source().dtype = Dtype::U32,
             |work| work.source().chunks = target().chunks,
-            |work| work.source().chunks.push(chunk(tile(0), Place::Nowhere)),
-            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), Place::Nowhere) }),
-            |work| work.source().chunks.push(chunk(interleaved(), Place::Nowhere)),
+            |work| work.source().chunks.push(chunk(tile(0), FileLocation::Nowhere)),
+            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), FileLocation::Nowhere) }),
+            |work| work.source().chunks.push(chunk(interleaved(), FileLocation::Nowhere)),
             |work| {
                 let strides = Some(Dims::from_slice(&[1, 2]));
-                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), Place::Nowhere) });
+                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), FileLocation::Nowhere) });
             },
             |work| {
-                let item = Place::Item(Stretch { file: FileId(0), offset: 1, len: 2 });
+                let item = FileLocation::Item(FileRange { file: FileId(0), offset: 1, len: 2 });
                 work.source().chunks.push(chunk(tile(0), item));
             },
             |work| work.source().summands = None,
             |work| work.source().summands.as_mut().unwrap().of_chunk.reverse(),
             |work| work.source().summands.as_mut().unwrap().reduction.op = ReduceOp::Max,
             |work| {
-                let average = Reduction::of(&[2], &[Placement::Partial(ReduceOp::Avg)]).unwrap().unwrap();
+                let average = PartialReduction::of(&[2], &[Placement::Partial(ReduceOp::Avg)]).unwrap().unwrap();
                 work.source().summands.as_mut().unwrap().reduction = average;
             },
         ];

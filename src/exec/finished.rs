@@ -8,7 +8,7 @@ use std::ops::Range;
 use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
 
-use super::cast::{Counts, DtypePair};
+use super::cast::{DtypePair, LossCounts};
 use super::output::Outputs;
 use super::{Extents, Stop};
 use crate::catalog::{Dtype, OutputFile};
@@ -23,7 +23,7 @@ pub trait WorkLog: Sync {
     fn is_all(&self) -> bool;
 
     /// Notes a range that has been written.
-    fn add(&self, entry: Entry);
+    fn add(&self, entry: FinishedRange);
 
     /// Notes that everything added so far is complete. Calls `check` on the source before it records anything.
     ///
@@ -50,7 +50,7 @@ pub trait WorkLog: Sync {
 /// A finished stretch of an output file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "EntryFields", into = "EntryFields")]
-pub struct Entry {
+pub struct FinishedRange {
     pub file: u32,
     pub range: Range<u64>,
     /// See [`Digest`](super::digest::Digest).
@@ -62,9 +62,9 @@ pub struct Entry {
 }
 
 /// What casts met.
-pub type CastLosses = BTreeMap<DtypePair, Counts>;
+pub type CastLosses = BTreeMap<DtypePair, LossCounts>;
 
-impl Entry {
+impl FinishedRange {
     /// Take in one that begins where this one ends.
     pub(crate) fn append(&mut self, next: &mut Self) {
         let hasher = |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
@@ -115,22 +115,22 @@ impl SumPart {
 
 type EntryFields = (u32, u64, u64, u32, Vec<SumPart>, Vec<(String, String, u64, u64)>);
 
-impl TryFrom<EntryFields> for Entry {
+impl TryFrom<EntryFields> for FinishedRange {
     type Error = &'static str;
 
     fn try_from((file, start, end, digest, sums, rows): EntryFields) -> Result<Self, Self::Error> {
         let dtype = |name: &str| Dtype::from_name(name).ok_or("no dtype");
         let mut lost = CastLosses::new();
         for (from, to, overflows, nans) in rows {
-            lost.entry((dtype(&from)?, dtype(&to)?)).or_default().add(Counts { overflows, nans });
+            lost.entry((dtype(&from)?, dtype(&to)?)).or_default().add(LossCounts { overflows, nans });
         }
         Ok(Self { file, range: start..end, digest, sums, lost })
     }
 }
 
-impl From<Entry> for EntryFields {
-    fn from(Entry { file, range, digest, sums, lost }: Entry) -> Self {
-        let row = |((from, to), lost): ((Dtype, Dtype), Counts)| {
+impl From<FinishedRange> for EntryFields {
+    fn from(FinishedRange { file, range, digest, sums, lost }: FinishedRange) -> Self {
+        let row = |((from, to), lost): ((Dtype, Dtype), LossCounts)| {
             (from.name().to_owned(), to.name().to_owned(), lost.overflows, lost.nans)
         };
         (file, range.start, range.end, digest, sums, lost.into_iter().map(row).collect())

@@ -19,14 +19,14 @@
 
 /// An element of the source as the bits of an f32.
 #[derive(Clone, Copy)]
-pub(crate) struct Loaded {
+pub(crate) struct LoadedFloat {
     pub single: u32,
     /// Finite before anything was rounded.
     pub was_finite: bool,
 }
 
 /// What a target stores for the bits of an f32.
-pub(crate) struct Stored<const M: usize> {
+pub(crate) struct StoredFloat<const M: usize> {
     pub bytes: [u8; M],
     /// The value is beyond the largest finite one of the target.
     pub beyond: bool,
@@ -51,7 +51,7 @@ enum Nan {
 }
 
 /// How values lie in the bits of a float that is narrower than f32: sign, exponent, `mantissa` bits.
-pub(crate) struct Narrow {
+pub(crate) struct NarrowFloat {
     bits: u32,
     mantissa: u32,
     bias: u32,
@@ -63,7 +63,7 @@ pub(crate) struct Narrow {
     nan: Nan,
 }
 
-pub(crate) const F16: Narrow = Narrow {
+pub(crate) const F16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 10,
     bias: 15,
@@ -73,7 +73,7 @@ pub(crate) const F16: Narrow = Narrow {
     nan: Nan::Payload,
 };
 
-pub(crate) const BF16: Narrow = Narrow {
+pub(crate) const BF16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 7,
     bias: 127,
@@ -84,9 +84,9 @@ pub(crate) const BF16: Narrow = Narrow {
     nan: Nan::Fixed(0xffff),
 };
 
-pub(crate) const BF16_OF_F16: Narrow = Narrow { nan: Nan::Fixed(0x7fc0), ..BF16 };
+pub(crate) const BF16_OF_F16: NarrowFloat = NarrowFloat { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
-pub(crate) const F8_E4M3FN: Narrow = Narrow {
+pub(crate) const F8_E4M3FN: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
     bias: 7,
@@ -97,7 +97,7 @@ pub(crate) const F8_E4M3FN: Narrow = Narrow {
     nan: Nan::Signed(0x7f),
 };
 
-pub(crate) const F8_E5M2: Narrow = Narrow {
+pub(crate) const F8_E5M2: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
     bias: 15,
@@ -107,7 +107,7 @@ pub(crate) const F8_E5M2: Narrow = Narrow {
     nan: Nan::Signed(0x7f),
 };
 
-pub(crate) const F8_E4M3FNUZ: Narrow = Narrow {
+pub(crate) const F8_E4M3FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
     bias: 8,
@@ -117,7 +117,7 @@ pub(crate) const F8_E4M3FNUZ: Narrow = Narrow {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
-pub(crate) const F8_E5M2FNUZ: Narrow = Narrow {
+pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
     bias: 16,
@@ -130,7 +130,7 @@ pub(crate) const F8_E5M2FNUZ: Narrow = Narrow {
 /// The one NaN of the `fnuz` dtypes takes the bits that would be negative zero.
 const FNUZ_NAN: u32 = 0x80;
 
-impl Narrow {
+impl NarrowFloat {
     /// Round the bits of an f32 to this format; true where the value is beyond it. Both roundings are computed and one
     /// is chosen, so that loops have no branches.
     #[inline]
@@ -165,17 +165,17 @@ impl Narrow {
     }
 
     #[inline]
-    pub fn store_16(&self, single: u32) -> Stored<2> {
+    pub fn store_16(&self, single: u32) -> StoredFloat<2> {
         let (bits, beyond) = self.round(single);
         let [low, high, ..] = bits.to_le_bytes();
-        Stored { bytes: [low, high], beyond }
+        StoredFloat { bytes: [low, high], beyond }
     }
 
     #[inline]
-    pub fn store_8(&self, single: u32) -> Stored<1> {
+    pub fn store_8(&self, single: u32) -> StoredFloat<1> {
         let (bits, beyond) = self.round(single);
         let [low, ..] = bits.to_le_bytes();
-        Stored { bytes: [low], beyond }
+        StoredFloat { bytes: [low], beyond }
     }
 }
 
@@ -189,13 +189,13 @@ pub(crate) fn magnitude(single: u32) -> u32 {
 
 /// An f32, f16 or bf16 as it is.
 #[inline]
-pub(crate) fn exact(single: u32) -> Loaded {
-    Loaded { single, was_finite: magnitude(single) < INFINITY }
+pub(crate) fn exact(single: u32) -> LoadedFloat {
+    LoadedFloat { single, was_finite: magnitude(single) < INFINITY }
 }
 
 /// Rounded once here, and a second time where it goes on to a narrower float.
 #[inline]
-pub(crate) fn load_f64(bytes: [u8; 8]) -> Loaded {
+pub(crate) fn load_f64(bytes: [u8; 8]) -> LoadedFloat {
     const INFINITY_64: u64 = 0x7ff << 52;
     let bits = u64::from_le_bytes(bytes);
     let value = bits & !(1 << 63);
@@ -204,7 +204,7 @@ pub(crate) fn load_f64(bytes: [u8; 8]) -> Loaded {
     // Rust leaves the payload of a NaN open; PyTorch keeps its upper bits.
     #[expect(clippy::cast_possible_truncation, reason = "the upper bits are cut away")]
     let nan = ((bits >> 32) as u32 & 0x8000_0000) | 0x7fc0_0000 | ((bits >> 29) as u32 & 0x003f_ffff);
-    Loaded { single: if value > INFINITY_64 { nan } else { rounded }, was_finite: value < INFINITY_64 }
+    LoadedFloat { single: if value > INFINITY_64 { nan } else { rounded }, was_finite: value < INFINITY_64 }
 }
 
 #[inline]
@@ -229,15 +229,15 @@ pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
 }
 
 #[inline]
-pub(crate) fn store_f32(single: u32) -> Stored<4> {
-    Stored { bytes: single.to_le_bytes(), beyond: magnitude(single) == INFINITY }
+pub(crate) fn store_f32(single: u32) -> StoredFloat<4> {
+    StoredFloat { bytes: single.to_le_bytes(), beyond: magnitude(single) == INFINITY }
 }
 
 #[inline]
-pub(crate) fn store_f64(single: u32) -> Stored<8> {
+pub(crate) fn store_f64(single: u32) -> StoredFloat<8> {
     let exact = f64::from(f32::from_bits(single)).to_bits();
     let value = u64::from(magnitude(single));
     let nan = (u64::from(single >> 31) << 63) | (0x7ff8 << 48) | (value & 0x007f_ffff) << 29;
     let bits = if magnitude(single) > INFINITY { nan } else { exact };
-    Stored { bytes: bits.to_le_bytes(), beyond: magnitude(single) == INFINITY }
+    StoredFloat { bytes: bits.to_le_bytes(), beyond: magnitude(single) == INFINITY }
 }

@@ -12,22 +12,22 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::block::{Block, Wanted};
-use super::cast::{Cast, Counts};
-use super::passing::Noting;
+use super::block::{Block, WantedRange};
+use super::cast::{Cast, LossCounts};
 use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
+use super::source_crc::CrcRecorder;
 use super::{CAST_BYTES, Input, room};
-use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
+use crate::catalog::{Dtype, Fqn, StridedLocation, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
-use crate::layout::{Dims, Segment, Tile};
-use crate::plan::{Overlap, Piece, Pieces, Source, TilePlan};
+use crate::layout::{CommonRange, Dims, Tile};
+use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
 
 /// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks. A tensor of which
 /// one tile is wanted has nobody to share with, and none.
 #[derive(Debug, Default)]
-pub struct Locations(Option<HashMap<u32, Located>>);
+pub struct Locations(Option<HashMap<u32, StridedLocation>>);
 
 impl Locations {
     #[must_use]
@@ -56,14 +56,14 @@ impl Scratch {
 
 /// A target tile with its plan, and every chunk it needs found.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedTile {
     fqn: Fqn,
     /// Of the source.
     dtype: Dtype,
     cast: Option<Cast>,
     numel: u64,
     /// One a summand that it is made of.
-    parts: SmallVec<[Part; 1]>,
+    parts: SmallVec<[PartialSource; 1]>,
     /// How they become one; `None` where one is taken as it is.
     reducer: Option<Reducer>,
     /// Whether there is more of it than is gathered.
@@ -80,19 +80,19 @@ enum Fill {
 
 /// Where a summand comes from.
 #[derive(Debug)]
-enum Part {
+enum PartialSource {
     Files(Gathered),
-    Memory(Held),
+    Memory(TileElements),
 }
 
 /// The elements of a tile, row-major, in memory that it shares with others.
 #[derive(Clone)]
-pub struct Held {
+pub struct TileElements {
     pub memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
     pub place: Range<usize>,
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for TileElements {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Held").field("place", &self.place).finish_non_exhaustive()
     }
@@ -103,16 +103,16 @@ impl fmt::Debug for Held {
 struct Gathered {
     plan: TilePlan,
     /// One an overlap.
-    located: SmallVec<[Located; 1]>,
+    located: SmallVec<[StridedLocation; 1]>,
 }
 
-impl Prepared {
+impl PreparedTile {
     /// Plan the values of `tile` and locate their chunks.
     ///
     /// # Errors
     /// What the resolver returns; `Malformed` where a chunk reaches beyond its file; `Unsupported` where summands have no
     /// value.
-    pub fn new(input: Input<'_>, source: &Source<'_>, tile: &Tile, known: &mut Locations) -> Result<Self> {
+    pub fn new(input: Input<'_>, source: &SourceTensor<'_>, tile: &Tile, known: &mut Locations) -> Result<Self> {
         Self::share(input, source, tile, None, known)
     }
 
@@ -122,7 +122,7 @@ impl Prepared {
     /// As [`Prepared::new`].
     pub fn share(
         input: Input<'_>,
-        source: &Source<'_>,
+        source: &SourceTensor<'_>,
         tile: &Tile,
         share: Option<&Share>,
         known: &mut Locations,
@@ -140,14 +140,19 @@ impl Prepared {
                 &whole
             }
             (None, None) => {
-                prepared.parts.push(Part::Files(Gathered::new(input, entry, source.plan(tile, 0, None), known)?));
+                prepared.parts.push(PartialSource::Files(Gathered::new(
+                    input,
+                    entry,
+                    source.plan(tile, 0, None),
+                    known,
+                )?));
                 return Ok(prepared);
             }
         };
         prepared.reducer = Reducer::of(entry, share)?;
         for &summand in &share.summands {
             let plan = source.plan(tile, summand, share.within.as_ref());
-            prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, known)?));
+            prepared.parts.push(PartialSource::Files(Gathered::new(input, entry, plan, known)?));
         }
         if share.within.is_some() {
             prepared.fill = Fill::Zeros;
@@ -157,9 +162,9 @@ impl Prepared {
 
     /// `numel` values of a tensor that have been brought into memory, of this dtype.
     #[must_use]
-    pub fn held(entry: &TensorEntry, dtype: Dtype, numel: u64, values: Held) -> Self {
+    pub fn held(entry: &TensorEntry, dtype: Dtype, numel: u64, values: TileElements) -> Self {
         let mut prepared = Self { dtype, ..Self::of(entry, numel) };
-        prepared.parts.push(Part::Memory(values));
+        prepared.parts.push(PartialSource::Memory(values));
         prepared
     }
 
@@ -169,12 +174,12 @@ impl Prepared {
     /// As [`Prepared::new`].
     pub fn chunk(input: Input<'_>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         let sizes = entry.chunks.sizes(chunk as usize);
-        let whole = |&size: &u64| smallvec![crate::layout::Segment { left: 0, right: 0, len: size }];
+        let whole = |&size: &u64| smallvec![crate::layout::CommonRange { left: 0, right: 0, len: size }];
         let segments = sizes.iter().map(whole).collect();
         let overlap = Overlap { chunk, segments };
         let mut prepared = Self::of(entry, sizes.iter().product());
         let plan = TilePlan { sizes, overlaps: smallvec![overlap] };
-        prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, &mut Locations::default())?));
+        prepared.parts.push(PartialSource::Files(Gathered::new(input, entry, plan, &mut Locations::default())?));
         Ok(prepared)
     }
 
@@ -231,9 +236,9 @@ impl Prepared {
         first: u64,
         buffer: &mut [u8],
         scratch: &mut Scratch,
-        mut noting: Option<Noting<'_>>,
-    ) -> Result<Counts> {
-        let mut counts = Counts::default();
+        mut noting: Option<CrcRecorder<'_>>,
+    ) -> Result<LossCounts> {
+        let mut counts = LossCounts::default();
         let Scratch { block, uncast, sums } = scratch;
         let Some(cast) = self.cast else {
             self.read_uncast(input, first, buffer, (block, sums), noting.as_mut())?;
@@ -264,19 +269,19 @@ impl Prepared {
         first: u64,
         buffer: &mut [u8],
         (block, sums): (&mut Block, &mut Vec<u8>),
-        mut noting: Option<&mut Noting<'_>>,
+        mut noting: Option<&mut CrcRecorder<'_>>,
     ) -> Result<()> {
-        let mut read = |part: &Part, first: u64, buffer: &mut [u8]| {
+        let mut read = |part: &PartialSource, first: u64, buffer: &mut [u8]| {
             if self.fill == Fill::Zeros {
                 buffer.fill(0);
             }
             let itemsize = self.dtype.itemsize();
             match part {
-                Part::Files(part) => {
+                PartialSource::Files(part) => {
                     let noted = noting.as_deref_mut().map(|noting| (noting, &self.fqn));
                     part.read(input, itemsize, first, buffer, block, noted)
                 }
-                Part::Memory(part) => {
+                PartialSource::Memory(part) => {
                     part.read(first * itemsize, buffer);
                     Ok(())
                 }
@@ -315,7 +320,7 @@ impl Prepared {
     }
 
     /// Want the stretches of the source that hold the short runs of `numel` elements from `first`.
-    pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut Wanted) {
+    pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut WantedRange) {
         for part in self.gathered() {
             let pieces = part.pieces(self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
@@ -331,15 +336,15 @@ impl Prepared {
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
         /// What finds a chunk again that another tile needs as well, and what an allocator adds to lists this short.
-        const FOUND: usize = size_of::<(u32, Located)>() * 2 + 128;
-        let overlap = size_of::<Overlap>() + size_of::<Located>() + FOUND;
+        const FOUND: usize = size_of::<(u32, StridedLocation)>() * 2 + 128;
+        let overlap = size_of::<Overlap>() + size_of::<StridedLocation>() + FOUND;
         let name = self.fqn.as_str().len() + 32;
         let part = |part: &Gathered| {
             let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
             // A single one lies in the tile itself; lists have grown to what they hold, in powers of two.
             let listed = Some(part.plan.overlaps.len()).filter(|overlaps| *overlaps > 1);
             listed.map_or(0, |overlaps| overlaps.next_power_of_two().max(4) * overlap)
-                + segments.map(|list| (list.capacity() + 1) * size_of::<Segment>()).sum::<usize>()
+                + segments.map(|list| (list.capacity() + 1) * size_of::<CommonRange>()).sum::<usize>()
         };
         (name + self.gathered().map(part).sum::<usize>()) as u64
     }
@@ -347,8 +352,8 @@ impl Prepared {
     /// What is read from files.
     fn gathered(&self) -> impl Iterator<Item = &Gathered> {
         self.parts.iter().filter_map(|part| match part {
-            Part::Files(part) => Some(part),
-            Part::Memory(_) => None,
+            PartialSource::Files(part) => Some(part),
+            PartialSource::Memory(_) => None,
         })
     }
 
@@ -364,7 +369,7 @@ impl Prepared {
     }
 }
 
-impl Held {
+impl TileElements {
     /// Fill `buffer` with the bytes from `first` on.
     fn read(&self, first: u64, buffer: &mut [u8]) {
         let start = self.place.start + usize::try_from(first).expect("an offset in memory");
@@ -374,7 +379,7 @@ impl Held {
 
 impl Gathered {
     fn new(input: Input<'_>, entry: &TensorEntry, plan: TilePlan, known: &mut Locations) -> Result<Self> {
-        let mut located: SmallVec<[Located; 1]> = SmallVec::with_capacity(plan.overlaps.len());
+        let mut located: SmallVec<[StridedLocation; 1]> = SmallVec::with_capacity(plan.overlaps.len());
         for overlap in &plan.overlaps {
             if let Some(found) = known.0.as_ref().and_then(|known| known.get(&overlap.chunk)) {
                 located.push(found.clone());
@@ -402,7 +407,7 @@ impl Gathered {
         first: u64,
         buffer: &mut [u8],
         block: &mut Block,
-        mut noted: Option<(&mut Noting<'_>, &Fqn)>,
+        mut noted: Option<(&mut CrcRecorder<'_>, &Fqn)>,
     ) -> Result<()> {
         let range = first..first + buffer.len() as u64 / itemsize;
         self.pieces(itemsize).visit(range, |piece| {
@@ -418,7 +423,7 @@ impl Gathered {
 }
 
 /// Offsets come from files: prove once that the whole chunk lies inside its file, so that reading can trust them.
-fn check_inside(input: Input<'_>, entry: &TensorEntry, chunk: u32, found: &Located) -> Result<()> {
+fn check_inside(input: Input<'_>, entry: &TensorEntry, chunk: u32, found: &StridedLocation) -> Result<()> {
     let len = input.files.len_bytes(found.file);
     let end = span(&entry.chunks.sizes(chunk as usize), &found.strides)
         .and_then(|elements| elements.checked_mul(entry.dtype.itemsize()))

@@ -3,50 +3,50 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
-pub mod about;
-pub(crate) mod bands;
 pub(crate) mod block;
-pub mod carry;
+pub(crate) mod block_joiner;
 pub mod cast;
+pub mod checksums;
 pub mod compare;
 pub mod copy;
 mod difference;
 pub mod digest;
 pub mod division;
-pub(crate) mod edges;
 mod extents;
 pub mod fingerprint;
 mod finished;
 mod floats;
 pub mod gather;
-pub mod literals;
+pub mod global_totals;
+pub mod header_bytes;
 pub(crate) mod output;
-pub(crate) mod passing;
+pub mod plan_description;
 pub mod reduce;
+pub(crate) mod row_groups;
 pub(crate) mod runs;
+pub mod sidecar_files;
+pub(crate) mod source_crc;
 mod stop;
 pub(crate) mod stopped;
-pub(crate) mod strips;
-pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
-pub mod together;
 pub(crate) mod window;
+pub(crate) mod write_blocks;
 
-pub use edges::HELD_BYTES;
+pub use block_joiner::HELD_BYTES;
 pub use extents::Extents;
-pub use finished::{CastLosses, Entry, SumPart, WorkLog, add_lost};
-pub use gather::{Locations, Prepared, Scratch};
+pub use finished::{CastLosses, FinishedRange, SumPart, WorkLog, add_lost};
+pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
 pub use window::sources;
 
-use crate::catalog::{Catalog, Located, TensorEntry};
+use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
 /// Where and how a chunk lies, from its table row; reads the file where the row does not tell.
-pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<Located> + Sync;
+pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
 /// A checkpoint to read tensor data from.
 #[derive(Clone, Copy)]

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::edges::{Block, Edges, Joined, Rest};
+use super::block_joiner::{BlockJoiner, BlockRemainder, DirectBlock, Joined};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError};
@@ -38,10 +38,10 @@ const LEAST_DIRECT_BYTES: usize = 64 << 10;
 pub struct Outputs {
     folder: AnchoredPath,
     paths: Vec<AnchoredPath>,
-    way: Way,
+    way: WriteMode,
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// Blocks of files that are written past the page cache, of which some is to come.
-    edges: Edges,
+    edges: BlockJoiner,
     /// The system tells of what it could not write once, and what was held and could not be written is gone.
     is_broken: AtomicBool,
     /// The first file that could not be closed, and is not reported yet.
@@ -50,7 +50,7 @@ pub struct Outputs {
 
 /// How bytes get to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum WriteMode {
     /// Through the page cache, whenever the kernel sees fit.
     Cache,
     /// Through the page cache, from which they are sent on at once.
@@ -127,12 +127,12 @@ impl Outputs {
     /// `Io` where the file system does not say what it is.
     pub fn of(folder: &AnchoredPath, files: &[OutputFile], sync: bool) -> Result<Self> {
         let way = match sync {
-            false => Way::Cache,
-            true if suits_direct_writes_in(folder)? => Way::Direct,
-            true => Way::WriteBehind,
+            false => WriteMode::Cache,
+            true if suits_direct_writes_in(folder)? => WriteMode::Direct,
+            true => WriteMode::WriteBehind,
         };
         let paths = files.iter().map(|file| folder.join(&file.path)).collect();
-        let (open, edges) = (Mutex::default(), Edges::default());
+        let (open, edges) = (Mutex::default(), BlockJoiner::default());
         let (is_broken, close_error) = (false.into(), Arc::default());
         Ok(Self { folder: folder.clone(), paths, way, open, edges, is_broken, close_error })
     }
@@ -144,7 +144,7 @@ impl Outputs {
         }
         let path = &self.paths[file as usize];
         let handle = path.open_to_write(OFlags::empty()).map_err(Error::io("open", path))?;
-        let direct = (self.way == Way::Direct).then(|| path.open_to_write(OFlags::DIRECT).ok()).flatten();
+        let direct = (self.way == WriteMode::Direct).then(|| path.open_to_write(OFlags::DIRECT).ok()).flatten();
         let (path, close_error) = (path.path().to_path_buf(), Arc::clone(&self.close_error));
         let handle = Arc::new(Handle { file: Some(handle), direct, path, close_error });
         if open.len() >= open_file_budget() / 4 {
@@ -165,7 +165,7 @@ impl Outputs {
         let handle = self.open(file)?;
         let Some(direct) = &handle.direct else {
             write_cached(handle.file(), offset, bytes).map_err(Error::io("write", &self.paths[file as usize]))?;
-            if self.way != Way::Cache {
+            if self.way != WriteMode::Cache {
                 start_write_back(handle.file(), offset, bytes.len() as u64);
             }
             return Ok(());
@@ -174,8 +174,8 @@ impl Outputs {
         let first = self.join(file, offset, &bytes[..blocks.start])?;
         let last = self.join(file, offset + blocks.end as u64, &bytes[blocks.end..])?;
         let start = if first.is_some() { offset / ALIGNMENT * ALIGNMENT } else { offset + blocks.start as u64 };
-        let first = first.as_deref().map_or(&[][..], Block::bytes);
-        let last = last.as_deref().map_or(&[][..], Block::bytes);
+        let first = first.as_deref().map_or(&[][..], DirectBlock::bytes);
+        let last = last.as_deref().map_or(&[][..], DirectBlock::bytes);
         let written = write_blocks(&handle, direct, start, [first, &bytes[blocks], last]);
         self.noting(written.map_err(Error::io("write", &self.paths[file as usize])))
     }
@@ -190,7 +190,7 @@ impl Outputs {
     }
 
     /// Hold a part of a block that others have the rest of; all of it, where they came before.
-    fn join(&self, file: u32, offset: u64, part: &[u8]) -> Result<Option<Box<Block>>> {
+    fn join(&self, file: u32, offset: u64, part: &[u8]) -> Result<Option<Box<DirectBlock>>> {
         if part.is_empty() {
             return Ok(None);
         }
@@ -201,7 +201,7 @@ impl Outputs {
         }
     }
 
-    fn write_rest(&self, rest: &Rest) -> Result<()> {
+    fn write_rest(&self, rest: &BlockRemainder) -> Result<()> {
         let write = |handle: Arc<Handle>| {
             let mut parts = rest.parts();
             let written = parts.try_for_each(|(offset, bytes)| write_cached(handle.file(), offset, bytes));
@@ -330,11 +330,13 @@ mod tests {
         // The working folder is on a disk, which /tmp need not be.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let suited = if suits_direct_writes_in(&AnchoredPath::new(folder.path())).unwrap() {
-            Way::Direct
+            WriteMode::Direct
         } else {
-            Way::WriteBehind
+            WriteMode::WriteBehind
         };
-        for (sync, way) in [(true, suited), (true, Way::WriteBehind), (true, Way::Direct), (false, Way::Cache)] {
+        for (sync, way) in
+            [(true, suited), (true, WriteMode::WriteBehind), (true, WriteMode::Direct), (false, WriteMode::Cache)]
+        {
             let mut file = OutputFile::new("f");
             file.push_payload(LEN);
             let files = [file];
@@ -390,7 +392,7 @@ mod tests {
         for is_completed in [false, true] {
             let mut outputs =
                 Outputs::make(&AnchoredPath::new(folder.path()), &files, &Extents::of_files(&files), true).unwrap();
-            outputs.way = Way::Direct;
+            outputs.way = WriteMode::Direct;
             let readable = || File::open(folder.path().join("f")).unwrap();
             let (path, close_error) = (folder.path().join("f"), Arc::default());
             let broken = Handle { file: Some(readable()), direct: Some(readable()), path, close_error };

@@ -60,7 +60,7 @@ pub struct Reducer {
 
 /// Why there is no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum ReduceError {
     /// The op has no meaning for the dtype.
     Undefined { dtype: Dtype, op: ReduceOp },
     /// The value does not fit the dtype.
@@ -69,7 +69,7 @@ pub enum Fault {
     Remainder { value: i128, divisor: u64 },
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ReduceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Undefined { dtype, op } => write!(f, "{op} of {dtype} is not defined"),
@@ -81,7 +81,7 @@ impl fmt::Display for Fault {
     }
 }
 
-impl Fault {
+impl ReduceError {
     /// Summands of this tensor have no value.
     #[must_use]
     pub fn of(&self, fqn: &Fqn) -> Error {
@@ -118,7 +118,7 @@ impl Reducer {
 
     /// # Errors
     /// `Undefined`.
-    pub fn new(dtype: Dtype, op: ReduceOp, divisor: u64) -> Result<Self, Fault> {
+    pub fn new(dtype: Dtype, op: ReduceOp, divisor: u64) -> Result<Self, ReduceError> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let averages = matches!(op, Sum | Avg);
         let defined = match dtype {
@@ -132,7 +132,7 @@ impl Reducer {
             return Ok(Self { dtype, op, divisor });
         }
         // Who divides wants summands.
-        Err(Fault::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
+        Err(ReduceError::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
     }
 
     #[must_use]
@@ -166,7 +166,7 @@ impl Reducer {
         summands: impl Iterator<Item = &'s [u8]>,
         value: &mut [u8],
         sums: &mut Vec<u8>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReduceError> {
         let sums = room(sums, value.len() * self.widening());
         for (number, summand) in summands.enumerate() {
             self.add(number == 0, summand, sums);
@@ -187,7 +187,7 @@ impl Reducer {
 
     /// Take in a summand; the first of them begins `sums`, whatever that held.
     pub fn add(self, is_first: bool, summand: &[u8], sums: &mut [u8]) {
-        let fold = Fold { op: if is_first { None } else { Some(self.op) }, summand, sums };
+        let fold = Accumulator { op: if is_first { None } else { Some(self.op) }, summand, sums };
         match self.dtype {
             Dtype::F64 | Dtype::C128 => fold.run(f64::from_le_bytes),
             Dtype::F32 | Dtype::C64 => fold.run(|bytes| f64::from(f32::from_le_bytes(bytes))),
@@ -214,7 +214,7 @@ impl Reducer {
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.
-    pub fn finish(self, sums: &mut [u8], value: &mut [u8]) -> Result<(), Fault> {
+    pub fn finish(self, sums: &mut [u8], value: &mut [u8]) -> Result<(), ReduceError> {
         let round = |from, to, sums: &[u8], value: &mut [u8]| match Cast::new(from, to) {
             Some(cast) => drop(cast.convert(sums, value)),
             None => value.copy_from_slice(sums),
@@ -255,15 +255,15 @@ impl Reducer {
         sums: &[u8],
         value: &mut [u8],
         narrow: impl Fn(i128) -> Option<[u8; N]>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReduceError> {
         for (sum, slot) in zip(sums.as_chunks::<16>().0, value.as_chunks_mut::<N>().0) {
             let sum = i128::from_le_bytes(*sum);
             let divisor = i128::from(self.divisor);
             if divisor != 1 && sum % divisor != 0 {
-                return Err(Fault::Remainder { value: sum, divisor: self.divisor });
+                return Err(ReduceError::Remainder { value: sum, divisor: self.divisor });
             }
             let whole = if divisor == 1 { sum } else { sum / divisor };
-            *slot = narrow(whole).ok_or(Fault::Overflow { dtype: self.dtype, op: self.op, value: whole })?;
+            *slot = narrow(whole).ok_or(ReduceError::Overflow { dtype: self.dtype, op: self.op, value: whole })?;
         }
         Ok(())
     }
@@ -357,14 +357,14 @@ impl Number<16> for i128 {
 }
 
 /// A summand on its way into the sums.
-struct Fold<'a> {
+struct Accumulator<'a> {
     /// `None` for the first.
     op: Option<ReduceOp>,
     summand: &'a [u8],
     sums: &'a mut [u8],
 }
 
-impl Fold<'_> {
+impl Accumulator<'_> {
     /// One loop for each dtype and op, in which everything but the values is known to the compiler.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {

@@ -13,19 +13,26 @@ use super::BLOCK_BYTES;
 use super::block::Block;
 use super::digest::WORTH_BYTES;
 use super::finished::SumPart;
-use super::passing::Noting;
-use crate::catalog::{Fqn, Located, Summed};
+use super::source_crc::CrcRecorder;
+use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;
 use crate::plan::Piece;
-use crate::plan::lower::Level;
-use crate::storage::{IoMode, OpenFile, Stretch};
+use crate::plan::lower::LoopLevel;
+use crate::storage::{FileRange, IoMode, OpenFile};
 
 /// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
-pub fn note_runs(noting: &mut Noting<'_>, fqn: &Fqn, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
+pub fn note_runs(
+    noting: &mut CrcRecorder<'_>,
+    fqn: &Fqn,
+    located: &StridedLocation,
+    summed: ChecksummedRange,
+    piece: &Piece,
+    buffer: &[u8],
+) {
     if is_scattered(piece) {
         return;
     }
@@ -57,8 +64,8 @@ pub fn is_row_by_row(piece: &Piece) -> bool {
 
 /// What a piece takes of its file, from its first byte to its last.
 #[must_use]
-pub fn stretch(located: &Located, piece: &Piece) -> Stretch {
-    Stretch { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
+pub fn stretch(located: &StridedLocation, piece: &Piece) -> FileRange {
+    FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }
 
 /// Read a piece into its place in a strip.
@@ -68,7 +75,7 @@ pub fn stretch(located: &Located, piece: &Piece) -> Stretch {
 pub fn read_piece(
     file: &OpenFile,
     io: IoMode,
-    located: &Located,
+    located: &StridedLocation,
     piece: &Piece,
     strip: &mut [u8],
     block: &mut Block,
@@ -111,11 +118,11 @@ fn read_blocks(
     file: &OpenFile,
     source: u64,
     piece: &Piece,
-    levels: &[Level],
+    levels: &[LoopLevel],
     target: &mut [u8],
     block: &mut Block,
 ) -> Result<()> {
-    let span = |levels: &[Level]| {
+    let span = |levels: &[LoopLevel]| {
         levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + piece.run_bytes
     };
     if span(levels) <= BLOCK_BYTES || levels.is_empty() {
@@ -131,9 +138,9 @@ fn read_blocks(
     let mut done = 0;
     while done < outer.count {
         let count = fitting.min(outer.count - done);
-        let mut steps: SmallVec<[Level; 4]> = SmallVec::new();
+        let mut steps: SmallVec<[LoopLevel; 4]> = SmallVec::new();
         if count > 1 {
-            steps.push(Level { count, ..*outer });
+            steps.push(LoopLevel { count, ..*outer });
         }
         steps.extend_from_slice(inner);
         let offset = usize::try_from(done * outer.target_step).expect("a strip fits memory");
@@ -145,7 +152,7 @@ fn read_blocks(
 
 /// Visit the (source, target) offset of every run of a loop nest.
 fn for_each_run<E>(
-    levels: &[Level],
+    levels: &[LoopLevel],
     source: u64,
     target: usize,
     visit: &mut impl FnMut(u64, usize) -> Result<(), E>,
@@ -162,7 +169,7 @@ fn for_each_run<E>(
 }
 
 /// Copy a loop nest of runs from memory to memory.
-pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level]) {
+pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[LoopLevel]) {
     // Runs of one element are what a transposed view or a column cut down to nothing gives; a copy of known size is a
     // single move instruction there.
     match run_bytes {
@@ -181,7 +188,7 @@ pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Lev
     }
 }
 
-fn copy_sized<const N: usize>(source: &[u8], target: &mut [u8], levels: &[Level]) {
+fn copy_sized<const N: usize>(source: &[u8], target: &mut [u8], levels: &[LoopLevel]) {
     let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
         let from = usize::try_from(from).expect("a mapping fits memory");
         let element: [u8; N] = source[from..from + N].try_into().expect("N bytes");

@@ -15,14 +15,14 @@ pub(crate) use std::path::Path;
 pub(crate) use proptest::prelude::*;
 
 pub(crate) use super::copy::{Stats, Writing};
-pub(crate) use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+pub(crate) use super::{Extents, Input, Locations, Options, PreparedTile, Reporter, Scratch, Stop};
 pub(crate) use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Dtype, Place, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
+    Catalog, Chunk, ChunkTable, Dtype, FileLocation, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
 };
 pub(crate) use crate::error::Result;
 pub(crate) use crate::format::resolve;
 pub(crate) use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
-pub(crate) use crate::plan::Source;
+pub(crate) use crate::plan::SourceTensor;
 pub(crate) use crate::publish::log::{AtEnd, Log};
 pub(crate) use crate::storage::{AnchoredPath, Files, IoMode};
 
@@ -160,7 +160,7 @@ pub(crate) fn store_values(
     let mut files = Files::new(io);
     let file = files.add(path).unwrap();
     for (tile, offset, strides) in rows {
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
         chunks.push(Chunk { tile, place, strides: Some(strides), rank: None });
     }
     (files, TensorEntry { chunks, ..TensorEntry::new("t".into(), dtype, shape.into()) })
@@ -177,10 +177,10 @@ proptest! {
         let (files, entry) = store(&shape, dtype, &from, transpose, io, &folder.path().join("data"));
         let catalog = Catalog::empty();
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
-        let source = Source::new(&entry).unwrap();
+        let source = SourceTensor::new(&entry).unwrap();
         let mut known = Locations::of_tiles(2);
         for tile in to.tiles(&shape) {
-            let prepared = Prepared::new(input, &source, &tile, &mut known).unwrap();
+            let prepared = PreparedTile::new(input, &source, &tile, &mut known).unwrap();
             let expected = linear_indices(&shape, &tile);
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
             let middle = (expected.len() as f64 * cut) as usize;
@@ -209,8 +209,8 @@ pub(crate) fn a_large_strided_cut_is_read_in_blocks() {
         let catalog = Catalog::empty();
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
         let tile = &columns.tiles(&shape)[511];
-        let source = Source::new(&entry).unwrap();
-        let prepared = Prepared::new(input, &source, tile, &mut Locations::default()).unwrap();
+        let source = SourceTensor::new(&entry).unwrap();
+        let prepared = PreparedTile::new(input, &source, tile, &mut Locations::default()).unwrap();
         let mut buffer = vec![0; 4096 * 2 * 8];
         let mut scratch = Scratch::default();
         prepared.read(input, 0, &mut buffer, &mut scratch).unwrap();

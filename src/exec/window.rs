@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::bands::{self, Member, Of, Payload};
-use super::cast::{Counts, DtypePair};
-use super::{Extents, Input, Locations, Prepared};
+use super::cast::{DtypePair, LossCounts};
+use super::row_groups::{self, Member, OutputRange, RowGroupKind};
+use super::{Extents, Input, Locations, PreparedTile};
 use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
 use crate::fault;
-use crate::plan::Source;
+use crate::plan::SourceTensor;
 
 /// Output planned and located at a time, at most.
 const WINDOW_BYTES: u64 = 1 << 30;
@@ -46,12 +46,12 @@ const WINDOW_TILES: usize = 1 << 12;
 const PARTS: usize = 16;
 
 /// How much to do at a time, by how long it took the last time.
-pub struct Pace {
+pub struct WindowPace {
     bytes: u64,
     since: Instant,
 }
 
-impl Pace {
+impl WindowPace {
     #[must_use]
     pub fn start() -> Self {
         Self { bytes: FIRST_BYTES, since: Instant::now() }
@@ -134,29 +134,34 @@ fn is_wanted(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 }
 
 /// A tile to fill.
-pub struct Slot {
-    pub tile: Prepared,
+pub struct PlannedTile {
+    pub tile: PreparedTile,
     /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
-    pub counted: Option<Counted>,
+    pub counted: Option<CastCounter>,
     /// The tiles that are equal to it.
     pub copies: Option<usize>,
 }
 
 /// Where what a cast of a tile meets is counted.
 #[derive(Clone, Debug)]
-pub enum Counted {
+pub enum CastCounter {
     InStrips(DtypePair),
     /// It was, with what comes to the strips of these elements.
-    Before(DtypePair, Vec<(u64, Counts)>),
+    Before(DtypePair, Vec<(u64, LossCounts)>),
 }
 
 /// Prove, plan and locate the tensors of a window. Its slots take the place of those of the window before.
 ///
 /// # Errors
 /// That of the first tensor that has one.
-pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &mut Vec<Slot>) -> Result<Vec<Payload>> {
+pub fn prepare(
+    input: Input<'_>,
+    window: &[&Reserved],
+    todo: &Extents,
+    slots: &mut Vec<PlannedTile>,
+) -> Result<Vec<OutputRange>> {
     slots.clear();
-    let of_part = |tensors: &[&Reserved]| -> Result<Vec<(Slot, Payload)>> {
+    let of_part = |tensors: &[&Reserved]| -> Result<Vec<(PlannedTile, OutputRange)>> {
         let mut tiles = Vec::with_capacity(tensors.iter().map(|tensor| tensor.entry.chunks.len()).sum());
         tensors.iter().try_for_each(|tensor| prepare_tensor(input, tensor, todo, &mut tiles))?;
         Ok(tiles)
@@ -164,7 +169,7 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
     let tensors = window.len().div_ceil(PARTS * rayon::current_num_threads()).max(1);
     // Each for itself, so that of several faults the first is told, whichever thread was faster.
     let parts: Vec<Result<_>> = window.par_chunks(tensors).map(of_part).collect();
-    let parts: Vec<Vec<(Slot, Payload)>> = parts.into_iter().collect::<Result<_>>()?;
+    let parts: Vec<Vec<(PlannedTile, OutputRange)>> = parts.into_iter().collect::<Result<_>>()?;
     let tiles = parts.iter().map(Vec::len).sum();
     let mut payloads = Vec::with_capacity(tiles);
     slots.reserve(tiles);
@@ -174,7 +179,7 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
             payload.slot = slots.len();
             if let Some(group) = &mut payload.group {
                 group.number += before;
-                slot.copies = matches!(group.of, Of::Copies { .. }).then_some(group.number);
+                slot.copies = matches!(group.of, RowGroupKind::Copies { .. }).then_some(group.number);
             }
             slots.push(slot);
             payloads.push(payload);
@@ -184,8 +189,13 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
 }
 
 /// Add the tiles of one tensor that are to be done, with groups that count from where these begin.
-fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &mut Vec<(Slot, Payload)>) -> Result<()> {
-    let source = Source::new(input.catalog.tensor(tensor.source))?;
+fn prepare_tensor(
+    input: Input<'_>,
+    tensor: &Reserved,
+    todo: &Extents,
+    tiles: &mut Vec<(PlannedTile, OutputRange)>,
+) -> Result<()> {
+    let source = SourceTensor::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
     let mut known = Locations::of_tiles(tensor.entry.chunks.len());
     let mut counted = HashSet::new();
@@ -200,11 +210,14 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
         if !is_wanted(tensor, index, todo) {
             continue;
         }
-        let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-        let slot =
-            Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(Counted::InStrips(pair)), copies: None };
+        let prepared = PreparedTile::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
+        let slot = PlannedTile {
+            tile: prepared.cast_to(pair.1)?,
+            counted: is_new.then_some(CastCounter::InStrips(pair)),
+            copies: None,
+        };
         let itemsize = pair.1.itemsize();
-        let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
+        let payload = OutputRange { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
         wanted.push(index);
     }
@@ -219,7 +232,7 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
         is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
     });
-    bands::group(members, first);
+    row_groups::group(members, first);
     Ok(())
 }
 

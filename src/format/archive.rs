@@ -11,20 +11,20 @@ use torch_pickle::ReadAt;
 use torch_pickle::pickle::{WriteError, WriteLeaves, Writer};
 use torch_pickle::zip::{self, Archive, ArchiveError, ArchiveLayout, Record};
 
-use crate::catalog::{Holding, OutputFile, Sum, TensorId, list_ranks};
+use crate::catalog::{ChecksumSpan, OutputFile, RankValue, TensorId, list_ranks};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
-use crate::storage::{FileId, Files, IoMode, Stretch};
+use crate::storage::{FileId, FileRange, Files, IoMode};
 
 /// A file of a checkpoint as a source of archives. It is opened when something is read, and not kept open: the archives of
 /// all ranks are known at a time.
 #[derive(Clone, Copy)]
-pub struct Source<'a> {
+pub struct ArchiveSource<'a> {
     files: &'a Files,
     file: FileId,
 }
 
-impl<'a> Source<'a> {
+impl<'a> ArchiveSource<'a> {
     pub fn new(files: &'a Files, file: FileId) -> Self {
         Self { files, file }
     }
@@ -33,7 +33,7 @@ impl<'a> Source<'a> {
     ///
     /// # Errors
     /// `Malformed` where it is no archive, `Unsupported` where entries are compressed, `Io`.
-    pub fn archive(self, stretch: Stretch) -> Result<Archive> {
+    pub fn archive(self, stretch: FileRange) -> Result<Archive> {
         Archive::read_at(&self, stretch.offset, stretch.len).map_err(|error| self.error(error))
     }
 
@@ -52,7 +52,7 @@ impl<'a> Source<'a> {
     }
 }
 
-impl ReadAt for Source<'_> {
+impl ReadAt for ArchiveSource<'_> {
     fn len_bytes(&self) -> u64 {
         self.files.len_bytes(self.file)
     }
@@ -82,7 +82,7 @@ pub fn torch_script(path: &Path) -> Error {
 /// # Errors
 /// `Malformed` where there is no local header, `Io`.
 pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
-    let source = Source::new(files, file);
+    let source = ArchiveSource::new(files, file);
     zip::data_offset(&source, record).map_err(|error| source.error(error))
 }
 
@@ -108,7 +108,7 @@ impl SharedBytes {
             file.push_literal(self.share(bytes));
         }
         file.len = base + archive.len;
-        file.sums.extend(archive.checksums.into_iter().map(|sum| Sum {
+        file.sums.extend(archive.checksums.into_iter().map(|sum| ChecksumSpan {
             range: base + sum.range.start..base + sum.range.end,
             sites: SmallVec::from_buf(sum.places.map(|place| base + place)),
         }));
@@ -124,13 +124,13 @@ pub struct Leaves<F> {
     pub tensors: F,
 }
 
-impl<F: FnMut(&mut Writer, TensorId) -> Result<(), WriteError>> WriteLeaves<TensorId, Vec<Holding>> for Leaves<F> {
+impl<F: FnMut(&mut Writer, TensorId) -> Result<(), WriteError>> WriteLeaves<TensorId, Vec<RankValue>> for Leaves<F> {
     fn tensor(&mut self, writer: &mut Writer, tensor: TensorId) -> Result<(), WriteError> {
         (self.tensors)(writer, tensor)
     }
 
-    fn other(&mut self, writer: &mut Writer, holdings: &Vec<Holding>) -> Result<(), WriteError> {
-        if let Some(value) = self.rank.and_then(|rank| Holding::value_for(holdings, rank)) {
+    fn other(&mut self, writer: &mut Writer, holdings: &Vec<RankValue>) -> Result<(), WriteError> {
+        if let Some(value) = self.rank.and_then(|rank| RankValue::value_for(holdings, rank)) {
             return writer.value(value, self);
         }
         let ranks: Vec<Rank> = holdings.iter().flat_map(|holding| holding.ranks.iter().copied()).collect();

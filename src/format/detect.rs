@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::foreign::{self, first_bytes};
 use super::known_files::is_no_model;
-use super::listing::{FileStart, Found, Listing, Match, has_suffix};
+use super::listing::{DetectedFiles, FileStart, FolderListing, Match, has_suffix};
 use super::{Format, name_of};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
@@ -15,7 +15,7 @@ use crate::storage::lookup;
 /// # Errors
 /// `Unsupported` where it is nothing that is read, with what to do for formats that are known by name; `Usage` where
 /// it holds two formats, or not the one of `from`.
-pub fn detect(path: &Path, from: Option<Format>) -> Result<Found> {
+pub fn detect(path: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     match look(path, from)? {
         Some(found) => Ok(found),
         None => lone_file(path, from),
@@ -28,7 +28,7 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<Found> {
 ///
 /// # Errors
 /// As [`detect`].
-pub fn look(path: &Path, from: Option<Format>) -> Result<Option<Found>> {
+pub fn look(path: &Path, from: Option<Format>) -> Result<Option<DetectedFiles>> {
     let metadata = std::fs::metadata(path).map_err(lookup::refused("open", path))?;
     if !metadata.is_dir() && !metadata.is_file() {
         // A pipe would be waited for.
@@ -41,7 +41,7 @@ pub fn look(path: &Path, from: Option<Format>) -> Result<Option<Found>> {
     one_of(path, from, found)
 }
 
-fn one_of(path: &Path, from: Option<Format>, mut found: Vec<Found>) -> Result<Option<Found>> {
+fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> Result<Option<DetectedFiles>> {
     let any = !found.is_empty();
     if let Some(from) = from {
         found.retain(|found| can_be(found.format, from));
@@ -76,8 +76,8 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.
-pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<Found> {
-    let listing = Listing::of(folder, from)?;
+pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<DetectedFiles> {
+    let listing = FolderListing::of(folder, from)?;
     let saved = listing.files_of(Format::Torch)?;
     let models: Vec<&PathBuf> = saved.iter().filter(|path| !is_no_model(path)).collect();
     if let ([only], _) | ([], [only]) = (models.as_slice(), saved.iter().collect::<Vec<_>>().as_slice()) {
@@ -87,7 +87,7 @@ pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<Found> {
     Err(from.map_or_else(|| unknown_folder(&listing), |from| not_that_format(folder, from)))
 }
 
-fn unknown_folder(Listing { folder, names, .. }: &Listing<'_>) -> Error {
+fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>) -> Error {
     let what = format!("{} holds no checkpoint of a known format", folder.display());
     if let Some(error) = names.iter().find_map(|name| foreign::by_name(&folder.join(name))) {
         return error;
@@ -113,11 +113,11 @@ fn unknown_folder(Listing { folder, names, .. }: &Listing<'_>) -> Error {
 /// # Errors
 /// `Io`.
 pub fn has_torch_files(folder: &Path) -> Result<bool> {
-    Ok(!Listing::of(folder, None)?.files_of(Format::Torch)?.is_empty())
+    Ok(!FolderListing::of(folder, None)?.files_of(Format::Torch)?.is_empty())
 }
 
-fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Found>> {
-    let listing = Listing::of(folder, from)?;
+fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
+    let listing = FolderListing::of(folder, from)?;
     foreign::refuse_folder(folder, &listing.names, from)?;
     let mut all = Vec::new();
     for format in Format::ALL {
@@ -134,7 +134,7 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Found>> {
     Ok(found)
 }
 
-fn detect_file(path: &Path) -> Result<Found> {
+fn detect_file(path: &Path) -> Result<DetectedFiles> {
     let file = FileStart { path, name: name_of(path), head: first_bytes(path)? };
     let mut found = Vec::new();
     for format in Format::ALL {

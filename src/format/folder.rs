@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 
 use super::detect::{detect, has_torch_files, lone_file, look};
 use super::index::is_index as is_index_name;
-use super::listing::Found;
+use super::listing::DetectedFiles;
 use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
-use crate::storage::lookup::{self, Kind};
+use crate::storage::lookup::{self, FileKind};
 
 /// What a verb takes where a folder has more than the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,10 +33,10 @@ pub enum Want {
 
 /// Where a checkpoint is.
 #[derive(Debug)]
-pub struct Place {
+pub struct CheckpointLocation {
     pub root: PathBuf,
     /// Its folders, relative to the root, and what each holds.
-    pub folders: Vec<(PathBuf, Found)>,
+    pub folders: Vec<(PathBuf, DetectedFiles)>,
 }
 
 /// Folders in folders: real ones are three deep.
@@ -46,13 +46,13 @@ const MAX_DEPTH: usize = 8;
 ///
 /// # Errors
 /// `Usage` listing the candidates where there are several, else as [`detect`].
-pub fn find(path: &Path, options: &ReadOptions) -> Result<Place> {
+pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     foreign::refuse_address(path)?;
     let from = options.from;
     let mut at = path.to_path_buf();
     for _ in 0..MAX_DEPTH {
         if let Some(found) = look(&at, from)? {
-            return Ok(Place { root: at, folders: vec![(PathBuf::new(), found)] });
+            return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
         }
         let names = subfolders(&at)?;
         if let Some(place) = accelerate(&at, &names, options)? {
@@ -62,7 +62,7 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<Place> {
             Some(next) => at.push(next),
             None => {
                 let found = lone_file(&at, from)?;
-                return Ok(Place { root: at, folders: vec![(PathBuf::new(), found)] });
+                return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
             }
         }
     }
@@ -114,7 +114,7 @@ pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
         let is_other = Some(&*entry.name) != path.file_name();
         let is_of_series = own.is_some() && series(&entry.path) == own;
         let may_be_read = is_other && (is_index || is_of_series || names_files(&entry.path));
-        if may_be_read && entry.kind()? == Kind::File {
+        if may_be_read && entry.kind()? == FileKind::File {
             found.push(entry.path);
         }
     }
@@ -127,7 +127,7 @@ fn is_model(name: &str) -> bool {
 }
 
 /// The model folder that accelerate writes, and the optimizer folders beside it.
-fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<Place>> {
+fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<CheckpointLocation>> {
     let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
     let model = match models.as_slice() {
         [] => return Ok(None),
@@ -137,11 +137,11 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     let read = |name: &String| Ok((PathBuf::from(name), detect(&folder.join(name), options.from)?));
     if options.want == Want::Model {
         let (_, found) = read(model)?;
-        return Ok(Some(Place { root: folder.join(model), folders: vec![(PathBuf::new(), found)] }));
+        return Ok(Some(CheckpointLocation { root: folder.join(model), folders: vec![(PathBuf::new(), found)] }));
     }
     let optimizers = names.iter().filter(|name| is_numbered(name, "optimizer", "_", true));
     let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
-    Ok(Some(Place { root: folder.to_path_buf(), folders }))
+    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders }))
 }
 
 /// `BASE` + separator + number, or the base alone where that is allowed.

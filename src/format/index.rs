@@ -47,23 +47,23 @@ const MAX_INDEX_BYTES: u64 = 1 << 30;
 
 /// The index of a set: which file each tensor is in.
 #[derive(Debug)]
-pub struct Index {
+pub struct ShardIndex {
     pub path: PathBuf,
     weight_map: BTreeMap<String, String>,
     total_size: Option<u64>,
 }
 
-impl Index {
+impl ShardIndex {
     /// # Errors
     /// `Malformed` where it is no index, `Io`.
     pub fn read(path: &Path) -> Result<Self> {
         #[derive(Deserialize)]
-        struct Document {
+        struct IndexDocument {
             weight_map: BTreeMap<String, String>,
             metadata: Option<Json>,
         }
         let text = read_document(path, MAX_INDEX_BYTES)?;
-        let document: Document = serde_json::from_slice(&text)
+        let document: IndexDocument = serde_json::from_slice(&text)
             .map_err(|error| Error::malformed(path, "index", "a JSON object with weight_map", error.to_string()))?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
         let mut weight_map = document.weight_map;

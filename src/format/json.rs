@@ -15,9 +15,9 @@ use crate::storage::regular_file;
 
 /// A JSON object whose keys are distinct and keep their order.
 #[derive(Debug)]
-pub struct Distinct<V>(pub Vec<(String, V)>);
+pub struct DistinctKeys<V>(pub Vec<(String, V)>);
 
-impl<'de, V: Deserialize<'de>> Deserialize<'de> for Distinct<V> {
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for DistinctKeys<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(DistinctVisitor(PhantomData))
     }
@@ -26,14 +26,14 @@ impl<'de, V: Deserialize<'de>> Deserialize<'de> for Distinct<V> {
 struct DistinctVisitor<V>(PhantomData<V>);
 
 impl<'de, V: Deserialize<'de>> Visitor<'de> for DistinctVisitor<V> {
-    type Value = Distinct<V>;
+    type Value = DistinctKeys<V>;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("a JSON object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Distinct<V>, A::Error> {
-        distinct_entries(map).map(Distinct)
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DistinctKeys<V>, A::Error> {
+        distinct_entries(map).map(DistinctKeys)
     }
 }
 

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// The part that a file has in a checkpoint folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum FileRole {
     /// Tensors, or what says how they are laid out.
     Checkpoint,
     /// Loaders need it beside the weights, and consolidate copies it.
@@ -24,7 +24,7 @@ pub enum Role {
 
 /// The first bytes that a file of a name must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Start {
+enum FileSignature {
     Any,
     /// An archive of `torch.save`, in which the pickle comes first.
     Torch,
@@ -38,45 +38,45 @@ enum Start {
     Unknown,
 }
 
-use Role::{Asset, Beside, Checkpoint};
+use FileRole::{Asset, Beside, Checkpoint};
 
 /// Names, relative to the checkpoint's folder or to one of [`FOLDERS`] in it.
-const FILES: [(&str, Role, Start); 35] = [
-    (".metadata", Checkpoint, Start::Pickle),
-    ("__[0-9]*.metadata", Checkpoint, Start::Pickle),
-    ("__[0-9]*_[0-9]*.distcp", Checkpoint, Start::Any),
-    ("*.safetensors", Checkpoint, Start::Safetensors),
-    ("*.{pt,pth,bin,ckpt}", Checkpoint, Start::Torch),
-    ("*.{safetensors,bin}.index{,.*}.json", Beside, Start::Any),
-    ("layout.json", Beside, Start::Layout),
-    ("flat_layout.json", Beside, Start::Layout),
-    ("config.json", Asset, Start::Any),
-    ("generation_config.json", Asset, Start::Any),
-    ("tokenizer.{json,model}", Asset, Start::Any),
-    ("tokenizer_config.json", Asset, Start::Any),
-    ("special_tokens_map.json", Asset, Start::Any),
-    ("added_tokens.json", Asset, Start::Any),
-    ("vocab.{json,txt}", Asset, Start::Any),
-    ("merges.txt", Asset, Start::Any),
-    ("spiece.model", Asset, Start::Any),
-    ("sentencepiece.bpe.model", Asset, Start::Any),
-    ("chat_template.{json,jinja}", Asset, Start::Any),
-    ("{,video_,image_}preprocessor_config.json", Asset, Start::Any),
-    ("{,image_}processor_config.json", Asset, Start::Any),
-    ("tokenizer*", Asset, Start::Unknown),
-    ("*.tiktoken", Asset, Start::Unknown),
-    ("sentencepiece*.model", Asset, Start::Unknown),
-    ("chat_template*", Asset, Start::Unknown),
-    ("additional_chat_templates/*.jinja", Asset, Start::Unknown),
-    ("configuration_*.py", Asset, Start::Unknown),
-    ("modeling_*.py", Asset, Start::Unknown),
-    ("modular_*.py", Asset, Start::Unknown),
-    ("{tokenization,processing,image_processing}_*.py", Asset, Start::Unknown),
-    ("LICENSE*", Asset, Start::Unknown),
-    ("adapter_config.json", Beside, Start::Any),
-    ("fsdp_config.json", Beside, Start::Any),
-    ("trainer_state.json", Beside, Start::Any),
-    ("{random_states,custom_checkpoint}_*.pkl", Beside, Start::Torch),
+const FILES: [(&str, FileRole, FileSignature); 35] = [
+    (".metadata", Checkpoint, FileSignature::Pickle),
+    ("__[0-9]*.metadata", Checkpoint, FileSignature::Pickle),
+    ("__[0-9]*_[0-9]*.distcp", Checkpoint, FileSignature::Any),
+    ("*.safetensors", Checkpoint, FileSignature::Safetensors),
+    ("*.{pt,pth,bin,ckpt}", Checkpoint, FileSignature::Torch),
+    ("*.{safetensors,bin}.index{,.*}.json", Beside, FileSignature::Any),
+    ("layout.json", Beside, FileSignature::Layout),
+    ("flat_layout.json", Beside, FileSignature::Layout),
+    ("config.json", Asset, FileSignature::Any),
+    ("generation_config.json", Asset, FileSignature::Any),
+    ("tokenizer.{json,model}", Asset, FileSignature::Any),
+    ("tokenizer_config.json", Asset, FileSignature::Any),
+    ("special_tokens_map.json", Asset, FileSignature::Any),
+    ("added_tokens.json", Asset, FileSignature::Any),
+    ("vocab.{json,txt}", Asset, FileSignature::Any),
+    ("merges.txt", Asset, FileSignature::Any),
+    ("spiece.model", Asset, FileSignature::Any),
+    ("sentencepiece.bpe.model", Asset, FileSignature::Any),
+    ("chat_template.{json,jinja}", Asset, FileSignature::Any),
+    ("{,video_,image_}preprocessor_config.json", Asset, FileSignature::Any),
+    ("{,image_}processor_config.json", Asset, FileSignature::Any),
+    ("tokenizer*", Asset, FileSignature::Unknown),
+    ("*.tiktoken", Asset, FileSignature::Unknown),
+    ("sentencepiece*.model", Asset, FileSignature::Unknown),
+    ("chat_template*", Asset, FileSignature::Unknown),
+    ("additional_chat_templates/*.jinja", Asset, FileSignature::Unknown),
+    ("configuration_*.py", Asset, FileSignature::Unknown),
+    ("modeling_*.py", Asset, FileSignature::Unknown),
+    ("modular_*.py", Asset, FileSignature::Unknown),
+    ("{tokenization,processing,image_processing}_*.py", Asset, FileSignature::Unknown),
+    ("LICENSE*", Asset, FileSignature::Unknown),
+    ("adapter_config.json", Beside, FileSignature::Any),
+    ("fsdp_config.json", Beside, FileSignature::Any),
+    ("trainer_state.json", Beside, FileSignature::Any),
+    ("{random_states,custom_checkpoint}_*.pkl", Beside, FileSignature::Torch),
 ];
 
 /// Folders in a checkpoint's folder that have files of the table in them.
@@ -121,7 +121,7 @@ fn below_known_folder(name: &Path) -> &Path {
 /// The part of a file in a checkpoint folder, by its name relative to that folder and its first bytes; `None` for a file
 /// that is not in the table. `path` is where it lies; links are followed.
 #[must_use]
-pub fn role_of(name: &Path, path: &Path) -> Option<Role> {
+pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
     let name = below_known_folder(name);
     let is_hidden = name.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
     let rows = FILE_NAMES.matches(name).into_iter().map(|row| &FILES[row]);
@@ -168,18 +168,18 @@ pub fn is_no_model(path: &Path) -> bool {
     NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
 }
 
-fn starts_with(path: &Path, start: Start) -> bool {
-    if start == Start::Any {
+fn starts_with(path: &Path, start: FileSignature) -> bool {
+    if start == FileSignature::Any {
         return true;
     }
     let (Ok(head), Ok(metadata)) = (first_bytes(path), std::fs::metadata(path)) else { return false };
     match start {
-        Start::Any => true,
-        Start::Unknown => false,
-        Start::Torch => is_torch(&head),
-        Start::Safetensors => is_safetensors(&head, metadata.len()),
-        Start::Pickle => head.first() == Some(&0x80),
-        Start::Layout => ["\"version\"", "\"world_size\""].iter().all(|key| contains(&head, key.as_bytes())),
+        FileSignature::Any => true,
+        FileSignature::Unknown => false,
+        FileSignature::Torch => is_torch(&head),
+        FileSignature::Safetensors => is_safetensors(&head, metadata.len()),
+        FileSignature::Pickle => head.first() == Some(&0x80),
+        FileSignature::Layout => ["\"version\"", "\"world_size\""].iter().all(|key| contains(&head, key.as_bytes())),
     }
 }
 
@@ -228,7 +228,7 @@ mod tests {
         assert!(!unknown.iter().any(|name| is_asset(Path::new(name))));
     }
 
-    fn role(name: &str, content: &[u8]) -> Option<Role> {
+    fn role(name: &str, content: &[u8]) -> Option<FileRole> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, content).unwrap();

@@ -5,18 +5,18 @@ use std::path::{Path, PathBuf};
 use super::series::SeriesSet;
 use super::{Format, list};
 use crate::error::Result;
-use crate::storage::lookup::{self, Kind};
+use crate::storage::lookup::{self, FileKind};
 
 /// The names in a folder, listed once.
 #[derive(Debug)]
-pub struct Listing<'a> {
+pub struct FolderListing<'a> {
     pub folder: &'a Path,
     pub names: Vec<String>,
     /// The format that the user names.
     pub from: Option<Format>,
 }
 
-impl<'a> Listing<'a> {
+impl<'a> FolderListing<'a> {
     /// Lists a folder.
     ///
     /// # Errors
@@ -34,7 +34,7 @@ impl<'a> Listing<'a> {
         for path in self.names.iter().filter(|name| has_suffix(name, format)).map(|name| self.folder.join(name)) {
             // Lightning's sharded checkpoints are folders called `epoch=0-step=3.ckpt`.
             let may_be_folder = path.extension().is_some_and(|suffix| suffix == "ckpt");
-            if !may_be_folder || lookup::kind_of(&path)? != Some(Kind::Folder) {
+            if !may_be_folder || lookup::kind_of(&path)? != Some(FileKind::Folder) {
                 found.push(path);
             }
         }
@@ -61,7 +61,7 @@ pub enum Match {
 
 /// The files of a checkpoint, as a format found them.
 #[derive(Debug)]
-pub struct Found {
+pub struct DetectedFiles {
     pub format: Format,
     pub certainty: Match,
     pub paths: Vec<PathBuf>,
@@ -71,7 +71,7 @@ pub struct Found {
     pub series: Option<SeriesSet>,
 }
 
-impl Found {
+impl DetectedFiles {
     pub fn new(format: Format, certainty: Match, paths: Vec<PathBuf>) -> Self {
         Self { format, certainty, paths, index: None, series: None }
     }
@@ -97,7 +97,7 @@ impl FileStart<'_> {
     }
 
     /// Returns this file as a checkpoint.
-    pub fn found(&self, format: Format, certainty: Match) -> Found {
-        Found::new(format, certainty, vec![self.path.to_path_buf()])
+    pub fn found(&self, format: Format, certainty: Match) -> DetectedFiles {
+        DetectedFiles::new(format, certainty, vec![self.path.to_path_buf()])
     }
 }

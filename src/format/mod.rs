@@ -7,6 +7,7 @@ pub mod archive;
 pub mod checksum;
 pub mod dcp;
 mod dcp_hf;
+pub mod declared_layout;
 mod detect;
 pub(crate) mod error;
 mod folder;
@@ -18,6 +19,7 @@ pub mod known_files;
 pub mod layout_file;
 mod listing;
 pub mod local;
+mod metadata_ranges;
 pub mod parallelize;
 mod parts;
 mod rank_names;
@@ -27,8 +29,6 @@ pub mod safetensors;
 mod series;
 mod sets;
 mod shortfall;
-mod skeleton;
-pub mod told;
 pub mod torch;
 
 use std::collections::HashSet;
@@ -36,30 +36,30 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+pub use declared_layout::DeclaredLayout;
 pub use folder::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
-pub use parts::{Content, Part};
+pub use metadata_ranges::{MirrorOf, is_data_file, is_read, metadata_ranges, metadata_ranges_of_items};
+pub use parts::{CheckpointPart, PartContent};
 pub use rank_names::{RankName, RankNames};
-pub use registry::{Entry, Layouts, ShardedTarget, TensorStorage};
+pub use registry::{FormatEntry, Layouts, ShardedTarget, TensorStorage};
 pub use series::SeriesChoice;
-pub use skeleton::{TwinOf, is_data_file, is_read, skeleton, skeleton_of_items};
-pub use told::Told;
 
 pub use crate::name_list::natural_order;
 
-use parts::Loaded;
-use reading::Reading;
-use torch::ranks::Plain;
+use parts::LoadedFolder;
+use reading::ReadFindings;
+use torch::ranks::PlainKind;
 
 use foldhash::fast::RandomState;
 use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, Located, Place, Summed, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, ChecksummedRange, FileLocation, StridedLocation, TensorEntry, contiguous_strides};
 use crate::error::{Error, FormatError, Result};
-use crate::layout::parallelize::Order;
+use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};
-use crate::storage::lookup::{self, Kind};
+use crate::storage::lookup::{self, FileKind};
 use crate::storage::{Files, Holdings, IoMode, filesystem};
 
 /// Declares [`Format`], and the row of the table that each has.
@@ -77,7 +77,7 @@ macro_rules! formats {
 
             /// Returns the row of the table.
             #[must_use]
-            pub fn entry(self) -> &'static Entry {
+            pub fn entry(self) -> &'static FormatEntry {
                 match self {
                     $(Self::$format => &$entry,)*
                 }
@@ -147,8 +147,8 @@ impl Format {
 
     /// Returns whether tensors are in the order in which modules registered them.
     #[must_use]
-    pub fn order(self) -> Order {
-        if self.entry().is_in_module_order { Order::Registered } else { Order::Unknown }
+    pub fn order(self) -> ParameterOrder {
+        if self.entry().is_in_module_order { ParameterOrder::Registered } else { ParameterOrder::Unknown }
     }
 
     /// Returns the verbs that write it.
@@ -182,7 +182,7 @@ pub struct Checkpoint {
     pub files: Files,
     pub catalog: Catalog,
     /// The checkpoints it was read from, each for itself.
-    pub parts: Vec<Part>,
+    pub parts: Vec<CheckpointPart>,
     /// Regular files below the root that are no part of the checkpoint, relative to it; looked for where everything
     /// is wanted.
     pub beside: Vec<PathBuf>,
@@ -193,7 +193,7 @@ pub struct Checkpoint {
     /// Files and tensors that SRC lacks, where [`ReadOptions::show_incomplete`] asks for what is there.
     pub missing: Vec<String>,
     /// Set where it was read from a twin.
-    pub twin: Option<TwinOf>,
+    pub twin: Option<MirrorOf>,
 }
 
 /// How to read a checkpoint.
@@ -212,7 +212,7 @@ pub struct ReadOptions {
     /// What is known of flat parameters beyond what their files tell.
     pub flat: FlatKnowledge,
     /// How plain tensors lie on ranks, where files do not tell.
-    pub told: Option<Told>,
+    pub declared_layout: Option<DeclaredLayout>,
     /// What is held of files, where what is read is a twin.
     pub holdings: Arc<Holdings>,
 }
@@ -233,8 +233,8 @@ impl ReadOptions {
         if self.drop_unknown { Unknown::Drop } else { Unknown::Refuse }
     }
 
-    fn plain(&self) -> Plain {
-        if self.told.is_some() { Plain::Parts } else { Plain::Replicas }
+    fn plain(&self) -> PlainKind {
+        if self.declared_layout.is_some() { PlainKind::Parts } else { PlainKind::Replicas }
     }
 }
 
@@ -245,12 +245,12 @@ impl Checkpoint {
     /// `Unsupported` for formats that are not read, `Usage` where there are several checkpoints to choose from,
     /// `Malformed` and `Conflict` for damaged ones, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let folder::Place { root, folders } = folder::find(path, options)?;
+        let folder::CheckpointLocation { root, folders } = folder::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
             None => filesystem::preferred_io(&root)?,
         };
-        let mut reading = Reading::new(options, io);
+        let mut reading = ReadFindings::new(options, io);
         let (mut loaded, mut formats) = (Vec::new(), Vec::new());
         for (folder, found) in folders {
             let (format, own) = reading.read(&parts::within(&root, &folder), found)?;
@@ -258,12 +258,12 @@ impl Checkpoint {
             loaded.push((folder, own));
         }
         folder::same_format(&root, &formats)?;
-        let Loaded { mut catalog, parts } = match loaded.len() {
+        let LoadedFolder { mut catalog, parts } = match loaded.len() {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),
         };
-        if let Some(told) = &options.told {
-            told::tell(told, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+        if let Some(declared) = &options.declared_layout {
+            declared_layout::tell(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {
@@ -271,7 +271,7 @@ impl Checkpoint {
             Want::All | Want::State | Want::Model => Vec::new(),
         };
         let resolved_from = (root != path).then(|| path.to_path_buf());
-        let Reading { files, series, skipped_series, missing, .. } = reading;
+        let ReadFindings { files, series, skipped_series, missing, .. } = reading;
         let format = formats[0].1;
         Ok(Self {
             format,
@@ -318,24 +318,24 @@ fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
 ///
 /// # Errors
 /// `Malformed`, `Io`.
-pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located> {
+pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
     let strides = || match entry.chunks.strides(index) {
         Some(strides) => strides.clone(),
         None => contiguous_strides(&entry.chunks.sizes(index)),
     };
     match entry.chunks.place(index) {
-        Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
-        Place::Record { file, record, within } => {
+        FileLocation::Bytes { file, offset } => Ok(StridedLocation { file, offset, strides: strides(), summed: None }),
+        FileLocation::Record { file, record, within } => {
             let start = archive::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
             })?;
-            Ok(Located { file, offset, strides: strides(), summed: Summed::of_record(record, start) })
+            Ok(StridedLocation { file, offset, strides: strides(), summed: ChecksummedRange::of_record(record, start) })
         }
-        Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
-        Place::Nowhere => Err(Error::unsupported(
+        FileLocation::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
+        FileLocation::Nowhere => Err(Error::unsupported(
             format!("{}: chunk {chunk} has elements but no place", entry.fqn),
             "the checkpoint does not say where they are",
         )),
@@ -347,13 +347,13 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
 ///
 /// # Errors
 /// As [`resolve`].
-pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located> {
+pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
     match (resolve(files, entry, chunk), entry.chunks.place(index).file()) {
         (Err(Error::Format(FormatError::Missing { .. })), Some(file)) if files.seen_by(file).is_some() => {
             let strides = entry.chunks.strides(index).cloned();
             let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.sizes(index)));
-            Ok(Located { file, offset: 0, strides, summed: None })
+            Ok(StridedLocation { file, offset: 0, strides, summed: None })
         }
         (resolved, _) => resolved,
     }
@@ -396,7 +396,7 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     for (path, name) in paths.iter().zip(names) {
         match lookup::kind_of(path)? {
             None => missing.push((*name).to_owned()),
-            Some(Kind::Dangling) => missing.push(format!("{name} (a link to {})", lookup::target_of(path))),
+            Some(FileKind::Dangling) => missing.push(format!("{name} (a link to {})", lookup::target_of(path))),
             Some(_) => {}
         }
     }
@@ -437,7 +437,7 @@ mod tests {
     #[test]
     fn the_readme_has_the_table_of_formats() {
         let row = |format: &Format| {
-            let Entry { name, about, files, .. } = format.entry();
+            let FormatEntry { name, about, files, .. } = format.entry();
             format!("| [`{name}`](docs/formats/{name}.md) | {about} | {files} | {} |\n", format.writers().join(", "))
         };
         let table: String = Format::ALL.iter().map(row).collect();

@@ -7,7 +7,10 @@ use indexmap::IndexMap;
 
 use crate::catalog::Fqn;
 use crate::error::Error;
-use crate::layout::parallelize::{By, Draft, Laid, Order, Parameter, Plan, PlanError, Uncut, alike};
+use crate::layout::parallelize::{
+    ParallelizePlan, Parameter, ParameterOrder, ParameterPlacement, PlacementSource, PlanError, UnboundPlan,
+    UncutReason, alike,
+};
 use crate::layout::{DeviceMesh, MeshDim};
 use crate::name_list::short_list;
 use crate::nearest;
@@ -15,12 +18,12 @@ use crate::quantity::count;
 
 /// Which checkpoint a plan is said of: by which options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub enum PlanSide {
     Source,
     Target,
 }
 
-impl Side {
+impl PlanSide {
     /// Names an option of this side: `options::plan`, `options::src_plan`.
     fn option(self, name: &str) -> String {
         let prefix = match self {
@@ -34,7 +37,7 @@ impl Side {
     ///
     /// # Errors
     /// `Usage` where it does not know what to do with the dims of the mesh.
-    pub fn plan(self, draft: &Draft, mesh: &DeviceMesh) -> Result<Plan, Error> {
+    pub fn plan(self, draft: &UnboundPlan, mesh: &DeviceMesh) -> Result<ParallelizePlan, Error> {
         draft.on(mesh).map_err(|error| self.error(error, &[]))
     }
 
@@ -48,14 +51,16 @@ impl Side {
                 String::from("tensor parallelism, FSDP and its copies have a dim of their own each")
             }
             (PlanError::LeftOver { name, .. }, Self::Target) => {
-                format!("say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh")
+                format!(
+                    "say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh"
+                )
             }
             (PlanError::LeftOver { name, .. }, Self::Source) => format!(
                 "a layout file (options::src_layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
             ),
-            (PlanError::NoTensorDim { .. }, Self::Target) => {
-                String::from("say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp")
-            }
+            (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
+                "say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp",
+            ),
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
                 "call it tp in options::src_mesh, or say in a layout file (options::src_layout) which it is: tp = \"DIM\"",
             ),
@@ -81,39 +86,39 @@ impl Side {
 
 /// How a plan has the parameters of a model.
 #[derive(Debug)]
-pub struct Planned {
-    side: Side,
-    plan: Plan,
+pub struct PlannedModel {
+    side: PlanSide,
+    plan: ParallelizePlan,
     mesh: DeviceMesh,
     /// In the order of the state dict.
-    laid: IndexMap<Fqn, Laid>,
+    laid: IndexMap<Fqn, ParameterPlacement>,
     /// Plans that name more.
     alike: Vec<&'static str>,
     /// What a rule lays out instead.
     ruled: HashSet<Fqn>,
 }
 
-impl Planned {
+impl PlannedModel {
     /// `names` are those of the parameters in their state dict.
     ///
     /// # Errors
     /// `Usage` where the plan does not fit.
     pub fn new(
-        side: Side,
-        (plan, mesh): (&Plan, &DeviceMesh),
+        side: PlanSide,
+        (plan, mesh): (&ParallelizePlan, &DeviceMesh),
         names: Vec<Fqn>,
         parameters: &[Parameter<'_>],
-        order: Order,
+        order: ParameterOrder,
     ) -> Result<Self, Error> {
         let laid = plan.bind(mesh, parameters, order).map_err(|error| side.error(error, parameters))?;
-        let is_left = |laid: &Laid| laid.by == By::Nobody;
+        let is_left = |laid: &ParameterPlacement| laid.by == PlacementSource::Nobody;
         let alike = if plan.family.is_some() && laid.iter().any(is_left) { alike(parameters) } else { Vec::new() };
         let laid = names.into_iter().zip(laid).collect();
         Ok(Self { side, plan: plan.clone(), mesh: mesh.clone(), laid, alike, ruled: HashSet::new() })
     }
 
     /// How a tensor of the model lies.
-    pub fn laid(&self, name: &Fqn) -> Option<&Laid> {
+    pub fn laid(&self, name: &Fqn) -> Option<&ParameterPlacement> {
         self.laid.get(name)
     }
 
@@ -123,11 +128,11 @@ impl Planned {
     }
 
     /// What nobody but the plan lays out.
-    pub fn left(&self) -> impl Iterator<Item = (&str, &Laid)> {
+    pub fn left(&self) -> impl Iterator<Item = (&str, &ParameterPlacement)> {
         self.laid.iter().filter(|(name, _)| !self.ruled.contains(*name)).map(|(name, laid)| (name.as_str(), laid))
     }
 
-    fn names(&self, of: impl Fn(&Laid) -> bool) -> Vec<&str> {
+    fn names(&self, of: impl Fn(&ParameterPlacement) -> bool) -> Vec<&str> {
         self.left().filter(|(_, laid)| of(laid)).map(|(name, _)| name).collect()
     }
 
@@ -159,7 +164,7 @@ impl Planned {
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));
         let mut odd: IndexMap<(u64, u64), Vec<&str>> = IndexMap::new();
         for (name, laid) in self.left() {
-            if let Some(Uncut::OddBlocks { blocks, size }) = laid.uncut {
+            if let Some(UncutReason::OddBlocks { blocks, size }) = laid.uncut {
                 odd.entry((blocks, size)).or_default().push(name);
             }
         }
@@ -167,11 +172,11 @@ impl Planned {
             note(names, &format!("whole on {tp}, because {size} does not divide into {blocks} weights of one size"));
         }
         let is = match self.side {
-            Side::Source => "taken for whole",
-            Side::Target => "whole",
+            PlanSide::Source => "taken for whole",
+            PlanSide::Target => "whole",
         };
         note(
-            self.names(|laid| laid.uncut == Some(Uncut::BlocksWithinFsdp)),
+            self.names(|laid| laid.uncut == Some(UncutReason::BlocksWithinFsdp)),
             &format!("{is} on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();
@@ -194,10 +199,10 @@ impl Planned {
             let other = other
                 .map(|alike| format!("; {} {} names more", self.side.option("plan"), any_of(alike)))
                 .unwrap_or_default();
-            note(self.names(|laid| laid.by == By::Nobody), &(lie + &other + of_unstyled));
+            note(self.names(|laid| laid.by == PlacementSource::Nobody), &(lie + &other + of_unstyled));
         }
-        note(self.names(|laid| laid.by == By::Buffer), "taken for buffers: plain on every rank");
-        if self.side == Side::Source && self.plan.roles.fsdp.is_some() {
+        note(self.names(|laid| laid.by == PlacementSource::Buffer), "taken for buffers: plain on every rank");
+        if self.side == PlanSide::Source && self.plan.roles.fsdp.is_some() {
             // Copies that are taken for parts make up a larger tensor, and nothing else would show it.
             notes.push(format!(
                 "parts are cut along dim 0 over {fsdp}, as FSDP does; where its ranks have copies, a layout file says \

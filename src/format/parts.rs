@@ -10,14 +10,14 @@ use super::rank_names::RankNames;
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Value, shift_tensors};
 use crate::error::Result;
-use crate::storage::lookup::{self, Kind};
+use crate::storage::lookup::{self, FileKind};
 
 /// A checkpoint that was read for itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct CheckpointPart {
     /// Relative to the checkpoint's root; empty where it is the root.
     pub folder: PathBuf,
-    pub content: Content,
+    pub content: PartContent,
     /// How its files are called, where there is one a rank.
     pub names: Option<RankNames>,
     /// How many of those there are; 0 where there is not one a rank.
@@ -26,7 +26,7 @@ pub struct Part {
 
 /// What of the state dict a part is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Content {
+pub enum PartContent {
     Whole,
     /// The subtree at this path, dotted.
     Below(String),
@@ -36,15 +36,15 @@ pub enum Content {
 
 /// A folder that was read.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedFolder {
     pub catalog: Catalog,
-    pub parts: Vec<Part>,
+    pub parts: Vec<CheckpointPart>,
 }
 
-impl Loaded {
+impl LoadedFolder {
     /// A checkpoint that is one part.
     pub fn whole(catalog: Catalog) -> Self {
-        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
+        let part = CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, names: None, world_size: 0 };
         Self { catalog, parts: vec![part] }
     }
 }
@@ -57,7 +57,7 @@ pub fn within(root: &Path, folder: &Path) -> PathBuf {
 
 /// Several folders as one. Their state dicts lie side by side where their keys differ, else each under the name of
 /// its folder.
-pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
+pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {
     let mut seen = HashSet::new();
     let mut keys = folders.iter().map(|(_, loaded)| top_keys(&loaded.catalog.state));
     let side_by_side = keys.all(|keys| keys.is_some_and(|keys| keys.into_iter().all(|key| seen.insert(key))));
@@ -73,12 +73,12 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
             Value::Dict(dict) if side_by_side => entries.extend(dict.entries),
             state => entries.push((Value::Str(name.as_str().into()), state)),
         }
-        parts.extend(loaded.parts.into_iter().map(|part| Part {
+        parts.extend(loaded.parts.into_iter().map(|part| CheckpointPart {
             content: match (part.content, side_by_side) {
-                (Content::Whole, true) => Content::Keys(own_keys.clone()),
+                (PartContent::Whole, true) => PartContent::Keys(own_keys.clone()),
                 (content, true) => content,
-                (Content::Below(path), false) => Content::Below(format!("{name}.{path}")),
-                (_, false) => Content::Below(name.clone()),
+                (PartContent::Below(path), false) => PartContent::Below(format!("{name}.{path}")),
+                (_, false) => PartContent::Below(name.clone()),
             },
             folder: within(&folder, &part.folder),
             names: part.names,
@@ -86,7 +86,7 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
         }));
     }
     whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-    Loaded { catalog: whole, parts }
+    LoadedFolder { catalog: whole, parts }
 }
 
 fn top_keys(state: &Value) -> Option<Vec<String>> {
@@ -143,11 +143,11 @@ pub fn beside(root: &Path, is_part: &dyn Fn(&Path) -> bool) -> Result<Option<Vec
                 continue;
             }
             match entry.kind()? {
-                Kind::Folder if entry.is_link()? => {}
-                Kind::Folder if depth == MAX_DEPTH => return Ok(None),
-                Kind::Folder => folders.push((path, depth + 1)),
-                Kind::File | Kind::Dangling => found.push(path),
-                Kind::Special => {}
+                FileKind::Folder if entry.is_link()? => {}
+                FileKind::Folder if depth == MAX_DEPTH => return Ok(None),
+                FileKind::Folder => folders.push((path, depth + 1)),
+                FileKind::File | FileKind::Dangling => found.push(path),
+                FileKind::Special => {}
             }
         }
     }
@@ -161,7 +161,7 @@ mod tests {
     use crate::catalog::{Dtype, TensorEntry};
     use crate::storage::FileId;
 
-    fn loaded(keys: &[&str]) -> Loaded {
+    fn loaded(keys: &[&str]) -> LoadedFolder {
         let mut catalog = Catalog::empty();
         let mut entries = Vec::new();
         for key in keys {
@@ -169,7 +169,7 @@ mod tests {
             entries.push((Value::Str((*key).into()), Value::Tensor(catalog.push_tensor(entry))));
         }
         catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        Loaded::whole(catalog)
+        LoadedFolder::whole(catalog)
     }
 
     #[test]
@@ -177,11 +177,11 @@ mod tests {
         let joined = join(vec![("a".into(), loaded(&["model"])), ("b".into(), loaded(&["optimizer"]))]);
         assert_eq!(joined.catalog.state.to_string(), "{'model': <tensor 0>, 'optimizer': <tensor 1>}");
         assert_eq!(joined.parts[1].folder, Path::new("b"));
-        assert_eq!(joined.parts[1].content, Content::Keys(vec!["optimizer".into()]));
+        assert_eq!(joined.parts[1].content, PartContent::Keys(vec!["optimizer".into()]));
 
         let joined = join(vec![("a".into(), loaded(&["w"])), ("b".into(), loaded(&["w"]))]);
         assert_eq!(joined.catalog.tensors[1].fqn.as_str(), "b.w");
-        assert_eq!(joined.parts[0].content, Content::Below("a".into()));
+        assert_eq!(joined.parts[0].content, PartContent::Below("a".into()));
         let names = crate::catalog::model::all_tensors(&joined.catalog.state);
         assert_eq!(names.iter().map(|(name, id)| (name.as_str(), id.0)).collect::<Vec<_>>(), [("a.w", 0), ("b.w", 1)]);
     }

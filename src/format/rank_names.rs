@@ -31,10 +31,10 @@ pub enum Numbering {
 
 /// A file name with its numbers left open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankNames(Vec<Piece>);
+pub struct RankNames(Vec<NamePiece>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Piece {
+enum NamePiece {
     Text(String),
     Rank { width: usize },
     WorldSize { width: usize },
@@ -42,7 +42,7 @@ enum Piece {
 
 /// A number in a name: where its word begins, and its digits.
 #[derive(Clone, Copy, Debug)]
-struct Field {
+struct NumberField {
     start: usize,
     digits: (usize, usize),
 }
@@ -75,14 +75,14 @@ impl RankName {
         let series: Vec<&str> = around.into_iter().filter(|text| !text.is_empty()).collect();
         let mut pieces = Vec::new();
         let mut at = 0;
-        for (Field { digits: (start, end), .. }, is_rank) in fields {
-            pieces.push(Piece::Text(name[at..start].to_owned()));
+        for (NumberField { digits: (start, end), .. }, is_rank) in fields {
+            pieces.push(NamePiece::Text(name[at..start].to_owned()));
             // A number without leading zeros is as wide as it is by chance.
             let width = if name[start..end].starts_with('0') { end - start } else { 1 };
-            pieces.push(if is_rank { Piece::Rank { width } } else { Piece::WorldSize { width } });
+            pieces.push(if is_rank { NamePiece::Rank { width } } else { NamePiece::WorldSize { width } });
             at = end;
         }
-        pieces.push(Piece::Text(name[at..].to_owned()));
+        pieces.push(NamePiece::Text(name[at..].to_owned()));
         Some(Self {
             series: series.join("_"),
             rank: number,
@@ -99,21 +99,21 @@ impl RankNames {
     pub fn new_series(name: &str) -> Self {
         let prefix = if name.is_empty() { String::new() } else { format!("{name}_") };
         Self(vec![
-            Piece::Text(format!("{prefix}world_size_")),
-            Piece::WorldSize { width: 1 },
-            Piece::Text(String::from("_rank_")),
-            Piece::Rank { width: 1 },
-            Piece::Text(String::from(".pt")),
+            NamePiece::Text(format!("{prefix}world_size_")),
+            NamePiece::WorldSize { width: 1 },
+            NamePiece::Text(String::from("_rank_")),
+            NamePiece::Rank { width: 1 },
+            NamePiece::Text(String::from(".pt")),
         ])
     }
 
     /// The name of one rank's file.
     #[must_use]
     pub fn render(&self, rank: u32, world_size: u32) -> String {
-        let text = |piece: &Piece| match piece {
-            Piece::Text(text) => text.clone(),
-            Piece::Rank { width } => format!("{rank:0width$}"),
-            Piece::WorldSize { width } => format!("{world_size:0width$}"),
+        let text = |piece: &NamePiece| match piece {
+            NamePiece::Text(text) => text.clone(),
+            NamePiece::Rank { width } => format!("{rank:0width$}"),
+            NamePiece::WorldSize { width } => format!("{world_size:0width$}"),
         };
         self.0.iter().map(text).collect()
     }
@@ -121,8 +121,8 @@ impl RankNames {
     /// Take over the zeros that another name of the series is padded with: `rank_10` does not show them.
     pub fn widen(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
-            if let (Piece::Rank { width }, Piece::Rank { width: more })
-            | (Piece::WorldSize { width }, Piece::WorldSize { width: more }) = (own, other)
+            if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })
+            | (NamePiece::WorldSize { width }, NamePiece::WorldSize { width: more }) = (own, other)
             {
                 *width = (*width).max(*more);
             }
@@ -131,10 +131,10 @@ impl RankNames {
 }
 
 /// The last place where `word` is followed by a number and is not the end of a longer word.
-fn marked(stem: &str, word: &str) -> Option<Field> {
+fn marked(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
         .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))
-        .find_map(|(start, _)| Some(Field { start, digits: digits_after(stem, start + word.len())? }))
+        .find_map(|(start, _)| Some(NumberField { start, digits: digits_after(stem, start + word.len())? }))
 }
 
 fn after_separator(stem: &str, at: usize) -> usize {
@@ -149,14 +149,14 @@ fn digits_after(stem: &str, at: usize) -> Option<(usize, usize)> {
 }
 
 /// `_of_8`, `.of.8` or `of8` at this place.
-fn of_total(stem: &str, at: usize) -> Option<Field> {
+fn of_total(stem: &str, at: usize) -> Option<NumberField> {
     let word = after_separator(stem, at);
     let digits = stem[word..].starts_with("of").then(|| digits_after(stem, word + 2))??;
-    Some(Field { start: at, digits })
+    Some(NumberField { start: at, digits })
 }
 
 /// The last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers: `00001-of-00002.fp16`.
-fn numbered(stem: &str) -> Option<(Field, Field)> {
+fn numbered(stem: &str) -> Option<(NumberField, NumberField)> {
     let is_separator = |c: char| c == ' ' || SEPARATORS.contains(&c);
     stem.rmatch_indices("of").find_map(|(of, word)| {
         let before = &stem[..of];
@@ -165,12 +165,12 @@ fn numbered(stem: &str) -> Option<(Field, Field)> {
         let after = of + word.len();
         let size = digits_after(stem, after + usize::from(stem[after..].starts_with(' ')))?;
         let is_number = rank_start < rank_end && !stem[size.1..].starts_with(char::is_alphanumeric);
-        let rank = Field { start: rank_start, digits: (rank_start, rank_end) };
-        is_number.then_some((rank, Field { start: rank_end, digits: size }))
+        let rank = NumberField { start: rank_start, digits: (rank_start, rank_end) };
+        is_number.then_some((rank, NumberField { start: rank_end, digits: size }))
     })
 }
 
-fn value(stem: &str, field: Field) -> Option<u32> {
+fn value(stem: &str, field: NumberField) -> Option<u32> {
     stem[field.digits.0..field.digits.1].parse().ok()
 }
 

@@ -4,9 +4,9 @@ use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::index::Index;
-use super::listing::Found;
-use super::parts::{self, Loaded};
+use super::index::ShardIndex;
+use super::listing::DetectedFiles;
+use super::parts::{self, LoadedFolder};
 use super::series::SeriesSet;
 use super::shortfall::Shortfall;
 use super::{Format, ReadOptions};
@@ -16,7 +16,7 @@ use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
 /// What is learnt while folders are read.
-pub struct Reading<'a> {
+pub struct ReadFindings<'a> {
     pub options: &'a ReadOptions,
     pub files: Files,
     pub series: Vec<String>,
@@ -29,7 +29,7 @@ pub struct Reading<'a> {
     pub other_files: Vec<PathBuf>,
 }
 
-impl<'a> Reading<'a> {
+impl<'a> ReadFindings<'a> {
     pub fn new(options: &'a ReadOptions, io: IoMode) -> Self {
         Self {
             options,
@@ -46,7 +46,7 @@ impl<'a> Reading<'a> {
     ///
     /// # Errors
     /// As reading its format.
-    pub fn read(&mut self, path: &Path, found: Found) -> Result<(Format, Loaded)> {
+    pub fn read(&mut self, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let mut warnings = Vec::new();
         let reader = found.format.entry().read;
         let lacks = reader.shortfall(path, &found, self.options, self.files.io())?;
@@ -78,7 +78,7 @@ impl<'a> Reading<'a> {
     /// The error of a difference, unless it is let pass.
     pub fn check_index(
         &mut self,
-        index: Option<Index>,
+        index: Option<ShardIndex>,
         differing: Option<Shortfall>,
         catalog: &mut Catalog,
     ) -> Result<()> {

@@ -5,13 +5,13 @@
 
 use std::path::Path as FilePath;
 
-use super::listing::{FileStart, Found, Listing};
+use super::listing::{DetectedFiles, FileStart, FolderListing};
 use super::local::LocalLayout;
-use super::parts::Loaded;
+use super::parts::LoadedFolder;
 use super::rank_names::RankNames;
-use super::reading::Reading;
+use super::reading::ReadFindings;
 use super::shortfall::Shortfall;
-use super::torch::{RankLayout, Style};
+use super::torch::{DTensorStyle, RankLayout};
 use super::{Format, ReadOptions};
 use crate::catalog::{Catalog, Path, Reservation, TensorEntry, Value};
 use crate::error::Result;
@@ -20,7 +20,7 @@ use crate::layout::shards::Held;
 use crate::storage::IoMode;
 
 /// One row of the table: the name of a format, and what it can hold.
-pub struct Entry {
+pub struct FormatEntry {
     /// The name for `--from` and `--to`.
     pub name: &'static str,
     /// What the format is, as the README has it.
@@ -65,7 +65,7 @@ pub trait Read: Sync {
     ///
     /// # Errors
     /// `Io`; `Missing` and `Malformed` where the names say that something is wrong.
-    fn find_in(&self, _: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, _: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
 
@@ -73,7 +73,7 @@ pub trait Read: Sync {
     ///
     /// # Errors
     /// `Unsupported` for a file that is one of several.
-    fn find_file(&self, _: &FileStart<'_>) -> Result<Option<Found>> {
+    fn find_file(&self, _: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
 
@@ -81,7 +81,7 @@ pub trait Read: Sync {
     ///
     /// # Errors
     /// `Io`; `Malformed` and `Conflict` where names contradict each other.
-    fn shortfall(&self, _: &FilePath, _: &Found, _: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+    fn shortfall(&self, _: &FilePath, _: &DetectedFiles, _: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
         Ok(None)
     }
 
@@ -89,7 +89,12 @@ pub trait Read: Sync {
     ///
     /// # Errors
     /// `Malformed`, `Missing`, `Conflict`, `Unsupported`, `Io`.
-    fn read(&self, reading: &mut Reading<'_>, path: &FilePath, found: Found) -> Result<(Format, Loaded)>;
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &FilePath,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)>;
 }
 
 /// A format that is written for the ranks of a mesh.
@@ -110,7 +115,7 @@ pub struct ShardedTarget<'a> {
     /// The number of ranks of the job. Ranks outside the mesh hold nothing of what the others share.
     pub world_size: u32,
     /// The PyTorch that is to load rank files.
-    pub style: &'a Style,
+    pub style: &'a DTensorStyle,
     /// The names of rank files, in formats that have series of them.
     pub names: Option<&'a RankNames>,
     pub layouts: &'a mut dyn Layouts,

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
-use super::parts::{Content, Loaded, Part, adopt};
+use super::parts::{CheckpointPart, LoadedFolder, PartContent, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::shortfall::list_absent;
 use super::torch;
 use super::torch::load::load;
-use super::torch::ranks::{Plain, RankFile, merge};
+use super::torch::ranks::{PlainKind, RankFile, merge};
 use super::{ReadOptions, folder_of};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
@@ -20,7 +20,7 @@ use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::Rank;
 use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
-use crate::storage::lookup::{self, Kind};
+use crate::storage::lookup::{self, FileKind};
 
 /// Which series of a folder to read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,7 +74,7 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
         let is_of_series = entry.path.extension().is_some()
             && RankName::parse(&entry.path).is_some_and(|name| name.series == own.series);
         // A rank whose file cannot be reached is a rank nevertheless.
-        if is_of_series && matches!(entry.kind()?, Kind::File | Kind::Dangling) {
+        if is_of_series && matches!(entry.kind()?, FileKind::File | FileKind::Dangling) {
             found.push(entry.path);
         }
     }
@@ -234,7 +234,7 @@ impl SeriesSet {
     ///
     /// # Errors
     /// As reading and merging rank files; `Missing` where ranks are.
-    pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(Loaded, Unflattened)> {
+    pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(LoadedFolder, Unflattened)> {
         let (mut read, mut gaps) = (Vec::new(), Vec::new());
         for series in &self.series {
             let (own, gap) = series.read(&self.folder, files, options)?;
@@ -264,7 +264,7 @@ impl SeriesSet {
         &self,
         options: &ReadOptions,
         read_ranks: &mut dyn FnMut(&BTreeMap<u32, PathBuf>) -> Result<Catalog>,
-    ) -> Result<Loaded> {
+    ) -> Result<LoadedFolder> {
         let mut catalogs = Vec::new();
         for series in &self.series {
             let (ranks, gap) = series.present(&self.folder, options, &|_| false)?;
@@ -276,13 +276,13 @@ impl SeriesSet {
     }
 
     /// One catalog of one a series; several are subtrees of it.
-    fn join(&self, mut catalogs: Vec<Catalog>) -> Loaded {
+    fn join(&self, mut catalogs: Vec<Catalog>) -> LoadedFolder {
         let part = |series: &Series, content| {
             let (names, world_size) = (Some(series.names()), series.world_size());
-            Part { folder: PathBuf::new(), content, names, world_size }
+            CheckpointPart { folder: PathBuf::new(), content, names, world_size }
         };
         if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
-            return Loaded { catalog: catalogs.remove(0), parts: vec![part(only, Content::Whole)] };
+            return LoadedFolder { catalog: catalogs.remove(0), parts: vec![part(only, PartContent::Whole)] };
         }
         let mut whole = Catalog::empty();
         let mut entries = Vec::new();
@@ -290,10 +290,10 @@ impl SeriesSet {
         for (series, catalog) in self.series.iter().zip(catalogs) {
             let state = adopt(&mut whole, catalog, Some(&series.name));
             entries.push((Value::Str(series.name.as_str().into()), state));
-            parts.push(part(series, Content::Below(series.name.clone())));
+            parts.push(part(series, PartContent::Below(series.name.clone())));
         }
         whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-        Loaded { catalog: whole, parts }
+        LoadedFolder { catalog: whole, parts }
     }
 
     /// The model series, where it was not chosen.
@@ -319,7 +319,7 @@ pub const WITHOUT_THEM: &str =
     "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
 
 /// Ranks whose files are not there.
-struct Gap {
+struct MissingRanks {
     at: String,
     ranks: String,
     error: Error,
@@ -385,8 +385,8 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && options.told.is_none()
-            && merge(&loaded, Plain::Replicas)
+            && options.declared_layout.is_none()
+            && merge(&loaded, PlainKind::Replicas)
                 .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
@@ -438,7 +438,7 @@ impl Series {
         world_size: Option<u32>,
         ranks: &BTreeMap<u32, PathBuf>,
         options: &ReadOptions,
-    ) -> Result<Option<Gap>> {
+    ) -> Result<Option<MissingRanks>> {
         let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
         let size = world_size.unwrap_or(highest.saturating_add(1));
         let at = format!("series `{}`", self.name);
@@ -468,7 +468,7 @@ impl Series {
                 hint: None,
             })
             .naming(&numbers.names("rank", "ranks"));
-            Gap { at: format!("{}: {at}", folder.display()), ranks, error }
+            MissingRanks { at: format!("{}: {at}", folder.display()), ranks, error }
         }))
     }
 }

@@ -10,8 +10,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::index::{Index, is_safetensors_index, is_torch_index};
-use super::listing::Found;
+use super::index::{ShardIndex, is_safetensors_index, is_torch_index};
+use super::listing::DetectedFiles;
 use super::rank_names::RankName;
 use super::series::{Grouped, SeriesSet};
 use super::shortfall::Shortfall;
@@ -24,15 +24,15 @@ use crate::storage::lookup;
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` where names contradict each other.
-pub fn shortfall(path: &Path, found: &Found, options: &ReadOptions) -> Result<Option<Shortfall>> {
+pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> Result<Option<Shortfall>> {
     let paths = &found.paths;
     if let Some(index) = &found.index {
-        return Index::read(index)?.files_left_out(paths);
+        return ShardIndex::read(index)?.files_left_out(paths);
     }
     if is_given(path, paths) {
         return lone_file(path)?.map_or_else(|| linked_file(path), |found| Ok(Some(found)));
     }
-    if let Some(found) = numbered(path, paths, options.told.is_some())? {
+    if let Some(found) = numbered(path, paths, options.declared_layout.is_some())? {
         return Ok(Some(found));
     }
     for path in paths.iter().filter(|path| RankName::parse(path).is_none()) {
@@ -89,7 +89,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         if !lookup::is_file(&index)? {
             continue;
         }
-        let index = match Index::read(&index) {
+        let index = match ShardIndex::read(&index) {
             Ok(index) => index,
             // A file that is no index says nothing of this one.
             Err(Error::Format(FormatError::Malformed { .. })) => continue,

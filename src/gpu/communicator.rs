@@ -19,7 +19,7 @@ use nccl::{DataType, DeviceView, DeviceViewMut, Group};
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::stream::Stream;
-use super::watch::{Met, Watch, Why, reason};
+use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{DeviceError, Error, Result};
 
@@ -36,8 +36,8 @@ const LEN_BYTES: usize = 8;
 /// A rank whose memory is a device's.
 pub struct Nccl {
     // Ended first: it has both of the others.
-    watch: Option<Watch>,
-    met: Arc<Met>,
+    watch: Option<NcclWatch>,
+    met: Arc<NcclState>,
     notes: Arc<dyn FailureNotes>,
     stream: Stream,
     counter: Counter,
@@ -55,9 +55,9 @@ impl Nccl {
     pub(super) fn new(peers: nccl::Communicator, stream: Stream, notes: Arc<dyn FailureNotes>) -> Result<Self> {
         let place = peers.place();
         let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
-        let met = Met::new(peers);
+        let met = NcclState::new(peers);
         let own = u32::try_from(place.rank).expect("fewer than 2^32 ranks");
-        let watch = Watch::start(Arc::clone(&met), Arc::clone(&notes), own)?;
+        let watch = NcclWatch::start(Arc::clone(&met), Arc::clone(&notes), own)?;
         Ok(Self {
             watch: Some(watch),
             met,
@@ -191,12 +191,15 @@ impl Nccl {
         let mut pause = SHORTEST;
         loop {
             self.stream.device().bind()?;
-            if point.try_is_complete().map_err(|error| self.abandon(op, Why::Here(failed(op)(error).to_string())))? {
+            if point
+                .try_is_complete()
+                .map_err(|error| self.abandon(op, AbortReason::Here(failed(op)(error).to_string())))?
+            {
                 return Ok(());
             }
             // After an abort there is nothing to wait for but the stream.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
-            self.notes.check().map_err(|gone| self.abandon(op, Why::Elsewhere(gone.to_string())))?;
+            self.notes.check().map_err(|gone| self.abandon(op, AbortReason::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
@@ -216,12 +219,12 @@ impl Nccl {
     }
 
     /// Abort NCCL; the error says who is gone, if somebody is.
-    fn abandon(&self, op: &'static str, why: Why) -> Error {
+    fn abandon(&self, op: &'static str, why: AbortReason) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
     }
 
-    fn reason(&self, op: &'static str, why: &Why) -> Error {
+    fn reason(&self, op: &'static str, why: &AbortReason) -> Error {
         reason(&*self.notes, self.rank(), op, why)
     }
 }

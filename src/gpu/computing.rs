@@ -5,18 +5,18 @@
 
 use std::ops::Range;
 
-use super::arithmetic::{Arithmetic, Conversion, Conversions, Reduction, Reductions};
+use super::arithmetic::{Arithmetic, CastJob, CastJobs, ReductionJob, ReductionJobs};
 use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
 use crate::exchange::{Arriving, Making, Moves};
-use crate::exec::cast::Counts;
+use crate::exec::cast::LossCounts;
 
 /// What is computed of a round.
 #[derive(Debug)]
 pub struct Computing {
-    reductions: Reductions,
-    conversions: Conversions,
+    reductions: ReductionJobs,
+    conversions: CastJobs,
 }
 
 impl Computing {
@@ -69,18 +69,18 @@ impl Computing {
     ///
     /// # Errors
     /// `Unsupported` where summands have no value.
-    pub fn told(&self, moves: &Moves, host: &[u8]) -> Result<Vec<Counts>> {
+    pub fn told(&self, moves: &Moves, host: &[u8]) -> Result<Vec<LossCounts>> {
         self.reductions.outcome(&host[self.reductions.outcomes()]).map_err(|(job, fault)| {
             let tile = moves.arriving.iter().filter(|tile| reduction(tile).is_some()).nth(job);
             fault.of(&tile.expect("one for each job").wanted.fqn)
         })?;
-        Ok(Conversions::counts(&host[self.conversions.lost()]).collect())
+        Ok(CastJobs::counts(&host[self.conversions.lost()]).collect())
     }
 }
 
-fn reduction(tile: &Arriving) -> Option<Reduction> {
+fn reduction(tile: &Arriving) -> Option<ReductionJob> {
     let Making::Reduced { summands, reducer, .. } = &tile.making else { return None };
-    Some(Reduction {
+    Some(ReductionJob {
         reducer: *reducer,
         parts: u32::try_from(tile.wanted.parts.len()).expect("fewer than 2^32 summands"),
         numel: tile.elements.end - tile.elements.start,
@@ -90,14 +90,14 @@ fn reduction(tile: &Arriving) -> Option<Reduction> {
 }
 
 /// One a portion, one tile behind the other.
-fn conversions(moves: &Moves) -> impl Iterator<Item = Conversion> {
+fn conversions(moves: &Moves) -> impl Iterator<Item = CastJob> {
     let laid = moves.casts.iter().flat_map(|casts| moves.arriving.iter().zip(&casts.tiles));
     laid.flat_map(|(tile, laid)| {
         let portions = laid.cast.iter().flat_map(|(cast, portions)| portions.iter().map(|portion| (*cast, portion)));
         portions.map(|(cast, portion)| {
             let (first, end) = (portion.elements.start, portion.elements.end);
             let at = |itemsize: u64| usize::try_from(first * itemsize).expect("a round fits memory");
-            Conversion {
+            CastJob {
                 cast,
                 numel: end - first,
                 counted: portion.counted.start.saturating_sub(first)..portion.counted.end.saturating_sub(first),

@@ -41,14 +41,14 @@ pub(super) const ARITHMETIC: Program = Program {
 
 impl Program {
     /// On the device, or why not.
-    pub fn load(&self, device: &Device, kernels: &Kernels) -> Result<Loaded, String> {
+    pub fn load(&self, device: &Device, kernels: &Kernels) -> Result<LoadedKernels, String> {
         let ptx = match kernels {
             Kernels::Compiled => self.compiled(device),
             Kernels::Ptx(text) => Ok(Ptx::from_src(text.clone())),
             Kernels::Off => Err("they are switched off".into()),
         };
         let module = device.context().load_module(ptx?);
-        module.map(Loaded).map_err(|error| failed("load kernels")(error).to_string())
+        module.map(LoadedKernels).map_err(|error| failed("load kernels")(error).to_string())
     }
 
     /// PTX for the device, or the newest that NVRTC can make below.
@@ -85,9 +85,9 @@ impl Program {
 }
 
 /// A program that a device has.
-pub(super) struct Loaded(Arc<CudaModule>);
+pub(super) struct LoadedKernels(Arc<CudaModule>);
 
-impl Loaded {
+impl LoadedKernels {
     pub fn kernel(&self, name: &str) -> Result<CudaFunction, String> {
         self.0.load_function(name).map_err(|error| failed("load a kernel")(error).to_string())
     }

@@ -12,7 +12,7 @@ use nccl::DeviceBuffer;
 
 use super::device::{Device, failed, text};
 use crate::error::{DeviceError, Error, Result};
-use crate::exchange::{HostMemory, Rooms};
+use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
 /// Allocations are multiples of this, or powers of two below.
@@ -50,9 +50,9 @@ impl Pinned {
 
     /// Where such memory is had.
     #[must_use]
-    pub fn rooms(device: &Arc<Device>) -> Arc<Rooms<Self>> {
+    pub fn rooms(device: &Arc<Device>) -> Arc<BufferPool<Self>> {
         let device = Arc::clone(device);
-        Rooms::new(move |len| Self::new(Arc::clone(&device), rounded(len)))
+        BufferPool::new(move |len| Self::new(Arc::clone(&device), rounded(len)))
     }
 }
 

@@ -23,12 +23,12 @@ mod computing;
 mod copies;
 mod device;
 pub(crate) mod error;
-mod folding;
 mod kernels;
-mod meeting;
 mod memory;
+mod nccl_reduce;
 mod packer;
 mod settings;
+mod setup;
 mod shuffle;
 mod slot;
 mod stream;
@@ -40,15 +40,15 @@ mod watch;
 
 use std::sync::{Arc, OnceLock};
 
-pub use arithmetic::{Arithmetic, Conversion, Reduction};
+pub use arithmetic::{Arithmetic, CastJob, ReductionJob};
 pub use communicator::Nccl;
 pub use device::Device;
-pub use meeting::Meeting;
 pub use memory::{DeviceBytes, Pinned};
 pub use packer::Packer;
 pub use settings::{Kernels, Settings, Sharing};
+pub use setup::NcclSetup;
 pub use shuffle::DeviceShuffle;
-pub use trial::Trial;
+pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 

@@ -16,7 +16,7 @@ use super::kernels::COPIES;
 use super::memory::DeviceBytes;
 use super::settings::Kernels;
 use super::stream::Stream;
-use super::table::Launch;
+use super::table::KernelLaunch;
 use crate::error::Result;
 
 #[derive(Clone, Debug)]
@@ -48,7 +48,7 @@ impl Packer {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
             Self::Kernel(kernel) => {
-                Copies::Launch(Launch { kernel: kernel.clone(), jobs: tabulate(nests, &mut bytes) })
+                Copies::Launch(KernelLaunch { kernel: kernel.clone(), jobs: tabulate(nests, &mut bytes) })
             }
             Self::Copies(_) => Copies::Calls(nests),
         });
@@ -58,7 +58,7 @@ impl Packer {
 
 /// Copies that are ready to be done.
 pub(super) enum Copies {
-    Launch(Launch),
+    Launch(KernelLaunch),
     Calls(Vec<Nest>),
 }
 

@@ -29,11 +29,11 @@ use super::communicator::Nccl;
 use super::computing::Computing;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::{Copies, Packer};
-use super::slot::{Lent, Rest, Slot};
+use super::slot::{LentBuffers, RoundSlot, SecondPhaseCopies};
 use super::stream::Stream;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exchange::{Casting, Given, Hop, Moves, Room, Rooms, Shuffle, reduce};
+use crate::exchange::{BufferPool, Casting, Given, Moves, PooledBuffer, Shuffle, TransferPhase, reduce};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
@@ -51,13 +51,13 @@ pub struct DeviceShuffle<'a> {
     peers: &'a Nccl,
     packer: Packer,
     arithmetic: Option<Arithmetic>,
-    rooms: Arc<Rooms<Pinned>>,
+    rooms: Arc<BufferPool<Pinned>>,
     /// Memory of tables, which are much shorter than rounds.
-    tables: Arc<Rooms<Pinned>>,
+    tables: Arc<BufferPool<Pinned>>,
     up: Stream,
     wire: Stream,
     down: Stream,
-    slots: Vec<Slot>,
+    slots: Vec<RoundSlot>,
     second_hop: SecondHop,
     begun: usize,
 }
@@ -88,7 +88,7 @@ impl<'a> DeviceShuffle<'a> {
             up: stream()?,
             wire: stream()?,
             down: stream()?,
-            slots: (0..SLOTS).map(|_| Slot::new(&gpu.device)).collect::<Result<_>>()?,
+            slots: (0..SLOTS).map(|_| RoundSlot::new(&gpu.device)).collect::<Result<_>>()?,
             second_hop,
             begun: 0,
         })
@@ -137,7 +137,7 @@ impl<'a> DeviceShuffle<'a> {
     }
 
     /// Have values where there are none yet, let them take their second hop, and bring what is given to the host.
-    fn queue_rest(&mut self, number: usize, rest: &Rest) -> Result<()> {
+    fn queue_rest(&mut self, number: usize, rest: &SecondPhaseCopies) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &mut slot.lent else { return Ok(()) };
         let by_host = lent.reduces();
@@ -191,7 +191,7 @@ impl<'a> DeviceShuffle<'a> {
     fn fit<const N: usize>(
         &mut self,
         number: usize,
-        wanted: impl for<'s> Fn(&'s mut Slot) -> [(&'s mut DeviceBytes, usize, &'static str); N],
+        wanted: impl for<'s> Fn(&'s mut RoundSlot) -> [(&'s mut DeviceBytes, usize, &'static str); N],
     ) -> Result<()> {
         if wanted(&mut self.slots[number]).iter().all(|(memory, len, _)| memory.len() >= *len) {
             return Ok(());
@@ -217,7 +217,7 @@ impl Shuffle for DeviceShuffle<'_> {
 
     const UNDER_WAY: usize = SLOTS;
 
-    fn rooms(&self) -> Arc<Rooms<Pinned>> {
+    fn rooms(&self) -> Arc<BufferPool<Pinned>> {
         Arc::clone(&self.rooms)
     }
 
@@ -225,7 +225,7 @@ impl Shuffle for DeviceShuffle<'_> {
         if self.arithmetic.is_some() { Casting::InShuffle } else { Casting::InStrips }
     }
 
-    fn begin(&mut self, moves: &Arc<Moves>, stage: Room<Pinned>) -> Result<usize> {
+    fn begin(&mut self, moves: &Arc<Moves>, stage: PooledBuffer<Pinned>) -> Result<usize> {
         let number = self.begun % SLOTS;
         assert!(self.slots[number].lent.is_none(), "no more than {SLOTS} rounds are under way");
         let (outgoing_len, incoming_len) = moves.wire_lens();
@@ -247,15 +247,15 @@ impl Shuffle for DeviceShuffle<'_> {
         let computing = self.arithmetic.as_ref();
         let computing = computing.map(|with| Computing::new(with, moves, &slot.unpacked, &slot.stage, &mut bytes));
         self.fit(number, |slot| [(&mut slot.table, bytes.len(), "lists of copies")])?;
-        let mut table = self.tables.room(bytes.len())?;
+        let mut table = self.tables.buffer(bytes.len())?;
         table.copy_from_slice(&bytes);
         let by_host = computing.is_none() && moves.is_reduced();
         let given_len = moves.casts.as_ref().map_or(moves.given_len, |casts| casts.len);
-        let given = self.rooms.room(if by_host { moves.unpacked_len } else { given_len })?;
-        let rest = Some(Rest { packs, takes, stays });
+        let given = self.rooms.buffer(if by_host { moves.unpacked_len } else { given_len })?;
+        let rest = Some(SecondPhaseCopies { packs, takes, stays });
         let goes_on = !by_host && (moves.second.is_none() || self.second_hop == SecondHop::BehindTheFirst);
         let moves = Arc::clone(moves);
-        self.slots[number].lent = Some(Lent { moves, stage, table, given, computing, rest, done: None });
+        self.slots[number].lent = Some(LentBuffers { moves, stage, table, given, computing, rest, done: None });
         self.begun += 1;
 
         let queued = self.queue(number, &[first, unpacks]);
@@ -272,7 +272,7 @@ impl Shuffle for DeviceShuffle<'_> {
         if let Some(done) = slot.lent.as_ref().and_then(|lent| lent.done.as_ref()) {
             self.peers.wait(OP, done)?;
         }
-        let Lent { given, computing, table, .. } = slot.lent.take().expect("a round that was begun");
+        let LentBuffers { given, computing, table, .. } = slot.lent.take().expect("a round that was begun");
         let lost = computing.map_or(Ok(Vec::new()), |computing| computing.told(moves, &table))?;
         Ok(Given { values: given, lost })
     }
@@ -281,7 +281,7 @@ impl Shuffle for DeviceShuffle<'_> {
 impl Drop for DeviceShuffle<'_> {
     /// Nothing is freed that a stream may still use.
     fn drop(&mut self) {
-        let is_done = |lent: &Lent| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
+        let is_done = |lent: &LentBuffers| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
             mem::forget(mem::take(&mut self.slots));
         }
@@ -289,7 +289,13 @@ impl Drop for DeviceShuffle<'_> {
 }
 
 /// Queue a hop.
-fn across(peers: &Nccl, wire: &Stream, hop: &Hop, outgoing: &DeviceBytes, incoming: &mut DeviceBytes) -> Result<()> {
+fn across(
+    peers: &Nccl,
+    wire: &Stream,
+    hop: &TransferPhase,
+    outgoing: &DeviceBytes,
+    incoming: &mut DeviceBytes,
+) -> Result<()> {
     peers.queue_exchange(wire, outgoing, &hop.to, incoming, &hop.from)?;
     if hop.is_told() { peers.queue_all_gather(wire, incoming, &hop.told) } else { Ok(()) }
 }

@@ -13,36 +13,36 @@ use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::Copies;
 use crate::error::Result;
-use crate::exchange::{Hop, Moves, Origin, Room, StridedCopy};
+use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhase};
 
 /// A round's memory on the device, and what it has of the host's.
-pub(super) struct Slot {
+pub(super) struct RoundSlot {
     /// What goes up; then what is cast, and what comes down with that.
     pub stage: DeviceBytes,
     pub outgoing: DeviceBytes,
     pub incoming: DeviceBytes,
     pub unpacked: DeviceBytes,
     pub table: DeviceBytes,
-    pub lent: Option<Lent>,
+    pub lent: Option<LentBuffers>,
 }
 
 /// What streams use until a round is done.
-pub(super) struct Lent {
+pub(super) struct LentBuffers {
     pub moves: Arc<Moves>,
-    pub stage: Room<Pinned>,
-    pub table: Room<Pinned>,
+    pub stage: PooledBuffer<Pinned>,
+    pub table: PooledBuffer<Pinned>,
     /// What comes down.
-    pub given: Room<Pinned>,
+    pub given: PooledBuffer<Pinned>,
     /// `None` where the host computes.
     pub computing: Option<Computing>,
     /// What is left to do when it has been unpacked, until that is queued.
-    pub rest: Option<Rest>,
+    pub rest: Option<SecondPhaseCopies>,
     /// The point at which all that is queued of it is done; `None` where the device could not even mark the point.
     pub done: Option<CudaEvent>,
 }
 
 /// Copies behind the first hop.
-pub(super) struct Rest {
+pub(super) struct SecondPhaseCopies {
     /// Of the second hop.
     pub packs: Copies,
     pub takes: Copies,
@@ -50,14 +50,14 @@ pub(super) struct Rest {
     pub stays: Copies,
 }
 
-impl Lent {
+impl LentBuffers {
     /// Whether the host makes values of summands.
     pub fn reduces(&self) -> bool {
         self.computing.is_none() && self.moves.is_reduced()
     }
 }
 
-impl Slot {
+impl RoundSlot {
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         let bytes = || DeviceBytes::new(device, 0, "rounds");
         let (stage, outgoing, incoming, unpacked, table) = (bytes()?, bytes()?, bytes()?, bytes()?, bytes()?);
@@ -65,7 +65,7 @@ impl Slot {
     }
 
     /// Of a hop out of this memory: messages, and what this rank tells.
-    pub fn packs(&self, hop: &Hop, rank: usize, from: &DeviceBytes) -> Vec<Nest> {
+    pub fn packs(&self, hop: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<Nest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<Nest> {
             copies.iter().filter_map(|copy| Nest::new(copy, from, into, start)).collect()
         };
@@ -86,8 +86,8 @@ impl Slot {
         for landing in moves.landings() {
             nests.extend(landing.copies.iter().filter_map(|(origin, copy)| {
                 let from = match origin {
-                    Origin::Stage => &self.stage,
-                    Origin::Incoming => &self.incoming,
+                    ByteOrigin::Stage => &self.stage,
+                    ByteOrigin::Incoming => &self.incoming,
                 };
                 Nest::new(copy, from, &self.unpacked, landing.place.start)
             }));

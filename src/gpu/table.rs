@@ -53,12 +53,12 @@ impl Jobs {
 
 /// Jobs, and the kernel that does them.
 #[derive(Debug)]
-pub(super) struct Launch {
+pub(super) struct KernelLaunch {
     pub kernel: CudaFunction,
     pub jobs: Jobs,
 }
 
-impl Launch {
+impl KernelLaunch {
     /// Do them on a stream.
     ///
     /// # Safety

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::arithmetic::{Arithmetic, Conversion, Conversions, Reduction};
+use super::arithmetic::{Arithmetic, CastJob, CastJobs, ReductionJob};
 use super::copies::Nest;
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
@@ -13,11 +13,11 @@ use super::packer::Packer;
 use super::stream::Stream;
 use crate::error::Result;
 use crate::exchange::StridedCopy;
-use crate::exec::cast::Counts;
-use crate::exec::reduce::Fault;
+use crate::exec::cast::LossCounts;
+use crate::exec::reduce::ReduceError;
 
 /// Two buffers of a device, and what brings bytes from the one to the other.
-pub struct Trial {
+pub struct TransferTrial {
     stream: Stream,
     packer: Packer,
     from: DeviceBytes,
@@ -25,7 +25,7 @@ pub struct Trial {
     table: DeviceBytes,
 }
 
-impl Trial {
+impl TransferTrial {
     /// With zeros to copy into, and anything to copy from.
     ///
     /// # Errors
@@ -82,9 +82,9 @@ impl Trial {
     pub fn reduce(
         &mut self,
         arithmetic: &Arithmetic,
-        jobs: &[Reduction],
+        jobs: &[ReductionJob],
         times: u32,
-    ) -> Result<Result<(), (usize, Fault)>> {
+    ) -> Result<Result<(), (usize, ReduceError)>> {
         let mut records = Vec::new();
         let reductions = arithmetic.reductions(jobs, &self.from, &self.into, &mut records);
         // SAFETY: it is waited for, and both buffers are this trial's alone.
@@ -99,12 +99,12 @@ impl Trial {
     ///
     /// # Panics
     /// Where one of them leaves the buffers.
-    pub fn convert(&mut self, arithmetic: &Arithmetic, jobs: &[Conversion], times: u32) -> Result<Vec<Counts>> {
+    pub fn convert(&mut self, arithmetic: &Arithmetic, jobs: &[CastJob], times: u32) -> Result<Vec<LossCounts>> {
         let mut records = Vec::new();
         let conversions = arithmetic.conversions(jobs, &self.from, &self.into, &mut records);
         // SAFETY: it is waited for, and both buffers are this trial's alone.
         self.tabled(&mut records, times, |stream, table| unsafe { conversions.run(stream, table) })?;
-        Ok(Conversions::counts(&records[conversions.lost()]).collect())
+        Ok(CastJobs::counts(&records[conversions.lost()]).collect())
     }
 
     /// Run what has a table, so many times, and fetch the table.

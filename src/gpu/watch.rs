@@ -20,14 +20,14 @@ const EVERY: Duration = Duration::from_millis(100);
 
 /// Why NCCL is given up.
 #[derive(Clone, Debug)]
-pub(super) enum Why {
+pub(super) enum AbortReason {
     /// Another rank is gone, or has ended its side.
     Elsewhere(String),
     /// Whatever it is, it may be of this rank alone.
     Here(String),
 }
 
-impl Why {
+impl AbortReason {
     pub fn words(&self) -> &str {
         let (Self::Elsewhere(words) | Self::Here(words)) = self;
         words
@@ -42,7 +42,7 @@ impl Why {
     }
 }
 
-impl From<nccl::Error> for Why {
+impl From<nccl::Error> for AbortReason {
     fn from(error: nccl::Error) -> Self {
         let is_elsewhere = match &error {
             nccl::Error::Call { code, .. } => *code == ncclRemoteError,
@@ -54,12 +54,14 @@ impl From<nccl::Error> for Why {
 }
 
 /// Returns the error for why NCCL fails at rank `own`: what the notes of the run say, or else what NCCL says.
-pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &Why) -> Error {
+pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.patience();
     loop {
         match notes.check() {
             // The watch was faster with the reason of this rank.
-            Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, Why::Here(_)) => break,
+            Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, AbortReason::Here(_)) => {
+                break;
+            }
             Err(Error::Comm(CommError { rank, detail, hint, .. })) => {
                 return CommError { rank, op, detail, hint }.into();
             }
@@ -78,25 +80,25 @@ pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
 }
 
 /// NCCL among the ranks, or why there is none any more.
-pub(super) struct Met {
+pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
-    given_up: OnceLock<Why>,
+    given_up: OnceLock<AbortReason>,
 }
 
-impl Met {
+impl NcclState {
     pub fn new(peers: nccl::Communicator) -> Arc<Self> {
         Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
     }
 
     /// # Errors
     /// Why it is given up, now or before.
-    pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, Why> {
+    pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, AbortReason> {
         let done = self.lock().as_mut().map_or(Err(nccl::Error::Aborted), body);
         done.map_err(|error| self.give_up(error.into()))
     }
 
     /// Abort NCCL, which ends what streams have of it; why, or why it was done before.
-    pub fn give_up(&self, why: Why) -> Why {
+    pub fn give_up(&self, why: AbortReason) -> AbortReason {
         let why = self.given_up.get_or_init(|| why);
         drop(self.take());
         why.clone()
@@ -112,20 +114,20 @@ impl Met {
 }
 
 /// A thread that looks after it, as long as this is.
-pub(super) struct Watch {
+pub(super) struct NcclWatch {
     /// `None` once it is to end.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Watch {
+impl NcclWatch {
     /// # Errors
     /// `Usage` where no thread can be started.
-    pub fn start(met: Arc<Met>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
+    pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
         let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
-                let is_well = notes.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
+                let is_well = notes.check().map_err(|gone| met.give_up(AbortReason::Elsewhere(gone.to_string())));
                 if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
                     // This rank may be waiting for another one, which waits for NCCL.
                     return notes.fail(&reason(&*notes, own, "exchange", &why).to_string());
@@ -136,7 +138,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for NcclWatch {
     fn drop(&mut self) {
         self.going = None;
         let _ = self.thread.take().map(JoinHandle::join);

@@ -3,11 +3,11 @@
 use std::fmt;
 
 use super::rules::Rule;
-use super::shards::Shared;
+use super::shards::SharedTensor;
 use super::{DeviceMesh, LayoutError, Split};
 
 #[derive(Clone, Copy, Debug)]
-pub enum CutBy<'a> {
+pub enum SplitChoice<'a> {
     Rule(&'a Rule),
     /// What is said of all tensors.
     All,
@@ -16,7 +16,7 @@ pub enum CutBy<'a> {
     Like,
 }
 
-impl fmt::Display for CutBy<'_> {
+impl fmt::Display for SplitChoice<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Rule(rule) => &rule.said,
@@ -27,7 +27,7 @@ impl fmt::Display for CutBy<'_> {
     }
 }
 
-impl CutBy<'_> {
+impl SplitChoice<'_> {
     /// # Errors
     /// `Cut` where a tensor of this shape cannot be cut so.
     pub fn check(
@@ -35,7 +35,7 @@ impl CutBy<'_> {
         fqn: &impl ToString,
         shape: &[u64],
         mesh: &DeviceMesh,
-        shared: &Shared,
+        shared: &SharedTensor,
     ) -> Result<(), LayoutError> {
         if shared.splits.iter().all(|split| *split == Split::Chunk) {
             return Ok(());

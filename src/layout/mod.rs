@@ -50,7 +50,7 @@ mod tests;
 
 pub use cover::{Cover, CoverError};
 pub use error::LayoutError;
-pub use intervals::{Intervals, Segment, Segments};
+pub use intervals::{CommonRange, Intervals, Segments};
 pub use mesh::DeviceMesh;
 pub use pattern::Pattern;
 pub use placement::{Placement, PlacementSpec, ReduceOp, comma_list, parse_placements};

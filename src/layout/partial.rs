@@ -22,14 +22,14 @@
 use std::collections::BTreeMap;
 
 use super::shard::MAX_INTERVALS;
-use super::shards::OnMesh;
+use super::shards::MeshPlacement;
 use super::{
     AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };
 
 /// How summands become the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reduction {
+pub struct PartialReduction {
     /// Never `Avg`, which is a sum that is divided.
     pub op: ReduceOp,
     /// Sizes of the Partial mesh dims, outermost first.
@@ -38,7 +38,7 @@ pub struct Reduction {
     averages: Vec<bool>,
 }
 
-impl Reduction {
+impl PartialReduction {
     /// That of these placements; `None` where none of them is Partial.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64])
     ravel(&pick(coordinate), &pick(mesh_shape))
 }
 
-impl OnMesh<'_> {
+impl MeshPlacement<'_> {
     /// What the ranks hold together that have `coordinate` on the mesh dims that `stay`, all of which shard.
     fn held_along(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
         let own = &self.shared.placements;
@@ -155,14 +155,14 @@ impl Share {
     /// `PartialToPartial`, `NoSummands`, `MixedReduction` for what has no definition, and as [`local_part`].
     pub fn of(
         shape: &[u64],
-        source: Option<OnMesh<'_>>,
-        target: OnMesh<'_>,
+        source: Option<MeshPlacement<'_>>,
+        target: MeshPlacement<'_>,
         coordinate: &[u64],
     ) -> Result<Self, LayoutError> {
         let (mesh, placements) = (target.mesh, &target.shared.placements);
-        Reduction::of(mesh.shape(), placements)?;
+        PartialReduction::of(mesh.shape(), placements)?;
         let reduction = match source {
-            Some(source) => Reduction::of(source.mesh.shape(), &source.shared.placements)?,
+            Some(source) => PartialReduction::of(source.mesh.shape(), &source.shared.placements)?,
             None => None,
         };
         // There a coordinate means the same rank as here.
@@ -226,7 +226,7 @@ impl Share {
 mod tests {
 
     use super::*;
-    use crate::layout::shards::Shared;
+    use crate::layout::shards::SharedTensor;
     use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {
@@ -244,10 +244,10 @@ mod tests {
     fn share(source: &str, target: &str, lies: Lies, at: &[u64]) -> Result<String, String> {
         let mesh = |ranks: [u32; 4]| DeviceMesh::new([2, 2].as_slice(), ranks.map(Rank).to_vec(), None).unwrap();
         let (here, there) = (mesh([0, 1, 2, 3]), mesh([3, 2, 1, 0]));
-        let (from, to): (Shared, Shared) = (resolve(source).into(), resolve(target).into());
+        let (from, to): (SharedTensor, SharedTensor) = (resolve(source).into(), resolve(target).into());
         let source_mesh = if lies == Lies::Here { &here } else { &there };
-        let source = OnMesh { mesh: source_mesh, shared: &from };
-        let share = Share::of(&[4, 4], Some(source), OnMesh { mesh: &here, shared: &to }, at);
+        let source = MeshPlacement { mesh: source_mesh, shared: &from };
+        let share = Share::of(&[4, 4], Some(source), MeshPlacement { mesh: &here, shared: &to }, at);
         let share = share.map_err(|error| error.to_string())?;
         let within = share.within.map_or(String::new(), |tile| format!(" {tile}"));
         Ok(format!("{:?} /{}{within}", share.summands, share.divisor))
@@ -258,10 +258,10 @@ mod tests {
         let placements = resolve("P(sum),S(0),P(avg)");
         assert_eq!(summand(&[2, 3, 4], &placements, &[1, 2, 3]), 7);
         assert_eq!(summand(&[2, 3, 4], &resolve("R,S(0),R"), &[1, 2, 3]), 0);
-        let reduction = Reduction::of(&[2, 3, 4], &placements).unwrap().unwrap();
+        let reduction = PartialReduction::of(&[2, 3, 4], &placements).unwrap().unwrap();
         assert_eq!((reduction.op, reduction.count()), (ReduceOp::Sum, 8));
-        assert_eq!(Reduction::of(&[2], &resolve("R")), Ok(None));
-        assert!(Reduction::of(&[2, 2], &resolve("P(sum),P(max)")).is_err());
+        assert_eq!(PartialReduction::of(&[2], &resolve("R")), Ok(None));
+        assert!(PartialReduction::of(&[2, 2], &resolve("P(sum),P(max)")).is_err());
     }
 
     #[test]

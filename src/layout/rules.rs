@@ -3,16 +3,16 @@
 //! Rules are tried in order and the first that matches one of a tensor's names wins; a rule must fit the tensor. What
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
-use super::parallelize::Plan;
-use super::shards::{Held, OnMesh, Shared, shards};
-use super::strided::Move;
+use super::parallelize::ParallelizePlan;
+use super::shards::{Held, MeshPlacement, SharedTensor, shards};
+use super::strided::MeshChange;
 use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]
 pub struct Rule {
     pub pattern: Pattern,
-    pub lies: Lies,
+    pub lies: PlacementChoice,
     /// Where it was said, for messages: `--placements '**.w1=S(0)'`, `layout.toml line 7`.
     pub said: String,
 }
@@ -33,15 +33,15 @@ pub fn unheard(said: &str) -> String {
 
 /// How tensors lie, before it has met one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Lies {
+pub enum PlacementChoice {
     /// Plain, whole on every rank.
     Plain,
-    Shared(Spec),
+    Shared(PlacementList),
 }
 
 /// Placements as written down.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spec {
+pub struct PlacementList {
     /// One a mesh dim.
     pub placements: Vec<PlacementSpec>,
     /// One a mesh dim, or none for what the layout says of all tensors.
@@ -50,13 +50,13 @@ pub struct Spec {
     pub slice: Option<Vec<MeshDim>>,
 }
 
-impl From<Vec<PlacementSpec>> for Spec {
+impl From<Vec<PlacementSpec>> for PlacementList {
     fn from(placements: Vec<PlacementSpec>) -> Self {
         Self { placements, splits: Vec::new(), slice: None }
     }
 }
 
-impl Spec {
+impl PlacementList {
     /// # Errors
     /// `LayoutError` where there is not one placement, or split, a mesh dim, or one for a dim outside the slice.
     pub fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
@@ -99,7 +99,7 @@ impl Fallback {
 
 /// A mesh and the placements on it.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct MeshLayout {
     pub mesh: DeviceMesh,
     pub rules: Vec<Rule>,
     pub fallback: Fallback,
@@ -108,18 +108,18 @@ pub struct Layout {
     /// What says of the parameters of the model, behind the rules, how they lie. It has to [meet] them first.
     ///
     /// [meet]: Plan::bind
-    pub plan: Option<Plan>,
+    pub plan: Option<ParallelizePlan>,
 }
 
 /// What the fallback is for a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fitted {
-    pub shared: Shared,
+    pub shared: SharedTensor,
     /// Where a placement had to become Replicate.
     pub misfit: bool,
 }
 
-impl Layout {
+impl MeshLayout {
     /// # Errors
     /// `LayoutError` where a list of placements has not one a mesh dim, or says something of dims outside its slice.
     pub fn new(
@@ -129,12 +129,12 @@ impl Layout {
         split: Option<Split>,
     ) -> Result<Self, LayoutError> {
         for rule in &rules {
-            if let Lies::Shared(spec) = &rule.lies {
+            if let PlacementChoice::Shared(spec) = &rule.lies {
                 spec.check(&mesh)?;
             }
         }
         if let Fallback::Placements(list) = &fallback {
-            Spec::from(list.clone()).check(&mesh)?;
+            PlacementList::from(list.clone()).check(&mesh)?;
         }
         Ok(Self { mesh, rules, fallback, split, plan: None })
     }
@@ -143,8 +143,8 @@ impl Layout {
     ///
     /// # Errors
     /// `RuleMisfit` where it does not fit.
-    pub fn ruled(&self, rule: &Rule, names: &[String], shape: &[u64]) -> Result<Option<Shared>, LayoutError> {
-        let Lies::Shared(spec) = &rule.lies else { return Ok(None) };
+    pub fn ruled(&self, rule: &Rule, names: &[String], shape: &[u64]) -> Result<Option<SharedTensor>, LayoutError> {
+        let PlacementChoice::Shared(spec) = &rule.lies else { return Ok(None) };
         let placements = spec.placements.iter().map(|placement| {
             placement.resolve(shape.len()).ok_or_else(|| LayoutError::RuleMisfit {
                 rule: rule.said.clone(),
@@ -155,18 +155,18 @@ impl Layout {
         });
         let placements = placements.collect::<Result<_, _>>()?;
         let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
-        Ok(Some(Shared { placements, splits, slice: spec.slice.clone() }))
+        Ok(Some(SharedTensor { placements, splits, slice: spec.slice.clone() }))
     }
 
     /// How a tensor of so many dims lies that nothing more particular is said of.
     #[must_use]
-    pub fn fitted(&self, ndim: usize, source: Option<OnMesh<'_>>) -> Fitted {
+    pub fn fitted(&self, ndim: usize, source: Option<MeshPlacement<'_>>) -> Fitted {
         match &self.fallback {
             Fallback::Placements(specs) => {
                 let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(ndim)).collect();
                 let misfit = resolved.contains(&None);
                 let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
-                Fitted { shared: Shared { placements, splits: self.splits(), slice: None }, misfit }
+                Fitted { shared: SharedTensor { placements, splits: self.splits(), slice: None }, misfit }
             }
             Fallback::Source => {
                 let shared = source.map_or_else(|| self.replicated(), |source| self.as_in(source));
@@ -177,14 +177,14 @@ impl Layout {
 
     /// Whole on every rank of the mesh.
     #[must_use]
-    pub fn replicated(&self) -> Shared {
+    pub fn replicated(&self) -> SharedTensor {
         vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
     /// Cut as is said of all tensors, where nothing more particular is.
     #[must_use]
-    pub fn split_as_said(&self, shared: Shared) -> Shared {
-        if shared.splits.is_empty() { Shared { splits: self.splits(), ..shared } } else { shared }
+    pub fn split_as_said(&self, shared: SharedTensor) -> SharedTensor {
+        if shared.splits.is_empty() { SharedTensor { splits: self.splits(), ..shared } } else { shared }
     }
 
     /// What is said of all tensors.
@@ -197,19 +197,19 @@ impl Layout {
 
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
     #[must_use]
-    pub fn as_in(&self, source: OnMesh<'_>) -> Shared {
-        let Shared { placements: own, splits: own_splits, .. } = source.shared;
+    pub fn as_in(&self, source: MeshPlacement<'_>) -> SharedTensor {
+        let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;
         let said = self.split.as_ref().map(|_| self.splits());
         if source.mesh.has_dims_of(&self.mesh) {
             let splits = said.unwrap_or_else(|| own_splits.clone());
-            return Shared { placements: own.clone(), splits, slice: None };
+            return SharedTensor { placements: own.clone(), splits, slice: None };
         }
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
         let mut splits = if own_splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
         let Some(names) = source.mesh.names() else { return placements.into() };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
-        let route = Move { from: source.mesh, to: &self.mesh, dims: &target_dims };
+        let route = MeshChange { from: source.mesh, to: &self.mesh, dims: &target_dims };
         let sharded: Vec<_> = own.iter().map(|placement| placement.sharded_dim()).collect();
         for (index, placement) in own.iter().enumerate() {
             let Some(target) = target_dims[index] else { continue };
@@ -226,13 +226,13 @@ impl Layout {
                 other => other,
             };
         }
-        Shared { placements, splits: said.unwrap_or(splits), slice: None }
+        SharedTensor { placements, splits: said.unwrap_or(splits), slice: None }
     }
 
     /// On the dims of the slice that the tensor is on in the source (norms under FSDP over TP), where it is replicated
     /// on the others and nothing else is said.
     #[must_use]
-    pub fn sliced(&self, shared: Shared, source: OnMesh<'_>) -> Shared {
+    pub fn sliced(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
         let slice = || {
             let names = source.mesh.names()?;
             let dims = source.shared.slice.as_ref()?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
@@ -242,15 +242,15 @@ impl Layout {
             (replicated && dims.is_sorted() && dims.len() < self.mesh.ndim()).then_some(dims)
         };
         let slice = shared.slice.clone().or_else(slice);
-        Shared { slice, ..shared }
+        SharedTensor { slice, ..shared }
     }
 
     /// The distinct tiles of a tensor, each with the ranks that hold it.
     ///
     /// # Errors
     /// `LayoutError` where the placements do not fit the shape.
-    pub fn shards(&self, shape: &[u64], shared: &Shared) -> Result<Vec<Held>, LayoutError> {
-        shards(shape, OnMesh { mesh: &self.mesh, shared })
+    pub fn shards(&self, shape: &[u64], shared: &SharedTensor) -> Result<Vec<Held>, LayoutError> {
+        shards(shape, MeshPlacement { mesh: &self.mesh, shared })
     }
 }
 
@@ -259,12 +259,12 @@ mod tests {
     use super::super::{Rank, TensorDim, parse_placements};
     use super::*;
 
-    fn layout(mesh: &str, rules: &[(&str, &str)], fallback: &str) -> Layout {
+    fn layout(mesh: &str, rules: &[(&str, &str)], fallback: &str) -> MeshLayout {
         let rules = rules
             .iter()
             .map(|(pattern, list)| Rule {
                 pattern: Pattern::parse(pattern).unwrap(),
-                lies: Lies::Shared(parse_placements(list).unwrap().into()),
+                lies: PlacementChoice::Shared(parse_placements(list).unwrap().into()),
                 said: (*pattern).to_owned(),
             })
             .collect();
@@ -272,14 +272,14 @@ mod tests {
             "source" => Fallback::Source,
             list => Fallback::Placements(parse_placements(list).unwrap()),
         };
-        Layout::new(DeviceMesh::parse(mesh).unwrap(), rules, fallback, None).unwrap()
+        MeshLayout::new(DeviceMesh::parse(mesh).unwrap(), rules, fallback, None).unwrap()
     }
 
-    fn text(shared: &Shared) -> String {
+    fn text(shared: &SharedTensor) -> String {
         comma_list(&shared.placements)
     }
 
-    fn ruled(layout: &Layout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {
+    fn ruled(layout: &MeshLayout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let rule = layout.rules.iter().find(|rule| rule.covers(&names)).unwrap();
         layout.ruled(rule, &names, shape).map(|shared| text(&shared.unwrap()))
@@ -308,7 +308,7 @@ mod tests {
         let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
         let dim = TensorDim(0);
         let shared = vec![Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)].into();
-        let source = Some(OnMesh { mesh: &source_mesh, shared: &shared });
+        let source = Some(MeshPlacement { mesh: &source_mesh, shared: &shared });
         let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
         assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
         assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
@@ -320,9 +320,9 @@ mod tests {
     fn placements_on_the_same_mesh_dims_need_no_names() {
         let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
-        let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
+        let target = MeshLayout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
         let shared = vec![Placement::Shard(TensorDim(1)), Placement::Replicate].into();
-        let source = OnMesh { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
+        let source = MeshPlacement { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
         assert_eq!(target.as_in(source), shared);
     }
 
@@ -331,7 +331,7 @@ mod tests {
         let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
         for list in ["S(0)", "S(0),R,R"] {
             let fallback = Fallback::Placements(parse_placements(list).unwrap());
-            assert!(Layout::new(mesh.clone(), vec![], fallback, None).is_err(), "{list}");
+            assert!(MeshLayout::new(mesh.clone(), vec![], fallback, None).is_err(), "{list}");
         }
     }
 

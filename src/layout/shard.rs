@@ -94,7 +94,7 @@ pub fn local_part(
 
     let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
     for (mesh_dim, &r) in coordinate.iter().enumerate() {
-        let Some(cut) = Cut::of(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
+        let Some(cut) = DimCut::of(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
         let held = &mut dims[cut.dim.0];
         *held = cut.part(held, r)?;
     }
@@ -102,7 +102,7 @@ pub fn local_part(
 }
 
 /// What one mesh dim does to the tensor dim that it shards.
-pub(super) struct Cut<'a> {
+pub(super) struct DimCut<'a> {
     pub dim: TensorDim,
     /// Coordinates of the mesh dim, each of which gets a part.
     pub parts: u64,
@@ -111,7 +111,7 @@ pub(super) struct Cut<'a> {
     split: &'a Split,
 }
 
-impl<'a> Cut<'a> {
+impl<'a> DimCut<'a> {
     /// `None` for a mesh dim that leaves everything to everyone.
     pub fn of(
         shape: &[u64],

@@ -13,19 +13,19 @@
 
 use smallvec::SmallVec;
 
-use super::shard::{Cut, check_counts};
+use super::shard::{DimCut, check_counts};
 use super::{DeviceMesh, Dims, Intervals, LayoutError, MeshDim, Placement, Rank, Split, Tile, local_part};
 
 /// A mesh, and the way a tensor lies on it.
 #[derive(Clone, Copy, Debug)]
-pub struct OnMesh<'a> {
+pub struct MeshPlacement<'a> {
     pub mesh: &'a DeviceMesh,
-    pub shared: &'a Shared,
+    pub shared: &'a SharedTensor,
 }
 
 /// The way ranks share one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharedTensor {
     /// One a mesh dim.
     pub placements: Vec<Placement>,
     /// One a mesh dim, or none where all are as in DTensors.
@@ -34,13 +34,13 @@ pub struct Shared {
     pub slice: Option<Vec<MeshDim>>,
 }
 
-impl From<Vec<Placement>> for Shared {
+impl From<Vec<Placement>> for SharedTensor {
     fn from(placements: Vec<Placement>) -> Self {
         Self { placements, splits: Vec::new(), slice: None }
     }
 }
 
-impl Shared {
+impl SharedTensor {
     /// Whether ranks hold summands, not values.
     #[must_use]
     pub fn is_partial(&self) -> bool {
@@ -60,7 +60,7 @@ impl Shared {
 pub type Held = (Tile, SmallVec<[Rank; 4]>);
 
 /// The parts that a tensor dim is cut into.
-struct Axis {
+struct DimParts {
     parts: Vec<Intervals>,
     empty: Option<u32>,
     /// Which part belongs to each combination of coordinates on the mesh dims that cut it, row-major.
@@ -69,14 +69,14 @@ struct Axis {
     steps: Dims,
 }
 
-impl Axis {
+impl DimParts {
     fn whole(n: u64, mesh_ndim: usize) -> Self {
         let empty = (n == 0).then_some(0);
         Self { parts: vec![Intervals::full(n)], empty, of: vec![0], steps: smallvec::smallvec![0; mesh_ndim] }
     }
 
     /// Cut every part.
-    fn cut(&mut self, mesh_dim: usize, cut: &Cut<'_>) -> Result<(), LayoutError> {
+    fn cut(&mut self, mesh_dim: usize, cut: &DimCut<'_>) -> Result<(), LayoutError> {
         let whole = std::mem::take(&mut self.parts);
         let of = std::mem::take(&mut self.of);
         self.empty = None;
@@ -110,11 +110,11 @@ impl Axis {
 ///
 /// # Errors
 /// `LayoutError` where the placements do not fit the shape.
-pub fn shards(shape: &[u64], OnMesh { mesh, shared }: OnMesh<'_>) -> Result<Vec<Held>, LayoutError> {
+pub fn shards(shape: &[u64], MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> Result<Vec<Held>, LayoutError> {
     check_counts(mesh.shape(), &shared.placements, &shared.splits)?;
-    let mut axes: SmallVec<[Axis; 4]> = shape.iter().map(|&n| Axis::whole(n, mesh.ndim())).collect();
+    let mut axes: SmallVec<[DimParts; 4]> = shape.iter().map(|&n| DimParts::whole(n, mesh.ndim())).collect();
     for mesh_dim in 0..mesh.ndim() {
-        if let Some(cut) = Cut::of(shape, mesh.shape(), &shared.placements, &shared.splits, mesh_dim)? {
+        if let Some(cut) = DimCut::of(shape, mesh.shape(), &shared.placements, &shared.splits, mesh_dim)? {
             axes[cut.dim.0].cut(mesh_dim, &cut)?;
         }
     }
@@ -168,11 +168,11 @@ mod tests {
             let mesh = DeviceMesh::new(sizes, ranks, None).unwrap();
             let splits = dims.iter().map(|(.., balanced)| if *balanced { Split::Balanced } else { Split::Chunk });
             let placements = dims.iter().map(|(_, placement, _)| *placement).collect();
-            let shared = Shared { placements, splits: splits.collect(), slice: None };
+            let shared = SharedTensor { placements, splits: splits.collect(), slice: None };
             let mut expected: IndexMap<Tile, Vec<Rank>> = IndexMap::new();
             let each = mesh.coordinates().map(|(rank, at)| Ok((shared.part(&shape, &mesh, &at)?, rank)));
             let each: Result<Vec<(Tile, Rank)>, LayoutError> = each.collect();
-            let found = shards(&shape, OnMesh { mesh: &mesh, shared: &shared });
+            let found = shards(&shape, MeshPlacement { mesh: &mesh, shared: &shared });
             // Of several faults another one may be met first.
             prop_assert_eq!(found.is_err(), each.is_err());
             let (Ok(found), Ok(each)) = (found, each) else { return Ok(()) };

@@ -12,14 +12,14 @@ use std::collections::BTreeSet;
 use super::{DeviceMesh, PlacementSpec};
 
 /// From one mesh to another.
-pub struct Move<'a> {
+pub struct MeshChange<'a> {
     pub from: &'a DeviceMesh,
     pub to: &'a DeviceMesh,
     /// Which dim of the new mesh each dim of the old one is.
     pub dims: &'a [Option<usize>],
 }
 
-impl Move<'_> {
+impl MeshChange<'_> {
     /// The split factor that mesh dim `at` has afterwards; `None` where a plain shard means the same. `sharded` has the
     /// tensor dim of each mesh dim.
     ///
@@ -53,7 +53,7 @@ pub fn follow(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec
         return list.to_vec();
     }
     let dims: Vec<Option<usize>> = (0..to.ndim()).map(Some).collect();
-    let (route, sharded) = (Move { from, to, dims: &dims }, sharded(list));
+    let (route, sharded) = (MeshChange { from, to, dims: &dims }, sharded(list));
     let follow = |(at, spec): (usize, &PlacementSpec)| match *spec {
         PlacementSpec::StridedShard { dim, split_factor } => match route.split_factor(split_factor, at, &sharded) {
             Some(split_factor) => PlacementSpec::StridedShard { dim, split_factor },
@@ -66,7 +66,7 @@ pub fn follow(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec
 
 /// A split factor that stands for none of the mesh dims further right that shard the same tensor dim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Stray {
+pub struct UnknownSplitFactor {
     /// The mesh dim that has it.
     pub at: usize,
     pub spec: PlacementSpec,
@@ -77,7 +77,7 @@ pub struct Stray {
 
 /// The first in a list.
 #[must_use]
-pub fn stray(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<Stray> {
+pub fn stray(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
     let sharded = sharded(list);
     let of = |(at, spec): (usize, &PlacementSpec)| {
         let PlacementSpec::StridedShard { dim, split_factor } = *spec else { return None };
@@ -89,7 +89,7 @@ pub fn stray(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<Stray> {
         });
         let usual = PlacementSpec::StridedShard { dim, split_factor: sizes().product() };
         let is_stray = !inner.is_empty() && !products.contains(&split_factor);
-        is_stray.then_some(Stray { at, spec: *spec, inner, usual })
+        is_stray.then_some(UnknownSplitFactor { at, spec: *spec, inner, usual })
     };
     list.iter().take(mesh.ndim()).enumerate().find_map(of)
 }

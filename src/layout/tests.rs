@@ -331,12 +331,12 @@ proptest! {
 
     #[test]
     fn intersections_list_every_common_index(a in sets(), b in sets()) {
-        let mut naive: Vec<Segment> = Vec::new();
+        let mut naive: Vec<CommonRange> = Vec::new();
         for (left, index) in (0..).zip(&a) {
             let Ok(right) = b.binary_search(index).map(|right| right as u64) else { continue };
             match naive.last_mut() {
                 Some(last) if (last.left + last.len, last.right + last.len) == (left, right) => last.len += 1,
-                _ => naive.push(Segment { left, right, len: 1 }),
+                _ => naive.push(CommonRange { left, right, len: 1 }),
             }
         }
         prop_assert_eq!(intervals(&a).intersect(&intervals(&b)).to_vec(), naive);

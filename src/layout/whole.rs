@@ -16,19 +16,19 @@
 
 use std::collections::HashMap;
 
-use super::shards::Shared;
+use super::shards::SharedTensor;
 use super::{DeviceMesh, Dims, LayoutError, Placement, Rank, Split, TensorDim, Tile};
 
 /// What a rank holds of a tensor: the shape of its part.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct RankPart {
     pub rank: Rank,
     pub sizes: Dims,
 }
 
 /// A whole, and the part of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Whole {
+pub struct AssembledTensor {
     pub shape: Dims,
     /// In the order of what is held.
     pub tiles: Vec<Tile>,
@@ -59,10 +59,10 @@ pub enum PartError {
 /// Where parts differ in their number of dims.
 pub fn whole(
     mesh: &DeviceMesh,
-    shared: &Shared,
-    held: &[Held],
+    shared: &SharedTensor,
+    held: &[RankPart],
     is_missing: &dyn Fn(Rank) -> bool,
-) -> Result<Whole, PartError> {
+) -> Result<AssembledTensor, PartError> {
     if let Some(outside) = held.iter().find(|part| mesh.coordinate(part.rank).is_none()) {
         return Err(PartError::Outside { rank: outside.rank });
     }
@@ -81,7 +81,7 @@ pub fn whole(
         shape.push(total.ok_or(PartError::Overflow { dim })?);
     }
     let mut tiles = Vec::with_capacity(held.len());
-    for Held { rank, sizes: found } in held {
+    for RankPart { rank, sizes: found } in held {
         let at = mesh.coordinate(*rank).expect("a rank of the mesh");
         let tile = shared.part(&shape, mesh, &at);
         let tile = tile.map_err(|error| PartError::Layout { error: Box::new(error), shape: shape.clone() })?;
@@ -91,14 +91,14 @@ pub fn whole(
         }
         tiles.push(tile);
     }
-    Ok(Whole { shape, tiles })
+    Ok(AssembledTensor { shape, tiles })
 }
 
 /// The ranks of a group that has everything, with their coordinates, in the order of the mesh. A group is what differs
 /// along mesh dims that replicate not at all.
 fn group(
     mesh: &DeviceMesh,
-    shared: &Shared,
+    shared: &SharedTensor,
     sizes: &HashMap<Rank, &Dims>,
     is_missing: &dyn Fn(Rank) -> bool,
 ) -> Result<Vec<(Rank, Dims)>, PartError> {
@@ -132,10 +132,10 @@ fn group(
 /// Placements that the parts would fit, where they do not fit those of `shared`: cut by another rule, else changed on
 /// one mesh dim. The first that fits, in this order.
 #[must_use]
-pub fn nearest(mesh: &DeviceMesh, shared: &Shared, held: &[Held]) -> Option<Shared> {
-    let fits = |shared: &Shared| whole(mesh, shared, held, &|_| false).is_ok();
+pub fn nearest(mesh: &DeviceMesh, shared: &SharedTensor, held: &[RankPart]) -> Option<SharedTensor> {
+    let fits = |shared: &SharedTensor| whole(mesh, shared, held, &|_| false).is_ok();
     let ndim = held.first().map_or(0, |part| part.sizes.len());
-    let cut = |placements: &[Placement], split: Option<&Split>| Shared {
+    let cut = |placements: &[Placement], split: Option<&Split>| SharedTensor {
         placements: placements.to_vec(),
         splits: split.map_or_else(|| shared.splits.clone(), |split| vec![split.clone(); mesh.ndim()]),
         slice: None,
@@ -158,15 +158,15 @@ mod tests {
     use super::*;
     use crate::layout::parse_placements;
 
-    fn shared(list: &str, split: Option<Split>, mesh: &DeviceMesh) -> Shared {
+    fn shared(list: &str, split: Option<Split>, mesh: &DeviceMesh) -> SharedTensor {
         let specs = parse_placements(list).unwrap();
         let placements = specs.into_iter().map(|spec| spec.resolve(2).unwrap()).collect();
         let splits = split.map_or_else(Vec::new, |split| vec![split; mesh.ndim()]);
-        Shared { placements, splits, slice: None }
+        SharedTensor { placements, splits, slice: None }
     }
 
-    fn held(parts: &[(u32, [u64; 2])]) -> Vec<Held> {
-        parts.iter().map(|(rank, sizes)| Held { rank: Rank(*rank), sizes: sizes.as_slice().into() }).collect()
+    fn held(parts: &[(u32, [u64; 2])]) -> Vec<RankPart> {
+        parts.iter().map(|(rank, sizes)| RankPart { rank: Rank(*rank), sizes: sizes.as_slice().into() }).collect()
     }
 
     fn put(mesh: &str, list: &str, split: Option<Split>, parts: &[(u32, [u64; 2])]) -> Result<Vec<u64>, PartError> {
@@ -186,7 +186,7 @@ mod tests {
             {
                 let shared = shared(list, split.clone(), &mesh);
                 let part =
-                    |(rank, at): (Rank, Dims)| Ok(Held { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
+                    |(rank, at): (Rank, Dims)| Ok(RankPart { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
                 // A strided shard that another rule would cut otherwise has no parts.
                 let Ok(held) = mesh.coordinates().map(part).collect::<Result<Vec<_>, LayoutError>>() else { continue };
                 let found = whole(&mesh, &shared, &held, &|_| false);

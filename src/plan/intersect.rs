@@ -15,17 +15,17 @@ use smallvec::SmallVec;
 
 use crate::catalog::{Holders, TensorEntry, Tiling};
 use crate::error::Result;
-use crate::layout::{Dims, Segment, Segments, Tile};
+use crate::layout::{CommonRange, Dims, Segments, Tile};
 
 /// A source tensor, proven and ready to be planned against.
 #[derive(Debug)]
-pub struct Source<'a> {
+pub struct SourceTensor<'a> {
     pub entry: &'a TensorEntry,
     /// One a summand, and one where ranks hold values.
     tilings: Vec<Tiling>,
 }
 
-impl<'a> Source<'a> {
+impl<'a> SourceTensor<'a> {
     /// # Errors
     /// As [`TensorEntry::tilings`].
     pub fn new(entry: &'a TensorEntry) -> Result<Self> {
@@ -106,7 +106,7 @@ fn clip(segments: &Common, kept: &Common) -> Option<Common> {
                 let start = segment.right.max(stretch.right);
                 let end = (segment.right + segment.len).min(stretch.right + stretch.len);
                 if start < end {
-                    common.push(Segment {
+                    common.push(CommonRange {
                         left: segment.left + (start - segment.right),
                         right: start,
                         len: end - start,
@@ -152,8 +152,8 @@ mod tests {
                 .map(|(at, element)| (own.iter().position(|other| other == element).unwrap(), at))
                 .collect();
             let found = clip(&overlap(&source, &target).unwrap(), &overlap(&within, &target).unwrap());
-            let pairs = |segment: &Segment| {
-                let Segment { left, right, len } = *segment;
+            let pairs = |segment: &CommonRange| {
+                let CommonRange { left, right, len } = *segment;
                 (0..len).map(move |at| (usize::try_from(left + at).unwrap(), usize::try_from(right + at).unwrap()))
             };
             let found: Vec<(usize, usize)> = found.iter().flat_map(|dims| dims[0].iter().flat_map(pairs)).collect();

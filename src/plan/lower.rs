@@ -11,11 +11,11 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::intersect::{Overlap, TilePlan};
-use crate::layout::{Dims, Region, Segment};
+use crate::layout::{CommonRange, Dims, Region};
 
 /// One level of a loop nest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Level {
+pub struct LoopLevel {
     pub count: u64,
     pub source_step: u64,
     pub target_step: u64,
@@ -32,7 +32,7 @@ pub struct Piece {
     pub target: u64,
     pub run_bytes: u64,
     /// Outermost first.
-    pub levels: SmallVec<[Level; 4]>,
+    pub levels: SmallVec<[LoopLevel; 4]>,
 }
 
 impl Piece {
@@ -78,7 +78,7 @@ impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
         let target_strides = crate::catalog::contiguous_strides(&self.plan.sizes);
         for region in Region::cut(&self.plan.sizes, range.clone()) {
             for (index, overlap) in self.plan.overlaps.iter().enumerate() {
-                let walk = Walk {
+                let walk = OverlapWalk {
                     overlap: index,
                     region: &region,
                     source_strides: (self.strides)(index),
@@ -94,7 +94,7 @@ impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
 }
 
 /// One overlap within one box of the target.
-struct Walk<'a> {
+struct OverlapWalk<'a> {
     overlap: usize,
     region: &'a Region,
     source_strides: &'a [u64],
@@ -103,10 +103,10 @@ struct Walk<'a> {
     first_element: u64,
 }
 
-impl Walk<'_> {
+impl OverlapWalk<'_> {
     fn visit<E>(&self, overlap: &Overlap, visit: &mut impl FnMut(Piece) -> Result<(), E>) -> Result<(), E> {
         let ndim = overlap.segments.len();
-        let mut clipped: SmallVec<[&[Segment]; 4]> = SmallVec::with_capacity(ndim);
+        let mut clipped: SmallVec<[&[CommonRange]; 4]> = SmallVec::with_capacity(ndim);
         for dim in 0..ndim {
             let (start, size) = (self.region.offsets[dim], self.region.sizes[dim]);
             let inside = within(&overlap.segments[dim], start, start + size);
@@ -128,9 +128,9 @@ impl Walk<'_> {
     }
 
     /// The strided copy of one segment a dim, clipped to the region.
-    fn piece(&self, segments: &[&[Segment]], at: &[usize]) -> Piece {
+    fn piece(&self, segments: &[&[CommonRange]], at: &[usize]) -> Piece {
         let (mut source, mut target) = (0, 0);
-        let mut levels: SmallVec<[Level; 4]> = SmallVec::new();
+        let mut levels: SmallVec<[LoopLevel; 4]> = SmallVec::new();
         let mut run_bytes = self.itemsize;
         for dim in (0..segments.len()).rev() {
             let segment = segments[dim][at[dim]];
@@ -153,7 +153,7 @@ impl Walk<'_> {
                 {
                     inner.count *= count;
                 }
-                _ => levels.insert(0, Level { count, source_step, target_step }),
+                _ => levels.insert(0, LoopLevel { count, source_step, target_step }),
             }
         }
         Piece {
@@ -167,7 +167,7 @@ impl Walk<'_> {
 }
 
 /// The segments that touch `[start, end)` of the target. Segments ascend, so both ends are found by bisection.
-fn within(segments: &[Segment], start: u64, end: u64) -> &[Segment] {
+fn within(segments: &[CommonRange], start: u64, end: u64) -> &[CommonRange] {
     let first = segments.partition_point(|segment| segment.right + segment.len <= start);
     let last = segments.partition_point(|segment| segment.right < end);
     segments.get(first..last).unwrap_or(&[])

@@ -6,5 +6,5 @@
 pub mod intersect;
 pub mod lower;
 
-pub use intersect::{Overlap, Source, TilePlan};
+pub use intersect::{Overlap, SourceTensor, TilePlan};
 pub use lower::{Piece, Pieces};

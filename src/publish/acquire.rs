@@ -18,9 +18,9 @@ use std::time::Instant;
 
 use super::commit::recover;
 use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
-use super::lease::{Holding, Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, StaleLeases};
-use super::partial::{DATA, Found, Partial, PlanFile};
-use super::{Begun, Claim, Pace, Plan, Preflight, Shape, Staging, plan_xattr};
+use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, StaleLeases, WorkLease};
+use super::partial::{DATA, FoundPartial, Partial, PlanFile};
+use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result, StorageError};
 use crate::exec::Stop;
@@ -44,7 +44,7 @@ pub(super) enum Admission {
 
 /// Decides about `part`. `joins` says that the folder is of the same plan and is not to be thrown away.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
-    let part_of = |name: &LeaseName| if let Role::Part(part) = name.role { Some(part) } else { None };
+    let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
     let is_rival = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
     let rivals = || leases.iter().filter(|(name, _)| !joins || is_rival(name));
     if let Some((name, _)) = rivals().find(|(_, state)| *state == LeaseState::Alive) {
@@ -71,12 +71,18 @@ fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState
 }
 
 /// Returns how a run would begin, by one look that changes nothing.
-pub(super) fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, pace: Pace) -> Result<Preflight> {
+pub(super) fn preflight(
+    path: &Path,
+    shape: DestinationKind,
+    claim: &Claim,
+    plan: &WorkPlan<'_>,
+    pace: Pace,
+) -> Result<Preflight> {
     refuse_folder(path, shape)?;
     let destination = Destination::new(path, pace, WaitReporter::silent())?.for_a_look();
-    let outcome = match Found::at(&destination.partial(), shape)? {
-        Found::Junk | Found::Unclear if !claim.restart => return Err(destination.junk(claim)),
-        Found::Partial(found) if !found.is_published => {
+    let outcome = match FoundPartial::at(&destination.partial(), shape)? {
+        FoundPartial::Junk | FoundPartial::Unclear if !claim.restart => return Err(destination.junk(claim)),
+        FoundPartial::Partial(found) if !found.is_published => {
             let leases = states(&found, &mut LeaseWatch::new(pace));
             match admission(&leases, claim.part, found.plan.is_of(plan) && !claim.restart) {
                 Admission::Conflict(name) => return Err(destination.another_run(&found, name)),
@@ -87,7 +93,7 @@ pub(super) fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_
                 Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
             }
         }
-        Found::Nothing if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) => {
+        FoundPartial::Nothing if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) => {
             return Ok(Preflight::Done);
         }
         _ => Preflight::Fresh,
@@ -98,12 +104,12 @@ pub(super) fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_
 
 pub(super) fn acquire(
     path: &Path,
-    shape: Shape,
+    shape: DestinationKind,
     claim: &Claim,
-    plan: &Plan<'_>,
+    plan: &WorkPlan<'_>,
     pace: Pace,
     stop: &Stop,
-) -> Result<Begun> {
+) -> Result<Beginning> {
     refuse_folder(path, shape)?;
     let destination = Destination::new(path, pace, claim.reporter.clone())?;
     fs::create_dir_all(&destination.parent).map_err(Error::io("create", &destination.parent))?;
@@ -118,9 +124,9 @@ pub(super) fn acquire(
     }
     let begun = acquiring.run();
     match &begun {
-        Ok(Begun::Work(_)) => {}
+        Ok(Beginning::Work(_)) => {}
         // A process that was killed may have left a folder that it had not renamed yet.
-        Ok(Begun::Done) => acquiring.destination.sweep(&[TMP]),
+        Ok(Beginning::Done) => acquiring.destination.sweep(&[TMP]),
         Err(_) => acquiring.leave(),
     }
     begun
@@ -128,9 +134,9 @@ pub(super) fn acquire(
 
 struct Acquiring<'a> {
     destination: Destination,
-    shape: Shape,
+    shape: DestinationKind,
     claim: &'a Claim,
-    plan: &'a Plan<'a>,
+    plan: &'a WorkPlan<'a>,
     pace: Pace,
     stop: &'a Stop,
     watch: LeaseWatch,
@@ -139,8 +145,8 @@ struct Acquiring<'a> {
     made: Option<String>,
 }
 
-enum Next {
-    Begun(Begun),
+enum NextStep {
+    Begun(Beginning),
     /// Something was done, or another process was faster: look at once.
     Again,
     /// Another process has to do something.
@@ -148,13 +154,13 @@ enum Next {
 }
 
 impl Acquiring<'_> {
-    fn run(&mut self) -> Result<Begun> {
+    fn run(&mut self) -> Result<Beginning> {
         let mut nap = self.pace.nap();
         loop {
             match self.step()? {
-                Next::Begun(begun) => return Ok(begun),
-                Next::Again => nap = self.pace.nap(),
-                Next::Later => nap.take(),
+                NextStep::Begun(begun) => return Ok(begun),
+                NextStep::Again => nap = self.pace.nap(),
+                NextStep::Later => nap.take(),
             }
             self.stop.check()?;
         }
@@ -163,25 +169,27 @@ impl Acquiring<'_> {
     /// Throws away a folder that this process made and nobody works in.
     fn leave(&mut self) {
         self.destination.release();
-        let Ok(Found::Partial(found)) = Found::at(&self.destination.partial(), self.shape) else { return };
+        let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else {
+            return;
+        };
         if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
             let _ = self.discard(Some(&found));
         }
     }
 
-    fn step(&mut self) -> Result<Next> {
+    fn step(&mut self) -> Result<NextStep> {
         self.destination.refresh(self.stop)?;
-        let (partial, mut found) = (self.destination.partial(), Found::Unclear);
+        let (partial, mut found) = (self.destination.partial(), FoundPartial::Unclear);
         let what = format!("waiting for the file system to show what is in {}", partial.display());
         self.destination.confirm(self.stop, &what, || {
-            found = Found::at(&partial, self.shape)?;
-            Ok(!matches!(found, Found::Unclear))
+            found = FoundPartial::at(&partial, self.shape)?;
+            Ok(!matches!(found, FoundPartial::Unclear))
         })?;
         match found {
-            Found::Nothing => self.start(),
-            Found::Partial(partial) => self.meet(partial),
-            Found::Unclear => Err(self.destination.junk(self.claim)),
-            Found::Junk => {
+            FoundPartial::Nothing => self.start(),
+            FoundPartial::Partial(partial) => self.meet(partial),
+            FoundPartial::Unclear => Err(self.destination.junk(self.claim)),
+            FoundPartial::Junk => {
                 recover(&self.destination)?;
                 if self.claim.restart { self.throw_away(None) } else { Err(self.destination.junk(self.claim)) }
             }
@@ -189,11 +197,11 @@ impl Acquiring<'_> {
     }
 
     /// Makes the partial folder.
-    fn start(&mut self) -> Result<Next> {
+    fn start(&mut self) -> Result<NextStep> {
         recover(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);
         if self.claim.takes_what_is_done() && plan_xattr::is(&self.destination.path, self.plan.fingerprint) {
-            return Ok(Next::Begun(Begun::Done));
+            return Ok(NextStep::Begun(Beginning::Done));
         }
         free?;
         if self.claim.restart && self.claim.part.index != 0 {
@@ -203,19 +211,19 @@ impl Acquiring<'_> {
         // Noted first: a folder that was made and cannot be synced is to go, too.
         self.made = Some(plan.id.clone());
         let is_made = self.destination.make(&plan, self.plan.about, self.claim.sync)?;
-        Ok(if is_made { Next::Again } else { Next::Later })
+        Ok(if is_made { NextStep::Again } else { NextStep::Later })
     }
 
-    fn meet(&mut self, found: Partial) -> Result<Next> {
+    fn meet(&mut self, found: Partial) -> Result<NextStep> {
         let leases = states(&found, &mut self.watch);
         let is_quiet = leases.iter().all(|(_, state)| *state == LeaseState::Dead);
-        if leases.iter().any(|(name, state)| name.role == Role::Restart && *state != LeaseState::Dead) {
+        if leases.iter().any(|(name, state)| name.role == LeaseRole::Restart && *state != LeaseState::Dead) {
             // The folder is about to go.
-            return Ok(Next::Later);
+            return Ok(NextStep::Later);
         }
         if found.is_published {
             // The process that published takes the folder away, or died before.
-            return if is_quiet { self.throw_away(Some(&found)) } else { Ok(Next::Later) };
+            return if is_quiet { self.throw_away(Some(&found)) } else { Ok(NextStep::Later) };
         }
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
@@ -223,12 +231,12 @@ impl Acquiring<'_> {
         // The maker is about to take its lease. Of two numbers of parts that start at once, the maker's is in force.
         let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
         if joins && is_new && self.since.elapsed() < self.pace.dead_after {
-            return Ok(Next::Later);
+            return Ok(NextStep::Later);
         }
         let admission = admission(&leases, self.claim.part, joins);
         match admission {
             Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
-            Admission::Watch => return Ok(Next::Later),
+            Admission::Watch => return Ok(NextStep::Later),
             // A live process can be in the middle of a swap.
             _ if is_quiet => recover(&self.destination)?,
             _ => {}
@@ -243,16 +251,16 @@ impl Acquiring<'_> {
                 let stale = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
                 self.join(found, generation, StaleLeases::new(stale, self.claim))
             }
-            _ => Ok(Next::Later),
+            _ => Ok(NextStep::Later),
         }
     }
 
-    fn join(&self, judged: Partial, generation: u32, stale: StaleLeases) -> Result<Next> {
+    fn join(&self, judged: Partial, generation: u32, stale: StaleLeases) -> Result<NextStep> {
         let partial = self.destination.partial();
-        let name = LeaseName { role: Role::Part(self.claim.part), generation };
-        let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+        let name = LeaseName { role: LeaseRole::Part(self.claim.part), generation };
+        let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(NextStep::Later) };
         let work = partial.join(judged.plan.work());
-        let holding = Arc::new(Holding {
+        let holding = Arc::new(WorkLease {
             destination: self.destination.path.clone(),
             partial: partial.clone(),
             known: judged.leases.iter().map(|seen| seen.name).collect(),
@@ -279,10 +287,10 @@ impl Acquiring<'_> {
             other => {
                 // Without this lease, the process that made the folder removes it.
                 lease.retract();
-                return other.map(|_| Next::Again);
+                return other.map(|_| NextStep::Again);
             }
         }
-        Ok(Next::Begun(Begun::Work(Staging {
+        Ok(NextStep::Begun(Beginning::Work(Staging {
             destination: self.destination.clone(),
             shape: self.shape,
             claim: self.claim.clone(),
@@ -308,11 +316,11 @@ impl Acquiring<'_> {
     }
 
     /// Returns whether a lease that was just taken is one on what was judged, where nobody else came meanwhile.
-    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &Holding) -> Result<bool> {
+    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &WorkLease) -> Result<bool> {
         let partial = self.destination.partial();
-        let restart_of = |partial: &Partial| partial.lease(Role::Restart).map(|seen| seen.name);
-        let found = match Found::at(&partial, self.shape)? {
-            Found::Partial(found)
+        let restart_of = |partial: &Partial| partial.lease(LeaseRole::Restart).map(|seen| seen.name);
+        let found = match FoundPartial::at(&partial, self.shape)? {
+            FoundPartial::Partial(found)
                 if found.plan.id == judged.plan.id
                     && !found.is_published
                     && restart_of(&found) == restart_of(judged) =>
@@ -336,22 +344,22 @@ impl Acquiring<'_> {
     }
 
     /// Throws away a dead folder, where this process may.
-    fn throw_away(&mut self, judged: Option<&Partial>) -> Result<Next> {
+    fn throw_away(&mut self, judged: Option<&Partial>) -> Result<NextStep> {
         let is_published = judged.is_some_and(|partial| partial.is_published);
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
     }
 
-    fn discard(&mut self, judged: Option<&Partial>) -> Result<Next> {
+    fn discard(&mut self, judged: Option<&Partial>) -> Result<NextStep> {
         if !self.destination.throw_away(self.shape, judged, &mut self.watch)? {
-            return Ok(Next::Later);
+            return Ok(NextStep::Later);
         }
         self.destination.sweep(if self.claim.restart { &[TRASH, BACKUP] } else { &[TRASH] });
-        Ok(Next::Again)
+        Ok(NextStep::Again)
     }
 
-    fn wait_for_first(&self) -> Result<Next> {
+    fn wait_for_first(&self) -> Result<NextStep> {
         if self.since.elapsed() < self.pace.start_within {
-            return Ok(Next::Later);
+            return Ok(NextStep::Later);
         }
         Err(Error::usage(
             format!("part 0 of {} has not started to write {}", self.claim.part.of, self.destination.path.display()),
@@ -376,15 +384,15 @@ impl Acquiring<'_> {
     /// Returns whether `found` can be worked on. It cannot where what stands at the destination was published from it.
     fn is_free(&self, found: &Partial) -> Result<bool> {
         let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
-        match Found::at(&self.destination.partial(), self.shape)? {
-            Found::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
+        match FoundPartial::at(&self.destination.partial(), self.shape)? {
+            FoundPartial::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
             _ => Ok(false),
         }
     }
 }
 
 /// Checks that what stands at the destination may be replaced.
-pub(super) fn check_destination(destination: &Destination, shape: Shape, claim: &Claim) -> Result<()> {
+pub(super) fn check_destination(destination: &Destination, shape: DestinationKind, claim: &Claim) -> Result<()> {
     let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
     // A swap that was rolled back may have brought a folder.
     refuse_folder(&destination.path, shape)?;
@@ -393,11 +401,11 @@ pub(super) fn check_destination(destination: &Destination, shape: Shape, claim: 
 }
 
 /// Refuses to write one file in the place of a folder, or of a name with a slash at its end.
-fn refuse_folder(path: &Path, shape: Shape) -> Result<()> {
+fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     let is = match shape {
-        Shape::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
-        Shape::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
-        Shape::File | Shape::Folder => return Ok(()),
+        DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
+        DestinationKind::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
+        DestinationKind::File | DestinationKind::Folder => return Ok(()),
     };
     Err(Error::usage(
         format!("{} {is} a folder, and one file is to be written", path.display()),
@@ -410,9 +418,9 @@ impl Destination {
     fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
         let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
         let who = record.map_or(String::new(), |record| match name.role {
-            Role::Part(Part { of: 1, .. }) => format!(" ({})", record.process),
-            Role::Part(Part { index, of }) => format!(" ({}, part {index} of {of})", record.process),
-            Role::Seal | Role::Restart => String::new(),
+            LeaseRole::Part(Part { of: 1, .. }) => format!(" ({})", record.process),
+            LeaseRole::Part(Part { index, of }) => format!(" ({}, part {index} of {of})", record.process),
+            LeaseRole::Seal | LeaseRole::Restart => String::new(),
         });
         Error::usage(
             format!("another run is writing {}{who}", self.path.display()),
@@ -436,7 +444,7 @@ impl Destination {
         self.in_the_way("", format!("options::resume goes on with what it has done, {}", self.start_again(claim)))
     }
 
-    fn of_another(&self, found: &Partial, plan: &Plan<'_>, claim: &Claim) -> Error {
+    fn of_another(&self, found: &Partial, plan: &WorkPlan<'_>, claim: &Claim) -> Error {
         let difference = found.plan.difference(plan, &self.partial());
         let hint = format!("{}; options::resume needs the same dtshard, SRC and options", self.start_again(claim));
         self.in_the_way(&format!(", and cannot be gone on with: {difference}"), hint)

@@ -9,9 +9,9 @@
 use std::time::Instant;
 
 use super::destination::{Destination, TRASH, is_gone};
-use super::lease::{Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, read_leases};
-use super::partial::{Found, Partial};
-use super::{Shape, Staging, recovery};
+use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, read_leases};
+use super::partial::{FoundPartial, Partial};
+use super::{DestinationKind, Staging, recovery};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -25,11 +25,11 @@ impl Staging {
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
         // Of two that leave at once, each gives its lease up before it looks: one at least sees that both are gone.
         drop(self);
-        let Ok(Found::Partial(found)) = Found::at(&destination.partial(), shape) else { return };
+        let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&destination.partial(), shape) else { return };
         let mut watch = LeaseWatch::new(pace);
         let is_over = |seen: &SeenLease| watch.state(seen, Instant::now()) == LeaseState::Dead;
         let has_come =
-            |index| found.lease(Role::Part(Part { index, ..part })).is_some_and(|seen| !stale.contains(seen));
+            |index| found.lease(LeaseRole::Part(Part { index, ..part })).is_some_and(|seen| !stale.contains(seen));
         let is_unused = found.plan.id == id
             && !found.is_published
             && found.leases.iter().all(is_over)
@@ -44,21 +44,21 @@ impl Staging {
 impl Destination {
     /// Renames junk, or what was judged if it is still that, to a trash name. Returns false where another process was
     /// faster, or came to work in the folder.
-    pub fn throw_away(&self, shape: Shape, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
+    pub fn throw_away(&self, shape: DestinationKind, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
         let partial = self.partial();
         let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
             let leases = match read_leases(&partial) {
                 Err(error) if is_gone(&error) => return Ok(false),
                 leases => leases.map_err(Error::io("read", &partial))?,
             };
-            let generation = match leases.iter().find(|seen| seen.name.role == Role::Restart) {
+            let generation = match leases.iter().find(|seen| seen.name.role == LeaseRole::Restart) {
                 None => 0,
                 Some(seen) if watch.state(seen, Instant::now()) == LeaseState::Dead => {
                     seen.name.generation.saturating_add(1)
                 }
                 Some(_) => return Ok(false),
             };
-            let lease = Lease::take(&partial, LeaseName { role: Role::Restart, generation })?;
+            let lease = Lease::take(&partial, LeaseName { role: LeaseRole::Restart, generation })?;
             if lease.is_none() {
                 return Ok(false);
             }
@@ -66,9 +66,9 @@ impl Destination {
         } else {
             None
         };
-        let is_judged = match (judged, Found::at(&partial, shape)) {
-            (None, Ok(Found::Junk)) => true,
-            (Some(judged), Ok(Found::Partial(found))) => judged.is_still(&found),
+        let is_judged = match (judged, FoundPartial::at(&partial, shape)) {
+            (None, Ok(FoundPartial::Junk)) => true,
+            (Some(judged), Ok(FoundPartial::Partial(found))) => judged.is_still(&found),
             _ => false,
         };
         if !is_judged {
@@ -86,7 +86,7 @@ impl Partial {
     /// Returns whether nobody has come since.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
-            let leases = partial.leases.iter().filter(|seen| seen.name.role != Role::Restart);
+            let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);
             leases.map(|seen| (seen.name, seen.bytes.clone())).collect()
         };
         self.plan == now.plan && leases(self) == leases(now)

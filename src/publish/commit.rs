@@ -17,10 +17,10 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use super::destination::{BACKUP, Destination, Identity, TRASH, is_gone};
-use super::lease::{Lease, LeaseLost, LeaseName, LeaseState, Role};
+use super::destination::{BACKUP, Destination, FileIdentity, TRASH, is_gone};
+use super::lease::{Lease, LeaseLost, LeaseName, LeaseRole, LeaseState};
 use super::partial::output;
-use super::{Shape, Staging, plan_xattr};
+use super::{DestinationKind, Staging, plan_xattr};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -66,14 +66,14 @@ impl Staging {
         let generation = loop {
             stop.check_signal()?;
             let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
-            match found.lease(Role::Seal).map(|seen| (self.lease_state(seen), seen)) {
+            match found.lease(LeaseRole::Seal).map(|seen| (self.lease_state(seen), seen)) {
                 None => break 0,
                 Some((LeaseState::Dead, seen)) => break seen.name.generation.saturating_add(1),
                 Some((LeaseState::Alive, _)) => return Ok(None),
                 Some((LeaseState::Unsure, _)) => nap.take(),
             }
         };
-        let name = LeaseName { role: Role::Seal, generation };
+        let name = LeaseName { role: LeaseRole::Seal, generation };
         let Some(mut lease) = Lease::take(&self.partial, name)? else { return Ok(None) };
         lease.beat()?;
         lease.start(self.pace.beat, || ())?;
@@ -104,7 +104,7 @@ impl Staging {
         let (destination, target) = (self.destination.path.display(), self.destination.target());
         for _ in 0..MAX_TRIES {
             let source = output(&self.work, self.shape).map_err(Error::io("find", &self.data))?;
-            let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
+            let Some((source, mine)) = source.and_then(|path| FileIdentity::of(&path).map(|mine| (path, mine))) else {
                 return if self.has_landed() { Ok(()) } else { Err(self.holding.error(LeaseLost::Gone)) };
             };
             let _ = self.identity.set(mine);
@@ -137,11 +137,11 @@ impl Staging {
     }
 
     /// Moves aside what is to be replaced.
-    fn make_way(&self, mine: Identity) -> Result<()> {
+    fn make_way(&self, mine: FileIdentity) -> Result<()> {
         let (target, old) = (self.destination.target(), self.destination.old());
         self.clear_old(mine)?;
         fault::point("commit-cleared");
-        if Identity::of(&target) == Some(mine) {
+        if FileIdentity::of(&target) == Some(mine) {
             return Ok(());
         }
         (self.claim.replace_check.0)(target.path())?;
@@ -150,7 +150,7 @@ impl Staging {
             Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
             done => done.map_err(Error::io("rename", &target))?,
         }
-        let moved = Identity::of(&old);
+        let moved = FileIdentity::of(&old);
         if moved == Some(mine) {
             // Another process has published since the look.
             let _ = old.rename_new(&target);
@@ -161,15 +161,15 @@ impl Staging {
     }
 
     /// Deletes what was replaced, unless that is what was published.
-    fn clear_old(&self, mine: Identity) -> Result<()> {
+    fn clear_old(&self, mine: FileIdentity) -> Result<()> {
         let old = self.destination.old();
-        let Some(found) = Identity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
+        let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
         // What this process moved there is replaced, whoever owns it.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
             old.own_entry().map_err(Error::io("look at", &old))?;
         }
         let Some(backup) = self.destination.rename_away(&old, BACKUP)? else { return Ok(()) };
-        if Identity::of(&backup) == Some(mine) {
+        if FileIdentity::of(&backup) == Some(mine) {
             return backup.rename_new(&self.destination.target()).map_err(Error::io("put back", &backup));
         }
         self.destination.discard(&backup)
@@ -186,8 +186,8 @@ impl Seal<'_> {
         let found = output(&staging.work, staging.shape);
         if let Some(output) = found.map_err(Error::io("find what was written in", &staging.work))? {
             let opened = match staging.shape {
-                Shape::Folder => output.open_folder(),
-                Shape::File => output.open().map(OwnedFd::from),
+                DestinationKind::Folder => output.open_folder(),
+                DestinationKind::File => output.open().map(OwnedFd::from),
             };
             match opened {
                 Err(error) if is_gone(&error) => {}
@@ -211,11 +211,11 @@ impl Seal<'_> {
     }
 }
 
-fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: Shape) -> Result<()> {
+fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: DestinationKind) -> Result<()> {
     let synced = match shape {
-        Shape::Folder => output.sync_all(),
+        DestinationKind::Folder => output.sync_all(),
         // Its bytes are synced already, its attribute is not.
-        Shape::File => File::from(opened).sync_all(),
+        DestinationKind::File => File::from(opened).sync_all(),
     };
     match synced {
         Err(error) if is_gone(&error) => Ok(()),
@@ -231,10 +231,10 @@ fn is_taken(error: &io::Error) -> bool {
 pub(super) fn recover(destination: &Destination) -> Result<()> {
     let (target, old) = (destination.target(), destination.old());
     let found = old.own_entry().map_err(Error::io("look at", &old))?;
-    let Some(replaced) = found.map(|metadata| Identity::new(&metadata)) else { return Ok(()) };
+    let Some(replaced) = found.map(|metadata| FileIdentity::new(&metadata)) else { return Ok(()) };
     if target.exists() {
         let Some(backup) = destination.rename_away(&old, BACKUP)? else { return Ok(()) };
-        if Identity::of(&backup) == Some(replaced) {
+        if FileIdentity::of(&backup) == Some(replaced) {
             return destination.discard(&backup);
         }
         // It is of a swap that has begun since, of which there is one at a time.

@@ -243,9 +243,9 @@ pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>
 /// The identity of a file or folder, whatever name it has. Numbers of inodes are reused, so the time of birth counts
 /// where the file system knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Identity(u64, u64, Option<SystemTime>);
+pub(super) struct FileIdentity(u64, u64, Option<SystemTime>);
 
-impl Identity {
+impl FileIdentity {
     pub fn of(path: &AnchoredPath) -> Option<Self> {
         path.metadata().ok().map(|metadata| Self::new(&metadata))
     }

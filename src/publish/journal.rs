@@ -26,7 +26,7 @@ use super::destination::unique;
 use crate::catalog::OutputFile;
 use crate::comm::node::this_boot;
 use crate::error::{Error, Result};
-use crate::exec::{Entry, SumPart};
+use crate::exec::{FinishedRange, SumPart};
 use crate::storage::AnchoredPath;
 
 /// The suffix of a journal's name.
@@ -40,17 +40,17 @@ const MAX_JOINED_BYTES: u64 = 64 << 20;
 
 /// What was finished since the last record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct JournalRecord {
     #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
-    pub entries: Vec<Entry>,
+    pub entries: Vec<FinishedRange>,
     /// The numbers of carried files.
     #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<u32>,
     #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
-    pub doubts: Vec<Doubt>,
+    pub doubts: Vec<InvalidatedEntry>,
 }
 
-impl Record {
+impl JournalRecord {
     pub fn append(&mut self, later: Self) {
         self.entries.extend(later.entries);
         self.carried.extend(later.carried);
@@ -93,7 +93,7 @@ impl Record {
 
     /// Returns whether a record can be about these files and this many carried ones.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
-        let is_entry_possible = |entry: &Entry| {
+        let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
             let mut at = entry.range.start;
             let are_sums_within = entry.sums.iter().all(|part| {
@@ -115,21 +115,21 @@ impl Record {
 /// not invalidated with it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
-pub struct Doubt {
+pub struct InvalidatedEntry {
     /// The name of the journal that has the entry.
     pub journal: String,
     pub file: u32,
     pub start: u64,
 }
 
-impl From<(String, u32, u64)> for Doubt {
+impl From<(String, u32, u64)> for InvalidatedEntry {
     fn from((journal, file, start): (String, u32, u64)) -> Self {
         Self { journal, file, start }
     }
 }
 
-impl From<Doubt> for (String, u32, u64) {
-    fn from(Doubt { journal, file, start }: Doubt) -> Self {
+impl From<InvalidatedEntry> for (String, u32, u64) {
+    fn from(InvalidatedEntry { journal, file, start }: InvalidatedEntry) -> Self {
         (journal, file, start)
     }
 }
@@ -138,13 +138,13 @@ impl From<Doubt> for (String, u32, u64) {
 ///
 /// # Errors
 /// `Io`
-pub fn doubt(journal: &AnchoredPath, doubts: Vec<Doubt>, sync: bool) -> Result<()> {
+pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) -> Result<()> {
     if doubts.is_empty() {
         return Ok(());
     }
     let name = Path::new(journal.file_name()).with_extension(format!("doubts-{}.{EXTENSION}", unique()));
     let mut made = Journal::create(&journal.with_file_name(name))?;
-    made.append(&Record { doubts, ..Record::default() }, boot_of(sync))?;
+    made.append(&JournalRecord { doubts, ..JournalRecord::default() }, boot_of(sync))?;
     crate::fault::point("doubted");
     Ok(())
 }
@@ -175,7 +175,7 @@ impl Journal {
 
     /// Writes a record, in one call; where that fails, the next record takes its place. Its data is written, and on disk
     /// unless it holds on one `boot` only.
-    pub fn append(&mut self, record: &Record, boot: Option<String>) -> Result<()> {
+    pub fn append(&mut self, record: &JournalRecord, boot: Option<String>) -> Result<()> {
         let is_synced = boot.is_none();
         let line = to_line(record, boot);
         self.file.write_all_at(&line, self.len).map_err(Error::io("write", &self.path))?;
@@ -195,7 +195,7 @@ struct Line<R> {
     boot: Option<String>,
 }
 
-fn to_line(record: &Record, boot: Option<String>) -> Vec<u8> {
+fn to_line(record: &JournalRecord, boot: Option<String>) -> Vec<u8> {
     let mut line = serde_json::to_vec(&Line { record, boot }).expect("a record is plain data");
     let crc = crc32fast::hash(&line);
     line.extend_from_slice(format!(" {crc:08x}\n").as_bytes());
@@ -203,7 +203,7 @@ fn to_line(record: &Record, boot: Option<String>) -> Vec<u8> {
 }
 
 /// Returns the record of a line, and the boot it holds on; `None` where the line is damaged.
-pub(super) fn of_line(line: &[u8]) -> Option<(Record, Option<String>)> {
+pub(super) fn of_line(line: &[u8]) -> Option<(JournalRecord, Option<String>)> {
     let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
     let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;
     if crc32fast::hash(json) != crc {

@@ -30,7 +30,7 @@ use crate::threads;
 
 /// What a lease is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum Role {
+pub(super) enum LeaseRole {
     Part(Part),
     Seal,
     /// Throwing the partial folder away.
@@ -40,7 +40,7 @@ pub(super) enum Role {
 /// The name of a lease: `part-2-of-4.0`, `seal.0`. Its file ends in `.lease`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LeaseName {
-    pub role: Role,
+    pub role: LeaseRole,
     pub generation: u32,
 }
 
@@ -57,9 +57,9 @@ impl LeaseName {
 impl fmt::Display for LeaseName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.role {
-            Role::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
-            Role::Seal => write!(f, "seal.{}", self.generation),
-            Role::Restart => write!(f, "restart.{}", self.generation),
+            LeaseRole::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
+            LeaseRole::Seal => write!(f, "seal.{}", self.generation),
+            LeaseRole::Restart => write!(f, "restart.{}", self.generation),
         }
     }
 }
@@ -72,9 +72,9 @@ impl FromStr for LeaseName {
         let (role, generation) = text.strip_suffix(".lease").and_then(|text| text.rsplit_once('.')).ok_or(())?;
         let number = |text: &str| text.parse().map_err(drop);
         let role = match role.strip_prefix("part-").and_then(|part| part.split_once("-of-")) {
-            Some((index, of)) => Role::Part(Part { index: number(index)?, of: number(of)? }),
-            None if role == "seal" => Role::Seal,
-            None if role == "restart" => Role::Restart,
+            Some((index, of)) => LeaseRole::Part(Part { index: number(index)?, of: number(of)? }),
+            None if role == "seal" => LeaseRole::Seal,
+            None if role == "restart" => LeaseRole::Restart,
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
@@ -86,7 +86,7 @@ impl FromStr for LeaseName {
 /// How far the process is with the work that the lease is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Phase {
+pub(super) enum LeasePhase {
     Working,
     /// The work is done, and the process waits for others.
     Finished,
@@ -96,7 +96,7 @@ pub(super) enum Phase {
     Left,
 }
 
-impl Phase {
+impl LeasePhase {
     pub fn is_over(self) -> bool {
         matches!(self, Self::Stopped | Self::Left)
     }
@@ -108,12 +108,12 @@ impl Phase {
 
 /// The content of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct LeaseRecord {
     #[serde(flatten)]
     pub process: Process,
     /// Increases as long as the process lives.
     pub beat: u64,
-    pub phase: Phase,
+    pub phase: LeasePhase,
     pub done_bytes: u64,
     /// The error that ended the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -144,7 +144,7 @@ const MAX_REASON_BYTES: usize = 400;
 /// All records have this length, so that a shorter one never leaves the end of a longer one behind.
 pub(super) const RECORD_BYTES: usize = 4096;
 
-impl Record {
+impl LeaseRecord {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("strings and numbers are JSON");
         bytes.resize(RECORD_BYTES, b' ');
@@ -159,12 +159,12 @@ pub(super) struct SeenLease {
     pub name: LeaseName,
     pub bytes: Vec<u8>,
     /// `None` where the record is not complete yet.
-    pub record: Option<Record>,
+    pub record: Option<LeaseRecord>,
 }
 
 /// Returns the name of the latest lease of each role.
 pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
-    let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
+    let mut latest: BTreeMap<LeaseRole, LeaseName> = BTreeMap::new();
     for name in folder.names()? {
         let Some(name) = name.to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
         let known = latest.entry(name.role).or_insert(name);
@@ -202,14 +202,14 @@ pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<O
 #[derive(Debug)]
 pub(super) struct Lease {
     path: AnchoredPath,
-    shared: Arc<Shared>,
+    shared: Arc<SharedLease>,
     heart: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedLease {
     file: File,
-    record: Mutex<Record>,
+    record: Mutex<LeaseRecord>,
     given_up: Condvar,
     done_bytes: AtomicU64,
 }
@@ -218,14 +218,15 @@ impl Lease {
     /// Takes a lease. Returns `None` where another process was faster, or the folder is gone.
     pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
-        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0, failure: None };
+        let record =
+            LeaseRecord { process: Process::this(), beat: 0, phase: LeasePhase::Working, done_bytes: 0, failure: None };
         let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_lost(&error) => return Ok(None),
             Err(error) => return Err(Error::io("create", &path)(error)),
         };
         let (record, given_up, done_bytes) = (Mutex::new(record), Condvar::new(), AtomicU64::default());
-        Ok(Some(Self { path, shared: Arc::new(Shared { file, record, given_up, done_bytes }), heart: None }))
+        Ok(Some(Self { path, shared: Arc::new(SharedLease { file, record, given_up, done_bytes }), heart: None }))
     }
 
     /// Shows others that this process stays.
@@ -253,7 +254,7 @@ impl Lease {
 
     /// Records that the work is done.
     pub fn finish(&self) -> Result<()> {
-        self.shared.write(|record| record.phase = Phase::Finished).map_err(Error::io("write", &self.path))
+        self.shared.write(|record| record.phase = LeasePhase::Finished).map_err(Error::io("write", &self.path))
     }
 
     /// Records why this process is about to give the lease up, if that is possible.
@@ -280,16 +281,16 @@ fn is_lost(error: &io::Error) -> bool {
 
 /// Creates a lease that names its process from the first moment: others would have to watch an empty one, should its
 /// process be killed. On a file system without links the lease is empty for a short moment.
-fn create(path: &AnchoredPath, record: &Record, role: Role) -> io::Result<File> {
+fn create(path: &AnchoredPath, record: &LeaseRecord, role: LeaseRole) -> io::Result<File> {
     let tmp = path.with_file_name(format!(".lease-{}", unique()));
     // Other nodes see nothing before the server does.
     let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
     let file = tmp.create_new(0o666)?;
     let linked = write(&file).and_then(|()| {
         fault::point(match role {
-            Role::Part(_) => "begin-created-lease",
-            Role::Seal => "seal-created-lease",
-            Role::Restart => "restart-created-lease",
+            LeaseRole::Part(_) => "begin-created-lease",
+            LeaseRole::Seal => "seal-created-lease",
+            LeaseRole::Restart => "restart-created-lease",
         });
         tmp.hard_link(path)
     });
@@ -308,7 +309,7 @@ fn create(path: &AnchoredPath, record: &Record, role: Role) -> io::Result<File> 
 impl Drop for Lease {
     fn drop(&mut self) {
         let _ = self.shared.write(|record| {
-            record.phase = if record.phase.is_done() { Phase::Left } else { Phase::Stopped };
+            record.phase = if record.phase.is_done() { LeasePhase::Left } else { LeasePhase::Stopped };
         });
         self.shared.given_up.notify_all();
         if let Some(heart) = self.heart.take() {
@@ -317,12 +318,12 @@ impl Drop for Lease {
     }
 }
 
-impl Shared {
+impl SharedLease {
     fn beat(&self) -> io::Result<()> {
         self.write(|record| record.beat = record.beat.wrapping_add(1))
     }
 
-    fn write(&self, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+    fn write(&self, change: impl FnOnce(&mut LeaseRecord)) -> io::Result<()> {
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         if record.phase.is_over() {
             return Ok(());
@@ -438,7 +439,7 @@ pub(super) enum LeaseLost {
 /// The part of the work that this process holds, as long as no other process has taken it over. A process that was
 /// suspended, or cut off from the file system, cannot know that without a look.
 #[derive(Debug)]
-pub(super) struct Holding {
+pub(super) struct WorkLease {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
     /// The folder of output and journals.
@@ -450,7 +451,7 @@ pub(super) struct Holding {
     pub dead_after: Duration,
 }
 
-impl Holding {
+impl WorkLease {
     /// Returns whether another process has taken over, or the folder is gone. It reads names only, since every process
     /// looks every other second.
     pub fn look(&self) -> Result<Option<LeaseLost>> {
@@ -473,7 +474,7 @@ impl Holding {
 
     /// Returns whether a lease is of a process that came later and divides the same output in another way.
     pub fn is_of_rival(&self, name: LeaseName) -> bool {
-        matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
+        matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }
 
     fn is_rival_at_work(&self, name: LeaseName) -> io::Result<bool> {

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::journal::{Journal, Record, boot_of};
+use super::journal::{Journal, JournalRecord, boot_of};
 use crate::catalog::OutputFile;
 use crate::error::Result;
-use crate::exec::{CastLosses, Entry, Extents, Outputs, Stop, SumPart, WorkLog, add_lost};
+use crate::exec::{CastLosses, Extents, FinishedRange, Outputs, Stop, SumPart, WorkLog, add_lost};
 use crate::storage::AnchoredPath;
 
 /// Time between records: work that a killed run has to do again.
@@ -37,13 +37,13 @@ pub struct Log<'a> {
     sync: bool,
     at_end: AtEnd,
     /// What was finished in the current window.
-    window: Mutex<Record>,
-    state: Mutex<State>,
+    window: Mutex<JournalRecord>,
+    state: Mutex<LogState>,
 }
 
-struct State {
+struct LogState {
     /// What the next record will say.
-    next: Record,
+    next: JournalRecord,
     /// The parts of spans in all records, where this run writes everything.
     sums: Vec<(u32, SumPart)>,
     /// The values that casts lost in all of this run.
@@ -57,7 +57,7 @@ impl<'a> Log<'a> {
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
         let (next, sums, lost) = Default::default();
-        let state = State { next, sums, lost, journal: None, recorded: Instant::now() };
+        let state = LogState { next, sums, lost, journal: None, recorded: Instant::now() };
         let is_all = *todo == Extents::of_files(files);
         Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
     }
@@ -67,16 +67,16 @@ impl<'a> Log<'a> {
         self.window().carried.push(number);
     }
 
-    fn window(&self) -> MutexGuard<'_, Record> {
+    fn window(&self) -> MutexGuard<'_, JournalRecord> {
         self.window.lock().expect("no panic while the lock is held")
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LogState> {
         self.state.lock().expect("no panic while the lock is held")
     }
 
     /// What is in the window goes into the next record.
-    fn close_window(&self) -> MutexGuard<'_, State> {
+    fn close_window(&self) -> MutexGuard<'_, LogState> {
         let mut record = std::mem::take(&mut *self.window());
         record.compact(self.files);
         let mut state = self.state();
@@ -85,7 +85,7 @@ impl<'a> Log<'a> {
         state
     }
 
-    fn record(&self, state: &mut State, outputs: &Outputs) -> Result<()> {
+    fn record(&self, state: &mut LogState, outputs: &Outputs) -> Result<()> {
         if self.sync {
             let mut files: Vec<u32> = state.next.entries.iter().map(|entry| entry.file).collect();
             files.sort_unstable();
@@ -98,7 +98,7 @@ impl<'a> Log<'a> {
     }
 
     /// Write what the next record says, whose data lasts.
-    fn write(&self, state: &mut State, outputs: &Outputs) -> Result<()> {
+    fn write(&self, state: &mut LogState, outputs: &Outputs) -> Result<()> {
         state.recorded = Instant::now();
         if state.next.is_empty() {
             return Ok(());
@@ -133,7 +133,7 @@ impl WorkLog for Log<'_> {
         self.is_all
     }
 
-    fn add(&self, entry: Entry) {
+    fn add(&self, entry: FinishedRange) {
         self.window().entries.push(entry);
     }
 

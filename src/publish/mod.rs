@@ -51,22 +51,22 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 pub use commit::{ReplaceCheck, Seal};
-pub use wait::{Missing, Other, OtherState, Waited};
+pub use wait::{MissingParts, OtherPart, OtherState, Waited};
 
-use self::destination::{Destination, Identity, TMP, TRASH};
-use self::lease::{Holding, Lease, LeaseLost, LeaseWatch, StaleLeases};
-use self::partial::{Found, Partial};
+use self::destination::{Destination, FileIdentity, TMP, TRASH};
+use self::lease::{Lease, LeaseLost, LeaseWatch, StaleLeases, WorkLease};
+use self::partial::{FoundPartial, Partial};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
-use crate::exec::about::About;
 use crate::exec::fingerprint::Fingerprint;
+use crate::exec::plan_description::About;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
 /// What is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
+pub enum DestinationKind {
     /// The data folder becomes the destination.
     Folder,
     /// The one file in the data folder becomes the destination.
@@ -108,7 +108,7 @@ impl Claim {
 
 /// What is to be written.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan<'a> {
+pub struct WorkPlan<'a> {
     pub fingerprint: Fingerprint,
     pub version: &'a str,
     pub about: &'a About,
@@ -116,7 +116,7 @@ pub struct Plan<'a> {
 
 /// The result of [`Staging::begin`].
 #[derive(Debug)]
-pub enum Begun {
+pub enum Beginning {
     Work(Staging),
     /// The destination is there, from the same plan, and the claim accepts that.
     Done,
@@ -181,19 +181,19 @@ fn pace() -> Pace {
 
 /// A wait between looks that doubles each time: a small job ends soon, and many processes that wait for long do not keep
 /// a metadata server busy.
-struct Nap {
+struct Backoff {
     next: Duration,
     longest: Duration,
 }
 
 impl Pace {
-    fn nap(&self) -> Nap {
+    fn nap(&self) -> Backoff {
         let (next, longest) = self.look;
-        Nap { next, longest }
+        Backoff { next, longest }
     }
 }
 
-impl Nap {
+impl Backoff {
     fn take(&mut self) {
         sleep(self.next);
         self.next = (self.next * 2).min(self.longest);
@@ -204,12 +204,12 @@ impl Nap {
 #[derive(Debug)]
 pub struct Staging {
     destination: Destination,
-    shape: Shape,
+    shape: DestinationKind,
     claim: Claim,
     fingerprint: Fingerprint,
     /// The id of the partial folder.
     id: String,
-    holding: Arc<Holding>,
+    holding: Arc<WorkLease>,
     pace: Pace,
     partial: AnchoredPath,
     work: AnchoredPath,
@@ -220,9 +220,9 @@ pub struct Staging {
     lost: Arc<OnceLock<LeaseLost>>,
     watch: Mutex<LeaseWatch>,
     /// The identity of the output, known once it is complete.
-    identity: OnceLock<Identity>,
+    identity: OnceLock<FileIdentity>,
     /// The file or folder that this process moved away from the destination.
-    replaced: Mutex<Option<Identity>>,
+    replaced: Mutex<Option<FileIdentity>>,
     stale: StaleLeases,
     /// Parts that are not waited for any more, by their index.
     settled: Mutex<BTreeSet<u32>>,
@@ -238,7 +238,13 @@ impl Staging {
     ///
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run works or worked on it; `Stopped`; `Io`.
-    pub fn begin(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
+    pub fn begin(
+        path: &Path,
+        shape: DestinationKind,
+        claim: &Claim,
+        plan: &WorkPlan<'_>,
+        stop: &Stop,
+    ) -> Result<Beginning> {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
@@ -246,7 +252,7 @@ impl Staging {
     ///
     /// # Errors
     /// As [`Staging::begin`]; `Usage` where others would have to be watched.
-    pub fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>) -> Result<Preflight> {
+    pub fn preflight(path: &Path, shape: DestinationKind, claim: &Claim, plan: &WorkPlan<'_>) -> Result<Preflight> {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
 
@@ -255,7 +261,7 @@ impl Staging {
     ///
     /// # Errors
     /// As [`Staging::begin`].
-    pub fn refuse_taken(path: &Path, shape: Shape, claim: &Claim) -> Result<()> {
+    pub fn refuse_taken(path: &Path, shape: DestinationKind, claim: &Claim) -> Result<()> {
         if claim.takes_what_is_done() {
             return Ok(());
         }
@@ -312,7 +318,9 @@ impl Staging {
     /// As [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
-        if let Some(identity) = partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(Identity::of) {
+        if let Some(identity) =
+            partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(FileIdentity::of)
+        {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()
@@ -332,8 +340,8 @@ impl Staging {
 
     /// Returns the partial folder, if it is still the one that this process works in.
     fn find(&self) -> Result<Option<Partial>> {
-        Ok(match Found::at(&self.partial, self.shape)? {
-            Found::Partial(found) if found.plan.id == self.id => Some(found),
+        Ok(match FoundPartial::at(&self.partial, self.shape)? {
+            FoundPartial::Partial(found) if found.plan.id == self.id => Some(found),
             _ => None,
         })
     }

@@ -7,11 +7,11 @@ use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
-use super::destination::{Destination, Identity, TMP, TRASH, is_gone, is_hidden, read_at_most, unique};
-use super::lease::{Role, SeenLease, read_leases};
-use super::{Claim, Plan, Shape};
+use super::destination::{Destination, FileIdentity, TMP, TRASH, is_gone, is_hidden, read_at_most, unique};
+use super::lease::{LeaseRole, SeenLease, read_leases};
+use super::{Claim, DestinationKind, WorkPlan};
 use crate::error::{Error, Result};
-use crate::exec::about::About;
+use crate::exec::plan_description::About;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
@@ -39,7 +39,7 @@ pub(super) struct PlanFile {
 }
 
 impl PlanFile {
-    pub fn new(plan: &Plan<'_>, claim: &Claim) -> Self {
+    pub fn new(plan: &WorkPlan<'_>, claim: &Claim) -> Self {
         Self {
             version: plan.version.to_owned(),
             fingerprint: plan.fingerprint.to_string(),
@@ -55,12 +55,12 @@ impl PlanFile {
         format!("work-{}", self.id)
     }
 
-    pub fn is_of(&self, plan: &Plan<'_>) -> bool {
+    pub fn is_of(&self, plan: &WorkPlan<'_>) -> bool {
         self.version == plan.version && self.fingerprint == plan.fingerprint.to_string()
     }
 
     /// Describes how this plan differs from `plan`. `folder` is the partial folder of this plan.
-    pub fn difference(&self, plan: &Plan<'_>, folder: &AnchoredPath) -> String {
+    pub fn difference(&self, plan: &WorkPlan<'_>, folder: &AnchoredPath) -> String {
         if self.version != plan.version {
             return format!("dtshard {} made it, and this is {}", self.version, plan.version);
         }
@@ -128,7 +128,7 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &About, sync: bool) -> io::R
 }
 
 /// What is at the name of the partial folder.
-pub(super) enum Found {
+pub(super) enum FoundPartial {
     Nothing,
     /// A file, or a folder without a plan: another version made it, or somebody else.
     Junk,
@@ -145,13 +145,13 @@ pub(super) struct Partial {
 }
 
 impl Partial {
-    pub fn lease(&self, role: Role) -> Option<&SeenLease> {
+    pub fn lease(&self, role: LeaseRole) -> Option<&SeenLease> {
         self.leases.iter().find(|seen| seen.name.role == role)
     }
 }
 
-impl Found {
-    pub fn at(folder: &AnchoredPath, shape: Shape) -> Result<Self> {
+impl FoundPartial {
+    pub fn at(folder: &AnchoredPath, shape: DestinationKind) -> Result<Self> {
         let look = || match Self::read(folder, shape) {
             Err(error) if is_gone(&error) => Ok(Self::Nothing),
             found => found.map_err(Error::io("read", folder)),
@@ -163,9 +163,9 @@ impl Found {
         }
     }
 
-    fn read(folder: &AnchoredPath, shape: Shape) -> io::Result<Self> {
+    fn read(folder: &AnchoredPath, shape: DestinationKind) -> io::Result<Self> {
         let Some(metadata) = folder.own_metadata()? else { return Ok(Self::Nothing) };
-        let before = Some(Identity::new(&metadata));
+        let before = Some(FileIdentity::new(&metadata));
         if !metadata.is_dir() {
             return Ok(Self::Junk);
         }
@@ -174,7 +174,7 @@ impl Found {
             return Ok(Self::Nothing);
         }
         let without = |name: &str| {
-            if Identity::of(folder) != before {
+            if FileIdentity::of(folder) != before {
                 // Another folder by now.
                 return Ok(Self::Nothing);
             }
@@ -187,14 +187,14 @@ impl Found {
         }
         // In this order: once there is a lease on sealing, only publishing takes the output away.
         let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
-        let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == Role::Seal);
+        let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == LeaseRole::Seal);
         let (mut leases, mut is_away) = look()?;
         if is_away && !has_sealer(&leases) {
             // There is no output yet, or it was sealed and published since the leases were read.
             (leases, is_away) = look()?;
         }
         let is_published = is_away && has_sealer(&leases);
-        if Identity::of(folder) != before {
+        if FileIdentity::of(folder) != before {
             // Some leases may have been missed, as the folder was taken away.
             return Ok(Self::Nothing);
         }
@@ -203,11 +203,11 @@ impl Found {
 }
 
 /// Returns the path that is renamed to the destination, if it exists.
-pub(super) fn output(work: &AnchoredPath, shape: Shape) -> io::Result<Option<AnchoredPath>> {
+pub(super) fn output(work: &AnchoredPath, shape: DestinationKind) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
     let found = match shape {
-        Shape::Folder => work.names().map(|names| names.iter().any(|name| name == DATA).then_some(data)),
-        Shape::File => data.names().and_then(|names| match names.as_slice() {
+        DestinationKind::Folder => work.names().map(|names| names.iter().any(|name| name == DATA).then_some(data)),
+        DestinationKind::File => data.names().and_then(|names| match names.as_slice() {
             [] => Ok(None),
             [only] => Ok(Some(data.join(only))),
             several => {

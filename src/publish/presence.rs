@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::lease::{
-    Lease, LeaseName, LeaseState, LeaseWatch, Phase, Record, Role, SeenLease, latest_leases, read_lease,
-};
 use super::destination::is_gone;
+use super::lease::{
+    Lease, LeaseName, LeasePhase, LeaseRecord, LeaseRole, LeaseState, LeaseWatch, SeenLease, latest_leases, read_lease,
+};
 use super::{Pace, pace};
-use crate::comm::{DROPPED, ENDED, Fate, Gone, LEFT, Part, Process, Why};
+use crate::comm::{DROPPED, ENDED, FailureReason, FirstFailure, LEFT, Part, PeerFailure, Process};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::storage::AnchoredPath;
@@ -36,18 +36,18 @@ fn stuck_after() -> Duration {
 
 /// The lease of a part, as another process finds it.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct FoundLease {
     pub index: u32,
     /// Counts the processes that have held the lease of this part.
     pub generation: u32,
-    pub state: State,
+    pub state: PeerState,
     pub process: Option<Process>,
-    pub(crate) failure: Option<Gone>,
+    pub(crate) failure: Option<PeerFailure>,
 }
 
 /// Whether the process of a lease is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum PeerState {
     Alive,
     Ended,
     /// It has to be watched.
@@ -75,7 +75,7 @@ impl Observer {
     pub fn generations(&self) -> Result<BTreeMap<u32, u32>> {
         let names = latest_leases(&self.folder).map_err(Error::io("list", &self.folder))?;
         let generation = |name: LeaseName| match name.role {
-            Role::Part(part) if part.of == self.of => Some((part.index, name.generation)),
+            LeaseRole::Part(part) if part.of == self.of => Some((part.index, name.generation)),
             _ => None,
         };
         Ok(names.filter_map(generation).collect())
@@ -85,7 +85,7 @@ impl Observer {
     ///
     /// # Errors
     /// `Io` where it cannot be read.
-    pub fn look(&mut self, index: u32, generation: u32) -> Result<Option<Found>> {
+    pub fn look(&mut self, index: u32, generation: u32) -> Result<Option<FoundLease>> {
         let name = self.name(index, generation);
         let seen = match read_lease(&self.folder, name) {
             Ok(Some(seen)) => seen,
@@ -93,32 +93,32 @@ impl Observer {
             Err(error) => return Err(Error::io("read", &self.folder.join(name.to_string()))(error)),
         };
         let state = match self.watch.state(&seen, Instant::now()) {
-            LeaseState::Alive => State::Alive,
-            LeaseState::Dead => State::Ended,
-            LeaseState::Unsure => State::Unsure,
+            LeaseState::Alive => PeerState::Alive,
+            LeaseState::Dead => PeerState::Ended,
+            LeaseState::Unsure => PeerState::Unsure,
         };
         let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
         let failure = failure.map(|failure| decode(index, &failure.reason));
-        Ok(Some(Found { index, generation, state, process: seen.record.map(|record| record.process), failure }))
+        Ok(Some(FoundLease { index, generation, state, process: seen.record.map(|record| record.process), failure }))
     }
 
     fn name(&self, index: u32, generation: u32) -> LeaseName {
-        LeaseName { role: Role::Part(Part { index, of: self.of }), generation }
+        LeaseName { role: LeaseRole::Part(Part { index, of: self.of }), generation }
     }
 
     /// Returns why a process is gone that holds a lease; `None` where it is there, or has left when all was done.
-    fn gone(&mut self, index: u32, generation: u32) -> Option<Gone> {
+    fn gone(&mut self, index: u32, generation: u32) -> Option<PeerFailure> {
         let name = self.name(index, generation);
         // Where a network file system fails for a moment, the next look tells.
         let seen = read_lease(&self.folder, name).ok()??;
         let state = self.watch.state(&seen, Instant::now());
-        let because = |why: &str| Some(Gone { rank: index, why: why.into() });
+        let because = |why: &str| Some(PeerFailure { rank: index, why: why.into() });
         match &seen {
-            SeenLease { record: Some(Record { failure: Some(failure), .. }), .. } => {
+            SeenLease { record: Some(LeaseRecord { failure: Some(failure), .. }), .. } => {
                 Some(decode(index, &failure.reason))
             }
-            SeenLease { record: Some(Record { phase: Phase::Left, .. }), .. } => None,
-            SeenLease { record: Some(Record { phase: Phase::Stopped, .. }), .. } => because(DROPPED),
+            SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Left, .. }), .. } => None,
+            SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Stopped, .. }), .. } => because(DROPPED),
             _ if self.watch.unchanged(name) >= stuck_after() => {
                 because(&format!("has not moved for {} s", stuck_after().as_secs()))
             }
@@ -131,7 +131,7 @@ impl Observer {
     fn has_left(&self, index: u32, generation: u32) -> bool {
         let seen = read_lease(&self.folder, self.name(index, generation));
         let record = seen.ok().flatten().and_then(|seen| seen.record);
-        record.is_some_and(|record| record.phase == Phase::Left)
+        record.is_some_and(|record| record.phase == LeasePhase::Left)
     }
 }
 
@@ -164,7 +164,7 @@ pub struct Presence {
     part: Part,
     generation: u32,
     lease: Lease,
-    fate: Arc<Fate>,
+    fate: Arc<FirstFailure>,
     members: Arc<Mutex<Members>>,
 }
 
@@ -181,9 +181,9 @@ impl Presence {
     /// # Errors
     /// `Io` where it cannot be written.
     pub fn take(folder: &AnchoredPath, part: Part, generation: u32) -> Result<Option<Self>> {
-        let name = LeaseName { role: Role::Part(part), generation };
+        let name = LeaseName { role: LeaseRole::Part(part), generation };
         let Some(mut lease) = Lease::take(folder, name)? else { return Ok(None) };
-        let fate = Arc::new(Fate::default());
+        let fate = Arc::new(FirstFailure::default());
         let observer = Observer::new(folder, part.of);
         let members = Arc::new(Mutex::new(Members { observer, generations: Vec::new() }));
         let (watched, sealed) = (Arc::clone(&members), Arc::clone(&fate));
@@ -227,16 +227,16 @@ impl Presence {
 
     /// Looks now whether a process is gone that is waited for, instead of waiting for the next beat. A process that has left
     /// is gone, too.
-    pub(crate) fn gone_now(&self, index: u32) -> Option<Gone> {
+    pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;
         let left = members.observer.has_left(index, generation);
-        let left = left.then(|| Gone { rank: index, why: LEFT.into() });
+        let left = left.then(|| PeerFailure { rank: index, why: LEFT.into() });
         members.observer.gone(index, generation).or(left)
     }
 
     /// Tells the others that a process is gone: this one or another.
-    pub(crate) fn give_up(&self, gone: Gone) {
+    pub(crate) fn give_up(&self, gone: PeerFailure) {
         self.fate.seal(gone.clone());
         let first = self.fate.gone().cloned().unwrap_or(gone);
         self.lease.fail(&encode(&first), None);
@@ -244,7 +244,7 @@ impl Presence {
 
     /// Tells the others why this process ends.
     pub fn fail(&self, why: &str) {
-        self.give_up(Gone { rank: self.part.index, why: Why::of_words(why) });
+        self.give_up(PeerFailure { rank: self.part.index, why: FailureReason::of_words(why) });
     }
 
     /// Leaves as a process whose work is done.
@@ -256,16 +256,16 @@ impl Presence {
 
 impl Members {
     /// Returns the first process that is gone, as the process of `part` sees it.
-    fn first_gone(&mut self, part: Part) -> Option<Gone> {
+    fn first_gone(&mut self, part: Part) -> Option<PeerFailure> {
         let watched = if part.index == 0 { 1..self.generations.len() } else { 0..self.generations.len().min(1) };
-        let all: Vec<Gone> = watched
+        let all: Vec<PeerFailure> = watched
             .filter_map(|index| {
                 let rank = u32::try_from(index).expect("fewer than 2^32 processes");
                 self.observer.gone(rank, self.generations[index])
             })
             .collect();
         // A process that ended without a word may have ended because of another.
-        let is_dropped = |gone: &&Gone| gone.why == DROPPED.into();
+        let is_dropped = |gone: &&PeerFailure| gone.why == DROPPED.into();
         all.iter().find(|gone| !is_dropped(gone)).or(all.first()).cloned()
     }
 }
@@ -275,23 +275,23 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 /// Who is gone and why, as text of a lease: `2 F words`, or `2 S TERM`.
-fn encode(gone: &Gone) -> String {
+fn encode(gone: &PeerFailure) -> String {
     match &gone.why {
-        Why::Failed(words) => format!("{} F {words}", gone.rank),
-        Why::Stopped(which) => format!("{} S {}", gone.rank, Why::signal(*which)),
+        FailureReason::Failed(words) => format!("{} F {words}", gone.rank),
+        FailureReason::Stopped(which) => format!("{} S {}", gone.rank, FailureReason::signal(*which)),
     }
 }
 
 /// The reverse of [`encode`]. Other words are those of the process whose lease it is.
-fn decode(index: u32, text: &str) -> Gone {
+fn decode(index: u32, text: &str) -> PeerFailure {
     let parse = || {
         let (rank, rest) = text.split_once(' ')?;
         let (kind, words) = rest.split_once(' ')?;
         let rank = rank.parse().ok()?;
-        let why = if kind == "S" { Why::of_signal(words)? } else { Why::Failed(words.to_owned()) };
-        Some(Gone { rank, why })
+        let why = if kind == "S" { FailureReason::of_signal(words)? } else { FailureReason::Failed(words.to_owned()) };
+        Some(PeerFailure { rank, why })
     };
-    parse().unwrap_or_else(|| Gone { rank: index, why: text.into() })
+    parse().unwrap_or_else(|| PeerFailure { rank: index, why: text.into() })
 }
 
 #[cfg(test)]
@@ -301,12 +301,12 @@ mod tests {
     #[test]
     fn reasons_survive_a_lease() {
         for gone in [
-            Gone { rank: 3, why: "failed: no space: a b".into() },
-            Gone { rank: 0, why: Why::of_words("stopped by TERM; nothing was written") },
+            PeerFailure { rank: 3, why: "failed: no space: a b".into() },
+            PeerFailure { rank: 0, why: FailureReason::of_words("stopped by TERM; nothing was written") },
         ] {
             assert_eq!(decode(7, &encode(&gone)), gone);
         }
-        assert_eq!(decode(7, "no number"), Gone { rank: 7, why: "no number".into() });
+        assert_eq!(decode(7, "no number"), PeerFailure { rank: 7, why: "no number".into() });
     }
 
     #[test]

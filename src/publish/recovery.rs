@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::journal::{Doubt, EXTENSION, Record, boot_of, of_line};
+use super::journal::{EXTENSION, InvalidatedEntry, JournalRecord, boot_of, of_line};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::digest::{Digest, for_each_block};
-use crate::exec::{CastLosses, Entry, Extents, Reporter, Stop, SumPart, add_lost};
+use crate::exec::{CastLosses, Extents, FinishedRange, Reporter, Stop, SumPart, add_lost};
 use crate::storage::{AnchoredPath, afresh};
 
 /// A longer line is damaged: it has more parts of spans than fit memory.
@@ -26,7 +26,7 @@ const MAX_LINE_BYTES: u64 = 256 << 20;
 
 /// What is finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Known {
+pub struct CompletedWork {
     pub done: Extents,
     /// By file, ascending: the parts of spans whose sum is not in the file yet.
     pub sums: BTreeMap<u32, Vec<SumPart>>,
@@ -35,33 +35,33 @@ pub struct Known {
     /// The numbers of carried files.
     pub carried: BTreeSet<u32>,
     /// The entries that `done` was taken from.
-    pub taken: Vec<Taken>,
+    pub taken: Vec<RecordedRange>,
     /// Entries about some of the same bytes, such as those of a process that was taken for dead.
-    spare: Vec<Taken>,
+    spare: Vec<RecordedRange>,
 }
 
 /// A stretch that is recorded as finished, and the journal that has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Taken {
+pub struct RecordedRange {
     journal: Arc<str>,
     pub file: u32,
     pub range: Range<u64>,
     pub digest: u32,
 }
 
-impl Taken {
+impl RecordedRange {
     /// The number of bytes. No stretch is empty.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    fn doubt(&self) -> Doubt {
-        Doubt { journal: self.journal.to_string(), file: self.file, start: self.range.start }
+    fn doubt(&self) -> InvalidatedEntry {
+        InvalidatedEntry { journal: self.journal.to_string(), file: self.file, start: self.range.start }
     }
 }
 
-impl Known {
+impl CompletedWork {
     /// Reads every journal of `folder`, about these files and this many carried ones. With `sync`, what is finished is to
     /// be on disk, so that records that hold on one boot only do not count.
     ///
@@ -70,7 +70,7 @@ impl Known {
     pub fn read(folder: &AnchoredPath, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
         let here = boot_of(sync).filter(|boot| !boot.is_empty());
-        let mut records: Vec<(Arc<str>, Record)> = Vec::new();
+        let mut records: Vec<(Arc<str>, JournalRecord)> = Vec::new();
         for path in journals(folder)? {
             let name: Arc<str> = path.file_name().to_string_lossy().into();
             let mut reader = BufReader::new(afresh::open(&path).map_err(Error::io("open", &path))?);
@@ -86,7 +86,8 @@ impl Known {
                 }
             }
         }
-        let doubts: HashSet<Doubt> = records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
+        let doubts: HashSet<InvalidatedEntry> =
+            records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
         for (journal, record) in records {
             known.take(&journal, record, &doubts);
         }
@@ -97,9 +98,9 @@ impl Known {
         Ok(known)
     }
 
-    fn take(&mut self, journal: &Arc<str>, record: Record, doubts: &HashSet<Doubt>) {
-        for Entry { file, range, digest, sums, lost } in record.entries {
-            let taken = Taken { journal: Arc::clone(journal), file, range: range.clone(), digest };
+    fn take(&mut self, journal: &Arc<str>, record: JournalRecord, doubts: &HashSet<InvalidatedEntry>) {
+        for FinishedRange { file, range, digest, sums, lost } in record.entries {
+            let taken = RecordedRange { journal: Arc::clone(journal), file, range: range.clone(), digest };
             if !doubts.is_empty() && doubts.contains(&taken.doubt()) {
                 continue;
             }
@@ -130,11 +131,11 @@ impl Known {
 
     /// Returns the doubts after which none of these bytes counts as done, whichever processes have recorded them.
     #[must_use]
-    pub fn doubts(&self, doubted: &[&Taken]) -> Vec<Doubt> {
+    pub fn doubts(&self, doubted: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
         doubted.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));
         let spare = self.spare.iter().filter(|taken| bytes.overlaps(taken.file, &taken.range));
-        doubted.iter().copied().chain(spare).map(Taken::doubt).collect()
+        doubted.iter().copied().chain(spare).map(RecordedRange::doubt).collect()
     }
 }
 
@@ -156,8 +157,8 @@ fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
 
 /// A recorded stretch whose bytes are not those that were written.
 #[derive(Clone, Debug)]
-pub struct Changed {
-    pub taken: Taken,
+pub struct ChangedRange {
+    pub taken: RecordedRange,
     pub found: u32,
 }
 
@@ -166,14 +167,14 @@ pub struct Changed {
 /// # Errors
 /// `Io`, `Stopped`.
 pub fn changed(
-    known: &Known,
+    known: &CompletedWork,
     own: &Extents,
     folder: &AnchoredPath,
     files: &[OutputFile],
     reporter: &dyn Reporter,
     stop: &Stop,
-) -> Result<Vec<Changed>> {
-    let look = |taken: &Taken| -> Result<Option<Changed>> {
+) -> Result<Vec<ChangedRange>> {
+    let look = |taken: &RecordedRange| -> Result<Option<ChangedRange>> {
         let file = &files[taken.file as usize];
         let path = folder.join(&file.path);
         let open = path.open().map_err(Error::io("open", &path))?;
@@ -184,9 +185,9 @@ pub fn changed(
             stop.check()
         })?;
         let found = digest.finish();
-        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
+        Ok((found != taken.digest).then(|| ChangedRange { taken: taken.clone(), found }))
     };
-    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
-    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(look).collect();
+    let is_own = |taken: &&RecordedRange| own.overlaps(taken.file, &taken.range);
+    let found: Vec<Result<Option<ChangedRange>>> = known.taken.par_iter().filter(is_own).map(look).collect();
     found.into_iter().filter_map(Result::transpose).collect()
 }

@@ -11,16 +11,16 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::recovery::Known;
+use super::recovery::CompletedWork;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError, Untrusted};
-use crate::exec::carry::{Carried, is_carried, len_of};
-use crate::exec::{Extents, Outputs, Stop, sums};
+use crate::exec::sidecar_files::{SidecarFile, is_carried, len_of};
+use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
 
 /// Returns whether everything is finished.
 #[must_use]
-pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool {
+pub fn is_complete(known: &CompletedWork, files: &[OutputFile], carried: usize) -> bool {
     known.done == Extents::of_files(files) && known.carried.len() == carried
 }
 
@@ -31,8 +31,8 @@ pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool 
 pub fn seal(
     folder: &AnchoredPath,
     files: &[OutputFile],
-    carried: &[Carried],
-    known: &Known,
+    carried: &[SidecarFile],
+    known: &CompletedWork,
     journals: &AnchoredPath,
     sync: bool,
 ) -> Result<()> {
@@ -52,7 +52,7 @@ pub fn seal(
         }
     }
     let outputs = Outputs::of(folder, files, sync)?;
-    sums::patch(&outputs, files, &known.sums, journals.path())?;
+    checksums::patch(&outputs, files, &known.sums, journals.path())?;
     crate::fault::point("seal-summed");
     if sync {
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
@@ -64,7 +64,7 @@ pub fn seal(
 ///
 /// # Errors
 /// `Io` where one cannot be looked at.
-pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<bool> {
+pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFile]) -> Result<bool> {
     for file in carried {
         if !is_carried(file, folder, false)? {
             return Ok(false);
@@ -78,10 +78,10 @@ pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried])
 ///
 /// # Errors
 /// `Usage` that names another file, `Io`.
-pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<()> {
+pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFile]) -> Result<()> {
     let all = || files.iter().map(|file| file.path.as_path()).chain(carried.iter().map(|file| file.to.as_path()));
     let parents = all().flat_map(|path| path.ancestors().skip(1)).collect();
-    let checked = Expected { files: all().collect(), parents }.check(folder, Path::new(""));
+    let checked = ExpectedNames { files: all().collect(), parents }.check(folder, Path::new(""));
     match checked {
         // Another process that has sealed the same was faster.
         Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(()),
@@ -90,12 +90,12 @@ pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carr
 }
 
 /// The names of a result, relative to its folder.
-struct Expected<'a> {
+struct ExpectedNames<'a> {
     files: HashSet<&'a Path>,
     parents: HashSet<&'a Path>,
 }
 
-impl Expected<'_> {
+impl ExpectedNames<'_> {
     fn check(&self, folder: &AnchoredPath, below: &Path) -> Result<()> {
         let held = folder.hold().map_err(Error::io("open", folder))?;
         let names = held.names().map_err(Error::io("list", folder))?;
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
         assert_eq!(misfits(&AnchoredPath::new(folder.path()), &files, &[0]).unwrap(), BTreeMap::new());
         let place = AnchoredPath::new(folder.path());
-        let error = seal(&place, &files, &[], &Known::default(), &place, false).unwrap_err();
+        let error = seal(&place, &files, &[], &CompletedWork::default(), &place, false).unwrap_err();
         assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
     }
 }

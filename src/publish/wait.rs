@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::destination::Identity;
-use super::lease::{LeaseLost, LeaseState, Role, SeenLease};
+use super::destination::FileIdentity;
+use super::lease::{LeaseLost, LeaseRole, LeaseState, SeenLease};
 use super::partial::Partial;
 use super::{Staging, plan_xattr};
 use crate::comm::{Part, Process};
@@ -32,7 +32,7 @@ pub enum OtherState {
 
 /// Another part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Other {
+pub struct OtherPart {
     pub part: Part,
     pub state: OtherState,
     /// Bytes done in this run.
@@ -51,12 +51,12 @@ pub enum Waited {
     /// All parts are done, and no live process seals.
     NobodySeals,
     /// These parts will not finish.
-    Without(Missing),
+    Without(MissingParts),
 }
 
 /// Parts that will not finish. They may have recorded all that they had to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missing {
+pub struct MissingParts {
     pub parts: Vec<u32>,
     has_started: bool,
 }
@@ -69,11 +69,11 @@ const PUBLISHING: Duration = Duration::from_secs(1);
 pub(super) enum Decision {
     Wait,
     Seal,
-    GiveUp(Missing),
+    GiveUp(MissingParts),
 }
 
 /// Decides by the states of the others. `is_sealing` says that a live process seals.
-pub(super) fn decide(is_sealing: bool, others: &[Other]) -> Decision {
+pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     let of_state = |state: OtherState| -> Vec<u32> {
         others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
     };
@@ -81,9 +81,9 @@ pub(super) fn decide(is_sealing: bool, others: &[Other]) -> Decision {
     if is_sealing {
         Decision::Wait
     } else if !stopped.is_empty() {
-        Decision::GiveUp(Missing { parts: stopped, has_started: true })
+        Decision::GiveUp(MissingParts { parts: stopped, has_started: true })
     } else if !not_started.is_empty() {
-        Decision::GiveUp(Missing { parts: not_started, has_started: false })
+        Decision::GiveUp(MissingParts { parts: not_started, has_started: false })
     } else if others.iter().all(|other| other.state == OtherState::Finished) {
         Decision::Seal
     } else {
@@ -93,9 +93,9 @@ pub(super) fn decide(is_sealing: bool, others: &[Other]) -> Decision {
 
 /// Since when each look has found the same thing.
 #[derive(Default)]
-struct Since(Option<Instant>);
+struct UnchangedSince(Option<Instant>);
 
-impl Since {
+impl UnchangedSince {
     /// Notes one more look. Returns for how long it has been so.
     fn note(&mut self, is_so: bool) -> Duration {
         if !is_so {
@@ -111,7 +111,7 @@ impl Staging {
     ///
     /// # Errors
     /// `Io`
-    pub fn others(&self) -> Result<Vec<Other>> {
+    pub fn others(&self) -> Result<Vec<OtherPart>> {
         Ok(self.find()?.map_or_else(Vec::new, |found| self.others_of(&found)))
     }
 
@@ -119,9 +119,9 @@ impl Staging {
     ///
     /// # Errors
     /// `Usage` where the partial folder is gone; `Stopped`; `Io`.
-    pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[Other])) -> Result<Waited> {
+    pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[OtherPart])) -> Result<Waited> {
         let begun = *self.waiting.get_or_init(Instant::now);
-        let [mut gone, mut done, mut stopped] = [(); 3].map(|()| Since::default());
+        let [mut gone, mut done, mut stopped] = [(); 3].map(|()| UnchangedSince::default());
         let mut nap = self.pace.nap();
         loop {
             // That the partial folder is gone is no reason to stop: this is what is waited for.
@@ -172,13 +172,13 @@ impl Staging {
     }
 
     /// Counts parts as finished: all that they had to do is recorded.
-    pub fn settle(&self, missing: Missing) {
+    pub fn settle(&self, missing: MissingParts) {
         self.settled().extend(missing.parts);
     }
 
     /// Returns the error that there is no result without these parts.
     #[must_use]
-    pub fn without(&self, missing: &Missing) -> Error {
+    pub fn without(&self, missing: &MissingParts) -> Error {
         let (parts, destination) = (&missing.parts, self.destination.path.display());
         let named = |parts: &[u32]| {
             // `part 1 of 4`, `parts 1, 3 of 4`
@@ -186,8 +186,11 @@ impl Staging {
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
         // Where the launcher chose the number of parts, the user may not know it.
-        let alone =
-            if self.claim.run.is_some() { "; options::part 0 options::parts 1 does all of the work in one process" } else { "" };
+        let alone = if self.claim.run.is_some() {
+            "; options::part 0 options::parts 1 does all of the work in one process"
+        } else {
+            ""
+        };
         let how_to_go_on = format!(
             "what was done is kept in {}: the same command with options::resume goes on with it{alone}",
             self.partial.display()
@@ -205,7 +208,7 @@ impl Staging {
         }
         let here = Process::this();
         let leases = parts.iter().filter_map(|index| {
-            found.as_ref()?.lease(Role::Part(Part { index: *index, ..self.claim.part }))?.record.as_ref()
+            found.as_ref()?.lease(LeaseRole::Part(Part { index: *index, ..self.claim.part }))?.record.as_ref()
         });
         let stuck: Vec<String> = leases
             .filter(|record| !record.phase.is_over() && record.process.is_alive(&here) == Some(true))
@@ -287,13 +290,13 @@ impl Staging {
 
     /// Returns whether the output is at the destination.
     pub(super) fn has_landed(&self) -> bool {
-        let Some(there) = Identity::of(&self.destination.target()) else { return false };
+        let Some(there) = FileIdentity::of(&self.destination.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);
         is_known || plan_xattr::is(&self.destination.path, self.fingerprint)
     }
 
     fn sealer(&self, found: &Partial) -> Option<LeaseState> {
-        found.lease(Role::Seal).map(|seen| self.lease_state(seen))
+        found.lease(LeaseRole::Seal).map(|seen| self.lease_state(seen))
     }
 
     pub(super) fn lease_state(&self, seen: &SeenLease) -> LeaseState {
@@ -304,13 +307,13 @@ impl Staging {
         self.settled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn others_of(&self, found: &Partial) -> Vec<Other> {
+    fn others_of(&self, found: &Partial) -> Vec<OtherPart> {
         let own = self.claim.part;
-        let leases: HashMap<Role, &SeenLease> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
+        let leases: HashMap<LeaseRole, &SeenLease> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
         let settled = self.settled();
         let other = |index: u32| {
             let part = Part { index, of: own.of };
-            let seen = leases.get(&Role::Part(part)).copied();
+            let seen = leases.get(&LeaseRole::Part(part)).copied();
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
             // What an earlier run did is known from its journal.
@@ -318,7 +321,7 @@ impl Staging {
             if state != OtherState::Working && settled.contains(&index) {
                 state = OtherState::Finished;
             }
-            Other {
+            OtherPart {
                 part,
                 state,
                 done_bytes: now.and(record).map_or(0, |record| record.done_bytes),

@@ -46,7 +46,7 @@ impl DtypeRule {
 
 /// Why a tensor that a rule is for keeps its dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kept {
+pub enum KeptReason {
     Scalar,
     OptimizerState,
     /// The scale of a quantised tensor, which takes a pattern.
@@ -56,7 +56,7 @@ pub enum Kept {
     NotFloat,
 }
 
-impl Kept {
+impl KeptReason {
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -71,12 +71,12 @@ impl Kept {
 
 /// How many tensors are cast, and how many are not although `--dtype` is given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Casts {
+pub struct CastSummary {
     pub cast: Vec<(Dtype, Dtype, usize)>,
-    pub kept: Vec<(Kept, usize)>,
+    pub kept: Vec<(KeptReason, usize)>,
 }
 
-impl Casts {
+impl CastSummary {
     fn count_cast(&mut self, from: Dtype, to: Dtype) {
         match self.cast.iter_mut().find(|known| (known.0, known.1) == (from, to)) {
             Some(known) => known.2 += 1,
@@ -84,7 +84,7 @@ impl Casts {
         }
     }
 
-    fn count_kept(&mut self, reason: Kept) {
+    fn count_kept(&mut self, reason: KeptReason) {
         match self.kept.iter_mut().find(|known| known.0 == reason) {
             Some(known) => known.1 += 1,
             None => self.kept.push((reason, 1)),
@@ -93,17 +93,21 @@ impl Casts {
 
     /// `kept as they are: 12 tensors (0-d), 3 tensors (not float)`
     pub(super) fn notes(&self) -> Vec<String> {
-        let part = |(kept, number): &(Kept, usize)| {
+        let part = |(kept, number): &(KeptReason, usize)| {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
         };
         let parts: Vec<String> = self.kept.iter().map(part).collect();
-        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype leaves as they are: {}", parts.join(", "))] }
+        if parts.is_empty() {
+            Vec::new()
+        } else {
+            vec![format!("options::dtype leaves as they are: {}", parts.join(", "))]
+        }
     }
 }
 
 /// What the rules see of a tensor that is taken.
 #[derive(Clone, Copy, Default)]
-struct Seen {
+struct SelectedTensor {
     taken: bool,
     /// It has a name that is not in an optimizer.
     outside: bool,
@@ -114,9 +118,14 @@ struct Seen {
 }
 
 /// Set the dtypes of the tensors that are in the new state dict.
-pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, rules: &[DtypeRule]) -> Result<Casts> {
+pub(super) fn apply(
+    survey: &Survey<'_>,
+    kept: &[bool],
+    catalog: &mut Catalog,
+    rules: &[DtypeRule],
+) -> Result<CastSummary> {
     if rules.is_empty() {
-        return Ok(Casts::default());
+        return Ok(CastSummary::default());
     }
     let mut bare = rules.iter().filter(|rule| rule.pattern.is_none());
     let fallback = bare.next().map(|rule| rule.dtype);
@@ -126,9 +135,9 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
             "give one dtype, and PATTERN=DTYPE for the exceptions",
         ));
     }
-    let mut seen = vec![Seen::default(); catalog.tensors.len()];
+    let mut seen = vec![SelectedTensor::default(); catalog.tensors.len()];
     let mut used: Vec<bool> = rules.iter().map(|rule| rule.pattern.is_none()).collect();
-    let mut try_names = |seen: &mut Seen, names: &[&str]| {
+    let mut try_names = |seen: &mut SelectedTensor, names: &[&str]| {
         for (index, (rule, used)) in rules.iter().zip(&mut used).enumerate() {
             let Some(pattern) = &rule.pattern else { continue };
             let better = seen.rule.is_none_or(|known| index < known);
@@ -168,7 +177,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
             nearest_names(pattern, holding, survey),
         ));
     }
-    let mut casts = Casts::default();
+    let mut casts = CastSummary::default();
     for (entry, seen) in catalog.tensors.iter_mut().zip(&seen).filter(|(_, seen)| seen.taken) {
         let Some(target) = seen.rule.map(|rule| rules[rule].dtype).or(fallback) else { continue };
         if entry.dtype == target {
@@ -176,7 +185,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
         }
         match reason_to_keep(entry.dtype, entry.shape.is_empty(), *seen) {
             // There is nothing to tell of an 8-bit float, which is small already.
-            Some(Kept::NotFloat) if is_small_float(entry.dtype) => {}
+            Some(KeptReason::NotFloat) if is_small_float(entry.dtype) => {}
             Some(reason) => casts.count_kept(reason),
             None => {
                 casts.count_cast(entry.dtype, target);
@@ -188,14 +197,16 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
     Ok(casts)
 }
 
-fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: Seen) -> Option<Kept> {
+fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: SelectedTensor) -> Option<KeptReason> {
     let by_name = seen.rule.is_some();
     match dtype {
-        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(Kept::Scalar),
-        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => Some(Kept::OptimizerState),
-        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && seen.is_scale => Some(Kept::Scale),
-        Dtype::F64 if !by_name => Some(Kept::Double),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(KeptReason::Scalar),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => {
+            Some(KeptReason::OptimizerState)
+        }
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && seen.is_scale => Some(KeptReason::Scale),
+        Dtype::F64 if !by_name => Some(KeptReason::Double),
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
-        _ => Some(Kept::NotFloat),
+        _ => Some(KeptReason::NotFloat),
     }
 }

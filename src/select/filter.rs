@@ -5,20 +5,20 @@
 
 use std::collections::HashSet;
 
-use super::Options;
-use super::survey::{Kind, Leaf, Named, Survey, is_number};
+use super::NameOptions;
+use super::survey::{LeafKind, Named, Survey, SurveyLeaf, is_number};
 use crate::catalog::model;
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use crate::nearest;
 
 /// Patterns, and which of them have covered something.
-struct Tried<'o> {
+struct UsedPatterns<'o> {
     patterns: &'o [Pattern],
     used: Vec<bool>,
 }
 
-impl<'o> Tried<'o> {
+impl<'o> UsedPatterns<'o> {
     fn new(patterns: &'o [Pattern]) -> Self {
         Self { patterns, used: vec![false; patterns.len()] }
     }
@@ -40,33 +40,37 @@ impl<'o> Tried<'o> {
         let pattern = self.patterns[unused].as_str();
         Err(Error::usage(
             format!("{option} {pattern}: nothing has a name like that"),
-            nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != Kind::EmptyDict), survey),
+            nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict), survey),
         ))
     }
 }
 
 /// What to say where no name is like a pattern.
-pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
+pub(super) fn nearest_names<'s>(
+    pattern: &str,
+    leaves: impl Iterator<Item = &'s SurveyLeaf>,
+    survey: &Survey<'_>,
+) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
     nearest::hint(pattern, &names)
 }
 
 /// For each leaf whether it is kept.
-pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> {
-    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
+pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
+    let is_gradient = |leaf: &SurveyLeaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
         return Ok(kept);
     }
-    let (mut include, mut exclude) = (Tried::new(&options.include), Tried::new(&options.exclude));
+    let (mut include, mut exclude) = (UsedPatterns::new(&options.include), UsedPatterns::new(&options.exclude));
     let mut in_use: HashSet<u32> = HashSet::new();
     let mut excluded = vec![false; survey.leaves.len()];
     for (index, leaf) in survey.leaves.iter().enumerate() {
         let named = survey.named(*leaf);
         let names = names(survey, &named);
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        let is_leaf = leaf.kind != Kind::EmptyDict;
+        let is_leaf = leaf.kind != LeafKind::EmptyDict;
         let included = include.cover(&names, is_leaf) || options.include.is_empty();
         excluded[index] = exclude.cover(&names, is_leaf);
         kept[index] &= included && !excluded[index];
@@ -86,7 +90,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> 
 }
 
 /// Flattened groups have a key a parameter, which goes where the parameter goes.
-fn is_of_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
+fn is_of_left_out(survey: &Survey<'_>, leaf: SurveyLeaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
     parameter.is_some_and(|index| !kept[*index as usize])
@@ -105,14 +109,14 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
 }
 
 /// State that is known by number only cannot follow a parameter that is left out.
-pub(super) fn notes(survey: &Survey<'_>, options: &Options, kept: &[bool]) -> Vec<String> {
+pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();
     }
     let leaves = || survey.leaves.iter().zip(kept);
     let lost = leaves().any(|(leaf, kept)| leaf.is_parameter() && !kept);
-    let by_number = |leaf: &Leaf| {
-        leaf.in_state() && leaf.kind == Kind::Tensor && survey.named(*leaf).parameter().is_some_and(is_number)
+    let by_number = |leaf: &SurveyLeaf| {
+        leaf.in_state() && leaf.kind == LeafKind::Tensor && survey.named(*leaf).parameter().is_some_and(is_number)
     };
     let numbered = if lost { leaves().filter(|(leaf, kept)| **kept && by_number(leaf)).count() } else { 0 };
     if numbered == 0 {

@@ -28,7 +28,7 @@ use std::iter::zip;
 
 use rayon::prelude::*;
 
-pub use dtypes::{Casts, DtypeRule, Kept};
+pub use dtypes::{CastSummary, DtypeRule, KeptReason};
 pub use rename::Rename;
 
 use crate::catalog::path::{self, tensors};
@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
 use rebuild::Rebuild;
-use survey::{Kind, Leaf, Survey};
+use survey::{LeafKind, Survey, SurveyLeaf};
 
 /// Which part of the state dict becomes the whole.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub enum Wrappers {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct NameOptions {
     pub wrappers: Wrappers,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
@@ -87,7 +87,7 @@ pub struct Selected {
     /// first name the new one; those that were not taken are there unchanged, and in the state dict no more.
     pub catalog: Catalog,
     pub left_out: LeftOut,
-    pub casts: Casts,
+    pub casts: CastSummary,
     /// What the user should know.
     pub notes: Vec<String>,
 }
@@ -125,7 +125,7 @@ impl Selected {
 /// # Errors
 /// `Usage`: a pattern, prefix, rename or root that nothing has; two leaves of one name; a leaf without a name.
 /// `Unsupported`: a dict with a tensor in a key.
-pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
+pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
             format!("options::nest {nest}: a part of the path is empty"),
@@ -162,12 +162,17 @@ fn refuse_tensor_keys(state: &Value) -> Result<()> {
 }
 
 /// The part of the state dict that is taken, where nothing in it is renamed or left out; what is beside it is kept no more.
-fn as_it_is<'a>(source: &'a Catalog, survey: &Survey<'_>, options: &Options, kept: &mut [bool]) -> Option<&'a Value> {
+fn as_it_is<'a>(
+    source: &'a Catalog,
+    survey: &Survey<'_>,
+    options: &NameOptions,
+    kept: &mut [bool],
+) -> Option<&'a Value> {
     let changes = options.add_prefix.is_some() || options.nest.is_some();
     if changes || survey.wrapped || !options.strip_prefixes.is_empty() || !options.renames.is_empty() {
         return None;
     }
-    let under_root = |leaf: &Leaf| options.root == Root::Whole || leaf.in_model;
+    let under_root = |leaf: &SurveyLeaf| options.root == Root::Whole || leaf.in_model;
     let part = match options.root {
         Root::Whole => &source.state,
         Root::Model if survey.model_root.is_empty() => survey.leaves.iter().all(under_root).then_some(&source.state)?,
@@ -182,7 +187,7 @@ fn as_it_is<'a>(source: &'a Catalog, survey: &Survey<'_>, options: &Options, kep
 }
 
 /// The state dict of what is kept; what is not under the root is kept no more.
-fn rename(survey: &Survey<'_>, options: &Options, kept: &mut [bool]) -> Result<Value> {
+fn rename(survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Result<Value> {
     let mut naming = Naming::new(survey, options)?;
     if survey.optimizers > 0 {
         naming.learn_parameters(kept);
@@ -214,9 +219,9 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
 }
 
 /// A leaf's value in the result: lists of parameters follow what happens to those.
-fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
+fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: SurveyLeaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
-    let listed = leaf.in_groups() && leaf.kind == Kind::Object;
+    let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };
     // `param_names` runs beside numbers, so none may go.
     let may_drop = key == "params";
@@ -262,7 +267,7 @@ fn left_out(survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
     let mut groups: BTreeMap<String, usize> = BTreeMap::new();
     let mut seen = HashSet::new();
     for (leaf, _) in leaves().filter(|(_, kept)| !**kept) {
-        if leaf.kind == Kind::Object {
+        if leaf.kind == LeafKind::Object {
             left_out.objects.push(survey.raw_name(*leaf));
         }
         survey.tensors(*leaf, &mut |name, id| {

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::naming::Naming;
 use super::steps::{self, KeyRef, Step};
-use super::survey::{Leaf, Survey};
+use super::survey::{Survey, SurveyLeaf};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
@@ -18,15 +18,15 @@ const MAX_PADDING: usize = 1 << 16;
 
 pub(super) struct Rebuild<'a> {
     survey: &'a Survey<'a>,
-    nodes: Vec<Node<'a>>,
+    nodes: Vec<RebuiltNode<'a>>,
     /// Children by their container, text, and whether the key is text.
     children: HashMap<(u32, Box<str>, bool), u32>,
     /// Leaves by their new name.
-    names: HashMap<String, (Leaf, bool)>,
+    names: HashMap<String, (SurveyLeaf, bool)>,
 }
 
-struct Node<'a> {
-    content: Content<'a>,
+struct RebuiltNode<'a> {
+    content: RebuiltContent<'a>,
     /// The source's container, whose kind it has.
     source: Option<u32>,
     /// The first of the source's containers in it that has attributes.
@@ -35,8 +35,8 @@ struct Node<'a> {
     renamed: bool,
 }
 
-enum Content<'a> {
-    Leaf(Value, Leaf),
+enum RebuiltContent<'a> {
+    Leaf(Value, SurveyLeaf),
     Dict(Vec<(Option<KeyRef<'a>>, Box<str>, u32)>),
     List(BTreeMap<usize, u32>),
 }
@@ -50,14 +50,14 @@ impl<'a> Rebuild<'a> {
     ///
     /// # Errors
     /// `Usage` naming both where another one is in the way.
-    pub fn insert(&mut self, leaf: Leaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
+    pub fn insert(&mut self, leaf: SurveyLeaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
         let is_container = matches!(&value, Value::Dict(dict) if dict.entries.is_empty());
         if !is_container {
             self.claim_name(leaf, steps)?;
         }
         let mut content = Some(match &value {
-            Value::Dict(dict) if dict.entries.is_empty() => Content::Dict(Vec::new()),
-            _ => Content::Leaf(value, leaf),
+            Value::Dict(dict) if dict.entries.is_empty() => RebuiltContent::Dict(Vec::new()),
+            _ => RebuiltContent::Leaf(value, leaf),
         });
         // From here on all keys are the source's.
         let intact = steps.iter().rposition(|step| step.key.is_none()).map_or(0, |last| last + 1);
@@ -72,7 +72,7 @@ impl<'a> Rebuild<'a> {
             };
             let node = match known {
                 Some(node) if next.is_some() || is_container => {
-                    if let Content::Leaf(_, other) = self.nodes[node as usize].content {
+                    if let RebuiltContent::Leaf(_, other) = self.nodes[node as usize].content {
                         return Err(self.clash(leaf, other, &steps[..depth]));
                     }
                     node
@@ -83,8 +83,8 @@ impl<'a> Rebuild<'a> {
                 }
                 None => {
                     let fresh = match next {
-                        Some(next) if self.position(next).is_some() => Content::List(BTreeMap::new()),
-                        Some(_) => Content::Dict(Vec::new()),
+                        Some(next) if self.position(next).is_some() => RebuiltContent::List(BTreeMap::new()),
+                        Some(_) => RebuiltContent::Dict(Vec::new()),
                         None => content.take().expect("the last step is taken once"),
                     };
                     self.add(at, from, fresh)
@@ -112,7 +112,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Two leaves of one name are an error where one of them was renamed; a source may have such itself.
-    fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
+    fn claim_name(&mut self, leaf: SurveyLeaf, steps: &[Step<'_>]) -> Result<()> {
         let name = steps::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
         match self.names.get(&name) {
@@ -125,7 +125,7 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    fn clash(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
+    fn clash(&self, leaf: SurveyLeaf, other: SurveyLeaf, steps: &[Step<'_>]) -> Error {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
             format!("{first} and {second} would both be called {}", steps::join(steps)),
@@ -134,12 +134,12 @@ impl<'a> Rebuild<'a> {
         )
     }
 
-    fn any_leaf(&self, mut node: u32) -> Option<Leaf> {
+    fn any_leaf(&self, mut node: u32) -> Option<SurveyLeaf> {
         loop {
             node = match &self.nodes[node as usize].content {
-                Content::Leaf(_, leaf) => return Some(*leaf),
-                Content::Dict(entries) => entries.first()?.2,
-                Content::List(items) => *items.first_key_value()?.1,
+                RebuiltContent::Leaf(_, leaf) => return Some(*leaf),
+                RebuiltContent::Dict(entries) => entries.first()?.2,
+                RebuiltContent::List(items) => *items.first_key_value()?.1,
             };
         }
     }
@@ -152,7 +152,7 @@ impl<'a> Rebuild<'a> {
     }
 
     fn child(&mut self, parent: u32, step: &Step<'a>) -> Option<u32> {
-        if let Content::List(items) = &self.nodes[parent as usize].content {
+        if let RebuiltContent::List(items) = &self.nodes[parent as usize].content {
             match self.position(step) {
                 Some(index) => return items.get(&index).copied(),
                 None => self.list_to_dict(parent),
@@ -161,14 +161,14 @@ impl<'a> Rebuild<'a> {
         self.children.get(&(parent, step.text.as_ref().into(), is_text(step))).copied()
     }
 
-    fn add(&mut self, parent: Option<u32>, step: Option<&Step<'a>>, content: Content<'a>) -> u32 {
+    fn add(&mut self, parent: Option<u32>, step: Option<&Step<'a>>, content: RebuiltContent<'a>) -> u32 {
         let id = u32::try_from(self.nodes.len()).expect("fewer than 2^32 values");
-        self.nodes.push(Node { content, source: None, attributes: None, renamed: false });
+        self.nodes.push(RebuiltNode { content, source: None, attributes: None, renamed: false });
         let (Some(parent), Some(step)) = (parent, step) else { return id };
         let position = self.position(step);
         match (&mut self.nodes[parent as usize].content, position) {
-            (Content::List(items), Some(index)) => drop(items.insert(index, id)),
-            (Content::Dict(entries), _) => {
+            (RebuiltContent::List(items), Some(index)) => drop(items.insert(index, id)),
+            (RebuiltContent::Dict(entries), _) => {
                 let text: Box<str> = step.text.as_ref().into();
                 entries.push((step.key, text.clone(), id));
                 self.children.insert((parent, text, is_text(step)), id);
@@ -180,14 +180,14 @@ impl<'a> Rebuild<'a> {
 
     fn list_to_dict(&mut self, node: u32) {
         let content = &mut self.nodes[node as usize].content;
-        let Content::List(items) = content else { return };
+        let RebuiltContent::List(items) = content else { return };
         let items = std::mem::take(items);
         let entries: Vec<(_, Box<str>, _)> =
             items.into_iter().map(|(index, child)| (None, index.to_string().into(), child)).collect();
         for (_, text, child) in &entries {
             self.children.insert((node, text.clone(), true), *child);
         }
-        *content = Content::Dict(entries);
+        *content = RebuiltContent::Dict(entries);
     }
 
     /// # Errors
@@ -210,11 +210,11 @@ impl<'a> Rebuild<'a> {
         naming: &Naming<'_, '_>,
         room: &mut usize,
     ) -> Result<Value> {
-        let content = std::mem::replace(&mut self.nodes[node as usize].content, Content::Dict(Vec::new()));
+        let content = std::mem::replace(&mut self.nodes[node as usize].content, RebuiltContent::Dict(Vec::new()));
         let source = self.nodes[node as usize].source.map(|source| self.survey.nodes[source as usize].value);
         Ok(match content {
-            Content::Leaf(value, _) => value,
-            Content::List(items) => {
+            RebuiltContent::Leaf(value, _) => value,
+            RebuiltContent::List(items) => {
                 let len = match source {
                     Some(Value::List(items)) => items.len(),
                     _ => 0,
@@ -234,7 +234,7 @@ impl<'a> Rebuild<'a> {
                 }
                 Value::List(values)
             }
-            Content::Dict(entries) => {
+            RebuiltContent::Dict(entries) => {
                 let attributes = self.attributes(node, path, naming);
                 let mut dict = Dict { entries: Vec::with_capacity(entries.len()), attributes, ..Dict::default() };
                 if let Some(Value::Dict(source)) = source {

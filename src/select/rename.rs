@@ -17,11 +17,11 @@ const FORM: &str = "a rename is REGEX=REPL, such as '^model\\.=' or 'layers\\.(\
 pub struct Rename {
     text: String,
     regex: Regex,
-    replacement: Vec<Piece>,
+    replacement: Vec<ReplacementPiece>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Piece {
+enum ReplacementPiece {
     Text(String),
     Group(usize),
 }
@@ -68,8 +68,8 @@ impl Rename {
             let mut new = String::new();
             for piece in &self.replacement {
                 new.push_str(match piece {
-                    Piece::Text(text) => text,
-                    Piece::Group(group) => groups.get(*group).map_or("", |found| found.as_str()),
+                    ReplacementPiece::Text(text) => text,
+                    ReplacementPiece::Group(group) => groups.get(*group).map_or("", |found| found.as_str()),
                 });
             }
             new
@@ -107,10 +107,10 @@ fn one_line(error: &regex::Error) -> String {
     said.unwrap_or_else(|| text.lines().map(str::trim).collect::<Vec<_>>().join(" "))
 }
 
-fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<Piece>, String> {
+fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>, String> {
     let numbered = |digits: &str| {
         let known = digits.parse().ok().filter(|group| *group < regex.captures_len());
-        known.map(Piece::Group).ok_or_else(|| {
+        known.map(ReplacementPiece::Group).ok_or_else(|| {
             let groups = regex.captures_len() - 1;
             format!("there is no group {digits} in it, the last is {groups}")
         })
@@ -141,24 +141,28 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<Piece>, String> {
             _ => return Err(String::from("a backslash is written \\\\, a group \\1")),
         };
         if !plain.is_empty() {
-            pieces.push(Piece::Text(std::mem::take(&mut plain)));
+            pieces.push(ReplacementPiece::Text(std::mem::take(&mut plain)));
         }
         pieces.push(piece);
     }
     plain.push_str(rest);
     if !plain.is_empty() {
-        pieces.push(Piece::Text(plain));
+        pieces.push(ReplacementPiece::Text(plain));
     }
     Ok(pieces)
 }
 
 /// A group by what stands between braces.
-fn group(name: &str, regex: &Regex, numbered: &dyn Fn(&str) -> Result<Piece, String>) -> Result<Piece, String> {
+fn group(
+    name: &str,
+    regex: &Regex,
+    numbered: &dyn Fn(&str) -> Result<ReplacementPiece, String>,
+) -> Result<ReplacementPiece, String> {
     if !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_digit()) {
         return numbered(name);
     }
     let found = regex.capture_names().position(|known| known == Some(name));
-    found.map(Piece::Group).ok_or_else(|| {
+    found.map(ReplacementPiece::Group).ok_or_else(|| {
         let known: Vec<&str> = regex.capture_names().flatten().collect();
         let known = if known.is_empty() { String::from("none") } else { known.join(", ") };
         format!("there is no group called `{name}` in it; it has {known}")

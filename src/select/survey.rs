@@ -18,7 +18,7 @@ use crate::catalog::wrappers::{clean_name, has_wrapper, with_clean};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
 
 #[derive(Debug)]
-pub(super) struct Node<'a> {
+pub(super) struct SurveyNode<'a> {
     parent: Option<u32>,
     key: Option<KeyRef<'a>>,
     pub value: &'a Value,
@@ -28,7 +28,7 @@ pub(super) struct Node<'a> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum LeafKind {
     Tensor,
     Object,
     EmptyDict,
@@ -36,7 +36,7 @@ pub(super) enum Kind {
 
 /// Which part of an optimizer a leaf is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum OptimizerSection {
     /// After `head` keys, and the beginning of the next one where it is flattened, follows the parameter.
     State {
         head: usize,
@@ -50,25 +50,25 @@ pub(super) enum Part {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Leaf {
+pub(super) struct SurveyLeaf {
     pub node: u32,
-    pub kind: Kind,
+    pub kind: LeafKind,
     pub in_model: bool,
     /// Which optimizer, by number, and where in it.
-    pub optimizer: Option<(u32, Part)>,
+    pub optimizer: Option<(u32, OptimizerSection)>,
 }
 
-impl Leaf {
+impl SurveyLeaf {
     pub fn is_parameter(self) -> bool {
-        self.in_model && self.kind == Kind::Tensor
+        self.in_model && self.kind == LeafKind::Tensor
     }
 
     pub fn in_state(self) -> bool {
-        matches!(self.optimizer, Some((_, Part::State { .. })))
+        matches!(self.optimizer, Some((_, OptimizerSection::State { .. })))
     }
 
     pub fn in_groups(self) -> bool {
-        matches!(self.optimizer, Some((_, Part::Groups { .. })))
+        matches!(self.optimizer, Some((_, OptimizerSection::Groups { .. })))
     }
 }
 
@@ -92,8 +92,8 @@ impl Named<'_> {
 
 #[derive(Debug)]
 pub(super) struct Survey<'a> {
-    pub nodes: Vec<Node<'a>>,
-    pub leaves: Vec<Leaf>,
+    pub nodes: Vec<SurveyNode<'a>>,
+    pub leaves: Vec<SurveyLeaf>,
     /// Dotted; empty where the model is at the top.
     pub model_root: String,
     pub optimizers: u32,
@@ -110,20 +110,20 @@ pub(super) struct Survey<'a> {
 
 /// Where the walk is.
 #[derive(Clone, Copy)]
-struct At {
+struct WalkPosition {
     node: u32,
     depth: usize,
     /// All keys so far are the first ones of the model's root.
     on_root: bool,
     in_model: bool,
-    optimizer: Option<(u32, Part)>,
+    optimizer: Option<(u32, OptimizerSection)>,
 }
 
 impl<'a> Survey<'a> {
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers) -> Self {
         let root = model::model_root(&catalog.state);
         let mut survey = Self {
-            nodes: vec![Node { parent: None, key: None, value: &catalog.state, flat: false }],
+            nodes: vec![SurveyNode { parent: None, key: None, value: &catalog.state, flat: false }],
             leaves: Vec::with_capacity(catalog.tensors.len()),
             model_root: root.to_string(),
             optimizers: 0,
@@ -135,12 +135,12 @@ impl<'a> Survey<'a> {
             root_keys: root.0.iter().map(|key| key.to_string().into()).collect(),
         };
         let in_model = false;
-        survey.walk(At { node: 0, depth: 0, on_root: true, in_model, optimizer: None });
+        survey.walk(WalkPosition { node: 0, depth: 0, on_root: true, in_model, optimizer: None });
         survey.learn_parameters();
         survey
     }
 
-    fn walk(&mut self, mut at: At) {
+    fn walk(&mut self, mut at: WalkPosition) {
         let value = self.nodes[at.node as usize].value;
         if at.on_root && at.depth == self.root_keys.len() && at.depth > 0 {
             at.in_model = true;
@@ -151,26 +151,28 @@ impl<'a> Survey<'a> {
                 self.list_items += items.len();
                 for (index, item) in items.iter().enumerate() {
                     let node = self.push(at.node, KeyRef::Item(index as u64), item);
-                    self.walk(At { node, depth: at.depth + 1, on_root: false, ..at });
+                    self.walk(WalkPosition { node, depth: at.depth + 1, on_root: false, ..at });
                 }
                 return;
             }
-            Value::Dict(_) => Kind::EmptyDict,
-            Value::Tensor(_) => Kind::Tensor,
-            _ => Kind::Object,
+            Value::Dict(_) => LeafKind::EmptyDict,
+            Value::Tensor(_) => LeafKind::Tensor,
+            _ => LeafKind::Object,
         };
         let Self { leaves, .. } = self;
-        leaves.push(Leaf { node: at.node, kind, in_model: at.in_model, optimizer: at.optimizer });
+        leaves.push(SurveyLeaf { node: at.node, kind, in_model: at.in_model, optimizer: at.optimizer });
     }
 
-    fn walk_dict(&mut self, dict: &'a Dict, mut at: At) {
+    fn walk_dict(&mut self, dict: &'a Dict, mut at: WalkPosition) {
         let within_root = !self.root_keys.is_empty() && at.in_model;
-        if !within_root && !matches!(at.optimizer, Some((_, Part::State { .. } | Part::Groups { .. }))) {
+        if !within_root
+            && !matches!(at.optimizer, Some((_, OptimizerSection::State { .. } | OptimizerSection::Groups { .. })))
+        {
             let has = |name: &str| dict.entries.iter().any(|(key, _)| key.as_str() == Some(name));
             let state = dict.get("state").is_some_and(|state| matches!(state, Value::Dict(_)));
             if state && (at.optimizer.is_some() || has("param_groups")) {
                 at.in_model = false;
-                at.optimizer = Some((self.optimizers, Part::Rest));
+                at.optimizer = Some((self.optimizers, OptimizerSection::Rest));
                 self.optimizers += 1;
             }
         }
@@ -183,7 +185,7 @@ impl<'a> Survey<'a> {
             let node = self.push(at.node, KeyRef::Entry(key), value);
             let name = KeyRef::Entry(key).text();
             self.wrapped |= self.clean && has_wrapper(&name);
-            let below = At {
+            let below = WalkPosition {
                 node,
                 depth: at.depth + 1,
                 on_root: at.on_root && self.root_keys.get(at.depth).is_some_and(|key| **key == *name),
@@ -195,24 +197,32 @@ impl<'a> Survey<'a> {
     }
 
     /// A model at the top is everything there that is not known to stand beside one.
-    fn begins_model(&self, at: At, name: &str, value: &Value) -> bool {
+    fn begins_model(&self, at: WalkPosition, name: &str, value: &Value) -> bool {
         at.depth == 0 && self.root_keys.is_empty() && at.optimizer.is_none() && !model::is_beside(name, value)
     }
 
-    fn optimizer_below(&mut self, at: At, name: &str, value: &Value) -> Option<(u32, Part)> {
+    fn optimizer_below(&mut self, at: WalkPosition, name: &str, value: &Value) -> Option<(u32, OptimizerSection)> {
         let container = matches!(value, Value::Dict(_) | Value::List(_) | Value::Ints(_));
         let Some((number, part)) = at.optimizer else {
             let begins = container && !at.in_model && optimizer::is_optimizer_key(name);
             return begins.then(|| {
                 self.optimizers += 1;
-                (self.optimizers - 1, Part::Rest)
+                (self.optimizers - 1, OptimizerSection::Rest)
             });
         };
         let part = match part {
-            Part::Rest if name == "state" && container => Part::State { head: at.depth + 1, flat: false },
-            Part::Rest if name == "param_groups" && container => Part::Groups { head: at.depth + 1, flat: false },
-            Part::Rest if name.starts_with("state.") => Part::State { head: at.depth, flat: true },
-            Part::Rest if name.starts_with("param_groups.") => Part::Groups { head: at.depth, flat: true },
+            OptimizerSection::Rest if name == "state" && container => {
+                OptimizerSection::State { head: at.depth + 1, flat: false }
+            }
+            OptimizerSection::Rest if name == "param_groups" && container => {
+                OptimizerSection::Groups { head: at.depth + 1, flat: false }
+            }
+            OptimizerSection::Rest if name.starts_with("state.") => {
+                OptimizerSection::State { head: at.depth, flat: true }
+            }
+            OptimizerSection::Rest if name.starts_with("param_groups.") => {
+                OptimizerSection::Groups { head: at.depth, flat: true }
+            }
             part => part,
         };
         Some((number, part))
@@ -220,7 +230,7 @@ impl<'a> Survey<'a> {
 
     fn push(&mut self, parent: u32, key: KeyRef<'a>, value: &'a Value) -> u32 {
         let id = u32::try_from(self.nodes.len()).expect("fewer than 2^32 values");
-        self.nodes.push(Node { parent: Some(parent), key: Some(key), value, flat: false });
+        self.nodes.push(SurveyNode { parent: Some(parent), key: Some(key), value, flat: false });
         id
     }
 
@@ -258,13 +268,13 @@ impl<'a> Survey<'a> {
     }
 
     /// The name in the file, wrappers and all.
-    pub fn raw_name(&self, leaf: Leaf) -> String {
+    pub fn raw_name(&self, leaf: SurveyLeaf) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(leaf.node).into_iter().map(|(key, _)| key.text()).collect();
         texts.join(".")
     }
 
     /// The key at the top under which a leaf stands; of a leaf at the top itself, the first part of its name.
-    pub fn top(&self, leaf: Leaf) -> String {
+    pub fn top(&self, leaf: SurveyLeaf) -> String {
         let keys = self.keys(leaf.node);
         let first = keys.first().map(|(key, _)| key.text()).unwrap_or_default();
         let whole = keys.len() > 1 || !first.contains('.');
@@ -272,25 +282,25 @@ impl<'a> Survey<'a> {
     }
 
     /// The last key of a leaf.
-    pub fn last_key(&self, leaf: Leaf) -> Option<Cow<'a, str>> {
+    pub fn last_key(&self, leaf: SurveyLeaf) -> Option<Cow<'a, str>> {
         self.nodes[leaf.node as usize].key.map(KeyRef::text)
     }
 
-    pub fn value(&self, leaf: Leaf) -> &'a Value {
+    pub fn value(&self, leaf: SurveyLeaf) -> &'a Value {
         self.nodes[leaf.node as usize].value
     }
 
     /// The tensors in a leaf with their names in the file.
-    pub fn tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(String, TensorId)) {
+    pub fn tensors(&self, leaf: SurveyLeaf, visit: &mut dyn FnMut(String, TensorId)) {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
     /// The tensors in a leaf with their clean names.
-    pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
+    pub fn clean_tensors(&self, leaf: SurveyLeaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
 
-    fn tensors_under(&self, leaf: Leaf, name: &str, visit: &mut dyn FnMut(&str, TensorId)) {
+    fn tensors_under(&self, leaf: SurveyLeaf, name: &str, visit: &mut dyn FnMut(&str, TensorId)) {
         match self.value(leaf) {
             Value::Tensor(id) => visit(name, *id),
             value => path::tensors(value, &Path::default(), &mut |path, id| {
@@ -303,7 +313,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    pub fn tensor_ids(&self, leaf: Leaf) -> Vec<TensorId> {
+    pub fn tensor_ids(&self, leaf: SurveyLeaf) -> Vec<TensorId> {
         let mut ids = Vec::new();
         path::tensors(self.value(leaf), &Path::default(), &mut |_, id| ids.push(id));
         ids
@@ -329,8 +339,10 @@ impl<'a> Survey<'a> {
     }
 
     /// `optim.state.` for what is in that optimizer.
-    pub fn state_head(&self, leaf: Leaf) -> String {
-        let Some((_, Part::Groups { head, flat: false } | Part::State { head, flat: false })) = leaf.optimizer else {
+    pub fn state_head(&self, leaf: SurveyLeaf) -> String {
+        let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
+            leaf.optimizer
+        else {
             return String::new();
         };
         let texts: Vec<_> = self.keys(leaf.node)[..head - 1].iter().map(|(key, _)| key.text()).collect();
@@ -338,11 +350,11 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    pub fn named(&self, leaf: Leaf) -> Named<'a> {
+    pub fn named(&self, leaf: SurveyLeaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
-            Some((_, Part::State { head, flat })) => Some((head, if flat { "state.".len() } else { 0 })),
-            Some((_, Part::Groups { head, flat: true })) => Some((head, "param_groups.".len())),
+            Some((_, OptimizerSection::State { head, flat })) => Some((head, if flat { "state.".len() } else { 0 })),
+            Some((_, OptimizerSection::Groups { head, flat: true })) => Some((head, "param_groups.".len())),
             _ => None,
         };
         let mut path = Vec::with_capacity(keys.len());

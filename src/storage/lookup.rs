@@ -19,7 +19,7 @@ use crate::error::{Error, FormatError, Result, StorageError};
 
 /// The type of the file at a path, after links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum FileKind {
     File,
     Folder,
     /// A device, a pipe or a socket.
@@ -28,7 +28,7 @@ pub enum Kind {
     Dangling,
 }
 
-impl From<FileType> for Kind {
+impl From<FileType> for FileKind {
     fn from(found: FileType) -> Self {
         if found.is_file() {
             Self::File
@@ -44,12 +44,12 @@ impl From<FileType> for Kind {
 ///
 /// # Errors
 /// `Io` where the file system does not tell.
-pub fn kind_of(path: &Path) -> Result<Option<Kind>> {
+pub fn kind_of(path: &Path) -> Result<Option<FileKind>> {
     if let Some(metadata) = metadata_of(path)? {
         return Ok(Some(metadata.file_type().into()));
     }
     let own = unless_absent(path, fs::symlink_metadata(path))?.map(|own| own.file_type());
-    Ok(own.map(|own| if own.is_symlink() { Kind::Dangling } else { own.into() }))
+    Ok(own.map(|own| if own.is_symlink() { FileKind::Dangling } else { own.into() }))
 }
 
 /// Returns the metadata of what a path leads to; `None` where there is nothing, and for a link that leads nowhere.
@@ -65,7 +65,7 @@ pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
 /// # Errors
 /// `Io` where the file system does not tell, `Missing` for a link that leads nowhere.
 pub fn is_file(path: &Path) -> Result<bool> {
-    Ok(beyond_links(path)? == Some(Kind::File))
+    Ok(beyond_links(path)? == Some(FileKind::File))
 }
 
 /// Returns whether the path is a folder.
@@ -73,7 +73,7 @@ pub fn is_file(path: &Path) -> Result<bool> {
 /// # Errors
 /// As [`is_file`].
 pub fn is_folder(path: &Path) -> Result<bool> {
-    Ok(beyond_links(path)? == Some(Kind::Folder))
+    Ok(beyond_links(path)? == Some(FileKind::Folder))
 }
 
 /// Returns whether the path exists.
@@ -84,9 +84,9 @@ pub fn exists(path: &Path) -> Result<bool> {
     Ok(beyond_links(path)?.is_some())
 }
 
-fn beyond_links(path: &Path) -> Result<Option<Kind>> {
+fn beyond_links(path: &Path) -> Result<Option<FileKind>> {
     match kind_of(path)? {
-        Some(Kind::Dangling) => Err(dangling(path)),
+        Some(FileKind::Dangling) => Err(dangling(path)),
         kind => Ok(kind),
     }
 }
@@ -101,25 +101,25 @@ pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
 
 /// An entry of a folder.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct FolderEntry {
     pub name: OsString,
     pub path: PathBuf,
     file_type: rustix::fs::FileType,
 }
 
-impl Entry {
+impl FolderEntry {
     /// Returns what the entry leads to.
     ///
     /// # Errors
     /// `Io` where the file system does not tell, or where the entry has gone since its folder was listed.
-    pub fn kind(&self) -> Result<Kind> {
+    pub fn kind(&self) -> Result<FileKind> {
         match self.file_type {
-            rustix::fs::FileType::RegularFile => Ok(Kind::File),
-            rustix::fs::FileType::Directory => Ok(Kind::Folder),
+            rustix::fs::FileType::RegularFile => Ok(FileKind::File),
+            rustix::fs::FileType::Directory => Ok(FileKind::Folder),
             rustix::fs::FileType::Symlink | rustix::fs::FileType::Unknown => {
                 kind_of(&self.path)?.ok_or_else(|| refused("look at", &self.path)(io::ErrorKind::NotFound.into()))
             }
-            _ => Ok(Kind::Special),
+            _ => Ok(FileKind::Special),
         }
     }
 
@@ -140,7 +140,7 @@ impl Entry {
     /// # Errors
     /// As [`Self::kind`], and `Missing` for a link that leads nowhere.
     pub fn is_file(&self) -> Result<bool> {
-        Ok(self.beyond_links()? == Kind::File)
+        Ok(self.beyond_links()? == FileKind::File)
     }
 
     /// Returns whether the entry leads to a folder.
@@ -148,12 +148,12 @@ impl Entry {
     /// # Errors
     /// As [`Self::is_file`].
     pub fn is_folder(&self) -> Result<bool> {
-        Ok(self.beyond_links()? == Kind::Folder)
+        Ok(self.beyond_links()? == FileKind::Folder)
     }
 
-    fn beyond_links(&self) -> Result<Kind> {
+    fn beyond_links(&self) -> Result<FileKind> {
         match self.kind()? {
-            Kind::Dangling => Err(dangling(&self.path)),
+            FileKind::Dangling => Err(dangling(&self.path)),
             kind => Ok(kind),
         }
     }
@@ -163,9 +163,9 @@ impl Entry {
 ///
 /// # Errors
 /// `Io` naming the folder, also where only a part of it could be read.
-pub fn list(folder: &Path) -> Result<Vec<Entry>> {
+pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
     // The iterator of the standard library panics where closing the folder fails.
-    let read = || -> rustix::io::Result<Vec<Entry>> {
+    let read = || -> rustix::io::Result<Vec<FolderEntry>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let at = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
         let entries = Dir::new(rustix::fs::open(at, flags, Mode::empty())?)?;
@@ -175,7 +175,7 @@ pub fn list(folder: &Path) -> Result<Vec<Entry>> {
             let name = entry.file_name().to_bytes();
             if name != b"." && name != b".." {
                 let name = OsString::from_vec(name.to_vec());
-                listed.push(Entry { path: folder.join(&name), name, file_type: entry.file_type() });
+                listed.push(FolderEntry { path: folder.join(&name), name, file_type: entry.file_type() });
             }
         }
         Ok(listed)
@@ -255,10 +255,10 @@ mod tests {
         symlink("../blobs/5f2c", root.join("lost")).unwrap();
         symlink("loop", root.join("loop")).unwrap();
         for (name, kind) in [
-            ("file", Some(Kind::File)),
-            ("link", Some(Kind::File)),
-            ("here", Some(Kind::Folder)),
-            ("lost", Some(Kind::Dangling)),
+            ("file", Some(FileKind::File)),
+            ("link", Some(FileKind::File)),
+            ("here", Some(FileKind::Folder)),
+            ("lost", Some(FileKind::Dangling)),
             ("nothing", None),
             ("file/below", None),
             ("link/below", None),
@@ -282,7 +282,7 @@ mod tests {
         let link = folder.path().join("model.safetensors");
         symlink("../../blobs/5f2c", &link).unwrap();
         let entry = list(folder.path()).unwrap().pop().unwrap();
-        assert_eq!((entry.kind().unwrap(), entry.is_link().unwrap()), (Kind::Dangling, true));
+        assert_eq!((entry.kind().unwrap(), entry.is_link().unwrap()), (FileKind::Dangling, true));
         for error in [
             is_file(&link).unwrap_err(),
             is_folder(&link).unwrap_err(),

@@ -22,7 +22,7 @@ use memmap2::{Advice, Mmap, MmapOptions};
 #[derive(Debug)]
 pub(super) struct Mapping {
     map: Mmap,
-    region: &'static Region,
+    region: &'static MappedAddresses,
 }
 
 impl Mapping {
@@ -37,7 +37,7 @@ impl Mapping {
         // A hint only: strips are read front to back.
         let _ = map.advise(Advice::Sequential);
         let start = map.as_ptr().addr();
-        Ok(Self { region: Region::register(start..start + map.len()), map })
+        Ok(Self { region: MappedAddresses::register(start..start + map.len()), map })
     }
 
     /// Calls `read` with a range of the bytes; `None` where some page of the mapping could not be read, now or before.
@@ -58,7 +58,7 @@ impl Drop for Mapping {
 
 /// The addresses of a mapping, as the signal handler finds them.
 #[derive(Debug, Default)]
-struct Region {
+struct MappedAddresses {
     /// 0 where no mapping has the region.
     start: AtomicUsize,
     end: AtomicUsize,
@@ -67,12 +67,12 @@ struct Region {
 }
 
 /// The first of all regions.
-static REGIONS: AtomicPtr<Region> = AtomicPtr::new(ptr::null_mut());
+static REGIONS: AtomicPtr<MappedAddresses> = AtomicPtr::new(ptr::null_mut());
 
 /// Regions that no mapping has.
-static UNUSED: Mutex<Vec<&'static Region>> = Mutex::new(Vec::new());
+static UNUSED: Mutex<Vec<&'static MappedAddresses>> = Mutex::new(Vec::new());
 
-impl Region {
+impl MappedAddresses {
     fn register(addresses: Range<usize>) -> &'static Self {
         let mut unused = UNUSED.lock().expect("no panic while the lock is held");
         let region = unused.pop().unwrap_or_else(|| {

@@ -9,7 +9,7 @@ mod anchored;
 pub mod direct;
 pub(crate) mod error;
 pub mod filesystem;
-mod held;
+mod local_content;
 pub mod lookup;
 mod mapping;
 pub mod memory;
@@ -26,14 +26,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use anchored::AnchoredPath;
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
-pub use held::{Holding, Holdings, Local, Ranges};
+pub use local_content::{Holdings, LocalContent, LocalFile, Ranges};
 pub use lookup::regular_file;
 pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 
 use crate::error::{Error, Result, StorageError};
-use held::{Notes, Watch};
+use local_content::{Notes, ReadCheck};
 use open_files::OpenFiles;
 
 /// Index of a file within [`Files`].
@@ -42,7 +42,7 @@ pub struct FileId(pub u32);
 
 /// A stretch of a file: `[offset, offset + len)`, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Stretch {
+pub struct FileRange {
     pub file: FileId,
     pub offset: u64,
     pub len: u64,
@@ -69,11 +69,11 @@ impl Identity {
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct FileEntry {
     path: PathBuf,
     identity: Identity,
     /// Where it has a twin.
-    holding: Option<Holding>,
+    holding: Option<LocalContent>,
     /// The twin, where that is read in its place.
     twin: Option<PathBuf>,
 }
@@ -81,7 +81,7 @@ struct Entry {
 /// The files of one checkpoint, in the order they were added.
 #[derive(Debug)]
 pub struct Files {
-    entries: Vec<Entry>,
+    entries: Vec<FileEntry>,
     io: IoMode,
     open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
@@ -144,9 +144,9 @@ impl Files {
     ///
     /// # Errors
     /// `Io` where one that this process saw is gone, or is another one now.
-    pub fn localise(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<Local>) -> Result<()> {
+    pub fn localise(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<LocalFile>) -> Result<()> {
         for entry in &mut self.entries {
-            let Some(Local { path, seen }) = local(&entry.path) else { continue };
+            let Some(LocalFile { path, seen }) = local(&entry.path) else { continue };
             let twin = std::mem::replace(&mut entry.path, path);
             entry.twin = seen.is_none().then_some(twin);
             match seen {
@@ -203,7 +203,7 @@ impl Files {
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
         let holding = self.holdings.get(&path).cloned();
         let twin = holding.as_ref().map(|_| path.clone());
-        self.entries.push(Entry { path, identity: Identity::of(&metadata), holding, twin });
+        self.entries.push(FileEntry { path, identity: Identity::of(&metadata), holding, twin });
         self.make_room();
         Ok(id)
     }
@@ -236,14 +236,14 @@ impl Files {
     /// When a file was last changed, in seconds and nanoseconds since 1970.
     #[must_use]
     pub fn modified(&self, id: FileId) -> (i64, i64) {
-        let Entry { identity, holding, .. } = &self.entries[id.0 as usize];
+        let FileEntry { identity, holding, .. } = &self.entries[id.0 as usize];
         holding.as_ref().map_or(identity.modified, |holding| holding.modified)
     }
 
     /// All of a file.
     #[must_use]
-    pub fn whole(&self, id: FileId) -> Stretch {
-        Stretch { file: id, offset: 0, len: self.len_bytes(id) }
+    pub fn whole(&self, id: FileId) -> FileRange {
+        FileRange { file: id, offset: 0, len: self.len_bytes(id) }
     }
 
     pub fn ids(&self) -> impl Iterator<Item = FileId> + use<> {
@@ -279,8 +279,8 @@ impl Files {
         }
         let direct = (self.io == IoMode::Direct).then(|| direct::open(at, OpenOptions::new().read(true))).flatten();
         let watch = match (&self.notes, &entry.holding, &entry.twin) {
-            (Some(notes), ..) => Some(Watch::Note(id, Arc::clone(notes))),
-            (None, Some(holding), Some(_)) => Some(Watch::Hold(holding.clone())),
+            (Some(notes), ..) => Some(ReadCheck::Note(id, Arc::clone(notes))),
+            (None, Some(holding), Some(_)) => Some(ReadCheck::Hold(holding.clone())),
             _ => None,
         };
         Ok(OpenFile {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::held::Watch;
+use super::local_content::ReadCheck;
 use super::mapping::Mapping;
 use super::{changed, direct};
 use crate::error::{Error, Result, StorageError};
@@ -24,7 +24,7 @@ pub struct OpenFile {
     pub(super) map: OnceLock<Option<Mapping>>,
     /// See [`super::Files::bytes_read`].
     pub(super) bytes_read: Arc<AtomicU64>,
-    pub(super) watch: Option<Watch>,
+    pub(super) watch: Option<ReadCheck>,
 }
 
 impl OpenFile {

@@ -17,12 +17,12 @@ use crate::error::Result;
 pub(super) struct OpenFiles {
     /// The first files there are.
     staying: Vec<OnceLock<Arc<OpenFile>>>,
-    others: Mutex<Turns>,
+    others: Mutex<OpenTurns>,
 }
 
 /// Those that have their turn, the latest last.
 #[derive(Debug, Default)]
-struct Turns {
+struct OpenTurns {
     files: HashMap<u32, Arc<OpenFile>>,
     order: VecDeque<u32>,
 }

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
+use crate::catalog::{Catalog, ChunkTable, Fqn, RankValue, Reservation, TensorEntry, TensorId, Value, model};
 use crate::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
-use crate::format::safetensors::Wanted;
-use crate::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
+use crate::format::safetensors::SelectedTensors;
+use crate::format::torch::{DTensorStyle, RankLayout, RankTarget, Release, reserve_ranks};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use crate::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
 use crate::publish::log::{AtEnd, Log};
@@ -50,7 +50,7 @@ fn placements(list: &str, entry: &TensorEntry) -> Vec<Placement> {
     specs.into_iter().map(|spec| spec.resolve(entry.shape.len()).unwrap_or(Placement::Replicate)).collect()
 }
 
-fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, style: &Style) -> Reservation {
+fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, style: &DTensorStyle) -> Reservation {
     let target = RankTarget {
         mesh,
         world_size: mesh.job_size(),
@@ -80,7 +80,7 @@ fn check_order(reservation: &Reservation) {
 
 fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
     let source = open(&fixture(case).join("ranks"));
-    let style = Style { release, device_type: "cuda".into() };
+    let style = DTensorStyle { release, device_type: "cuda".into() };
     let reservation = reserve(&source.catalog, &source.catalog.state, mesh, list, &style);
     check_order(&reservation);
     assert_eq!(reservation.files.len(), mesh.job_size() as usize);
@@ -131,7 +131,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
         let difference = compare::first_difference(left, right, expected.dtype, &OPTIONS, &Silent, &stop);
         assert_eq!(difference.unwrap(), None, "{name}");
     }
-    let own = Style::of_file(&written.files, written.files.ids().next().unwrap()).unwrap();
+    let own = DTensorStyle::of_file(&written.files, written.files.ids().next().unwrap()).unwrap();
     let sharded = source.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     assert_eq!(own, sharded.then_some(style), "{case}");
 }
@@ -179,7 +179,7 @@ fn ranks_outside_of_the_mesh() {
     let target = RankTarget {
         mesh: &mesh("dp=2", &[0, 2]),
         world_size: 4,
-        style: &Style::default(),
+        style: &DTensorStyle::default(),
         name: &|rank| format!("{rank}").into(),
         layout: &mut |_, _, _| Ok(RankLayout::Sharded { dim: MeshDim(0) }),
     };
@@ -195,10 +195,10 @@ fn ranks_that_differ() {
     let tensor = |id| Value::Tensor(TensorId(id));
     let first = Value::List(vec![tensor(2), Value::Int(7), tensor(0)]);
     let second = Value::List(vec![tensor(0), tensor(1), tensor(2)]);
-    let holding = |value, ranks: &[u32]| Holding { value, ranks: ranks.iter().copied().map(Rank).collect() };
+    let holding = |value, ranks: &[u32]| RankValue { value, ranks: ranks.iter().copied().map(Rank).collect() };
     let state = Value::Other(vec![holding(first, &[0, 2]), holding(second, &[1])]);
     let mesh = mesh("dp=8", &[]);
-    let reservation = reserve(&source.catalog, &state, &mesh, "S(0)", &Style::default());
+    let reservation = reserve(&source.catalog, &state, &mesh, "S(0)", &DTensorStyle::default());
     check_order(&reservation);
     let folder = tempfile::tempdir().unwrap();
     fill(&source, &reservation, folder.path());
@@ -222,9 +222,9 @@ fn writers_look_at_dtypes_and_shapes_only() {
     same(whole(catalog), whole(&wishes));
 
     let tensors = model::all_tensors(&catalog.state);
-    let folder = safetensors::Shape::Folder { max_shard_bytes: 100 };
+    let folder = safetensors::FileDivision::Folder { max_shard_bytes: 100 };
     let named = |source: &Catalog| {
-        safetensors::reserve(Wanted { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
+        safetensors::reserve(SelectedTensors { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
     };
     same(named(catalog), named(&wishes));
 
@@ -239,7 +239,7 @@ fn writers_look_at_dtypes_and_shapes_only() {
     };
     same(sharded(catalog), sharded(&wishes));
 
-    let style = Style::default();
+    let style = DTensorStyle::default();
     let twice = || reserve(catalog, &catalog.state, &mesh, list, &style);
     same(twice(), twice());
 }
@@ -250,8 +250,8 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
     let tensors = model::all_tensors(&source.catalog.state);
     let last = tensors.last().unwrap().0.clone();
     let ties = [(Fqn::from("z.alias"), last.clone()), (Fqn::from("a.alias"), last.clone())];
-    let shape = safetensors::Shape::Folder { max_shard_bytes: 100 };
-    let wanted = Wanted { source: &source.catalog, dtypes: &source.catalog.dtypes() };
+    let shape = safetensors::FileDivision::Folder { max_shard_bytes: 100 };
+    let wanted = SelectedTensors { source: &source.catalog, dtypes: &source.catalog.dtypes() };
     let reservation = safetensors::reserve(wanted, &tensors, &ties, &shape).unwrap();
     let text = |file: &crate::catalog::OutputFile| String::from_utf8_lossy(&file.literals[0].bytes).into_owned();
     let (index, files) = reservation.files.split_last().unwrap();
@@ -281,7 +281,7 @@ fn a_slice_of_a_mesh_is_read_and_written() {
     for (release, slice) in
         [(Release::V2_13, Some(vec![MeshDim(0)])), (Release::V2_10, Some(vec![MeshDim(0)])), (Release::V2_5, None)]
     {
-        let style = Style { release, ..Style::default() };
+        let style = DTensorStyle { release, ..DTensorStyle::default() };
         let target = RankTarget {
             mesh: &mesh("dp=2,tp=3", &[]),
             world_size: 6,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::{assert_same, below, copy_folder, expect, fixture, inspect, read, succeed};
 use dtshard::catalog::model;
-use dtshard::format::{Checkpoint, Content, Format, RankNames, ReadOptions, SeriesChoice, Want};
+use dtshard::format::{Checkpoint, Format, PartContent, RankNames, ReadOptions, SeriesChoice, Want};
 use dtshard::text::spell_options;
 use tempfile::TempDir;
 
@@ -231,13 +231,13 @@ fn model_and_optimizer_beside_each_other_are_one() {
     let found = open(root.path(), &model_only());
     assert_eq!(found.root, checkpoint.join("pytorch_model_fsdp_0"));
     assert_eq!(found.parts.len(), 1);
-    assert_eq!(found.parts[0].content, Content::Whole);
+    assert_eq!(found.parts[0].content, PartContent::Whole);
     assert!(found.beside.is_empty());
 
     let found = open(root.path(), &ReadOptions::default());
     assert_eq!((found.root.as_path(), found.format), (checkpoint.as_path(), Format::Dcp));
     let parts: Vec<_> = found.parts.iter().map(|part| (part.folder.to_str().unwrap(), &part.content)).collect();
-    let keys = |key: &str| Content::Keys(vec![key.into()]);
+    let keys = |key: &str| PartContent::Keys(vec![key.into()]);
     assert_eq!(parts, [("pytorch_model_fsdp_0", &keys("model")), ("optimizer_0", &keys("optimizer"))]);
     assert_eq!(
         found.beside,
@@ -264,7 +264,7 @@ fn folders_with_the_same_keys_keep_their_names() {
     place("fsdp3/dcp", &root, "optimizer");
     let found = open(root.path(), &ReadOptions::default());
     assert!(found.resolved_from.is_none());
-    assert_eq!(found.parts[1].content, Content::Below("optimizer".into()));
+    assert_eq!(found.parts[1].content, PartContent::Below("optimizer".into()));
     let all = read(root.path());
     assert_same(&below("optimizer.", &all), &read(&fixture("fsdp3/dcp")), "one of two");
 }
@@ -277,15 +277,15 @@ fn what_lies_beside_is_listed() {
     let source = place("llama_tiny/ranks", &root, "actor");
     let found = open(&source, &ReadOptions::default());
     assert_eq!(found.beside, ["fsdp_config.json", "huggingface/config.json"].map(PathBuf::from));
-    let series: Vec<&Content> = found.parts.iter().map(|part| &part.content).collect();
-    assert_eq!(series, [&Content::Below("model".into()), &Content::Below("extra_state".into())]);
+    let series: Vec<&PartContent> = found.parts.iter().map(|part| &part.content).collect();
+    assert_eq!(series, [&PartContent::Below("model".into()), &PartContent::Below("extra_state".into())]);
     assert_eq!(found.parts[0].names.as_ref().unwrap().render(3, 16), "model_world_size_16_rank_3.pt");
     assert_eq!(RankNames::new_series("optim").render(0, 2), "optim_world_size_2_rank_0.pt");
     // Those of a series that is left alone belong to the checkpoint all the same.
     let only = ReadOptions { series: SeriesChoice::Named(vec!["model".into()]), ..ReadOptions::default() };
     let found = open(&source, &only);
     assert_eq!(found.beside.len(), 2);
-    assert_eq!(found.parts[0].content, Content::Whole);
+    assert_eq!(found.parts[0].content, PartContent::Whole);
     let found = open(&fixture("safetensors/sharded"), &ReadOptions::default());
     assert_eq!(found.beside, [PathBuf::from("config.json")]);
     let found = open(&place("fsdp3/dcp", &root, "d"), &ReadOptions::default());

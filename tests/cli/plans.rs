@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dtshard::format::torch::{Found, View};
+use dtshard::format::torch::{TensorNode, View};
 use dtshard::layout::parallelize::{
-    Family, Kind, Laid, Order, Parameter, Plan, RoleNames, Roles, Sizes, Style, StyleRule,
+    Family, MeshRoles, ParallelStyle, ParallelizePlan, Parameter, ParameterKind, ParameterOrder, ParameterPlacement,
+    RoleNames, ShapeOrigin, StyleRule,
 };
 use dtshard::layout::{DeviceMesh, MeshDim, Pattern, Placement, Rank, Tile, local_shard};
 use safetensors::tensor::TensorView;
@@ -87,7 +88,7 @@ fn write_model(truth: &Json, path: &Path) {
 }
 
 /// The tensors of one rank's file.
-fn found(opened: &Opened) -> BTreeMap<String, Found> {
+fn found(opened: &Opened) -> BTreeMap<String, TensorNode> {
     let contents = &opened.1;
     let entries = contents.value.as_dict().unwrap().entries.iter();
     let tensor = |id: dtshard::catalog::TensorId| contents.tensors[id.0 as usize].clone();
@@ -102,17 +103,17 @@ fn check_rank(opened: &Opened, rank: usize, placing: &Json, what: &str) {
     for (name, expected) in expected.iter().filter(|(_, expected)| expected.get("as_placed").is_none()) {
         let what = format!("{what}: {name} on rank {rank}");
         let local: &View = match &found[name] {
-            Found::Plain(view) => {
+            TensorNode::Plain(view) => {
                 assert_eq!(expected["class"], "Tensor", "{what}");
                 view
             }
-            Found::Distributed { local, mesh, placements, .. } => {
+            TensorNode::Distributed { local, mesh, placements, .. } => {
                 assert_eq!(mesh.mesh.names().unwrap(), texts(&expected["mesh_dims"]), "{what}");
                 let placements: Vec<String> = placements.iter().map(ToString::to_string).collect();
                 assert_eq!(placements, texts(&expected["placements"]), "{what}");
                 local
             }
-            other @ Found::Sharded { .. } => panic!("{what}: {other:?}"),
+            other @ TensorNode::Sharded { .. } => panic!("{what}: {other:?}"),
         };
         let bytes = crate::rank_file::elements(&opened.0, &opened.1, local);
         assert_eq!(Json::from(crc32fast::hash(&bytes)), expected["crc32"][rank], "{what}");
@@ -144,10 +145,10 @@ fn built_in_plans_give_what_pytorch_gives() {
 }
 
 /// The styles of the toy model, whose embeddings are modules of another class in PyTorch.
-fn styles() -> Plan {
+fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),
-        style: style.parse::<Style>().unwrap(),
+        style: style.parse::<ParallelStyle>().unwrap(),
         said: pattern.to_owned(),
     };
     let rules = [
@@ -157,18 +158,23 @@ fn styles() -> Plan {
         ("rowwise.*", "rowwise"),
         ("sequence.*", "sequence"),
     ];
-    Plan { styles: rules.into_iter().map(rule).collect(), ..Plan::default() }
+    ParallelizePlan { styles: rules.into_iter().map(rule).collect(), ..ParallelizePlan::default() }
 }
 
-fn bind(plan: &Plan, mesh: &DeviceMesh, truth: &Json) -> HashMap<String, Laid> {
+fn bind(plan: &ParallelizePlan, mesh: &DeviceMesh, truth: &Json) -> HashMap<String, ParameterPlacement> {
     let tensors = tensors(truth);
     let parameter = |(name, shape, _): &(String, Vec<u64>, Vec<u8>)| (name.clone(), shape.clone());
     let named: Vec<(String, Vec<u64>)> = tensors.iter().map(parameter).collect();
     let parameters: Vec<Parameter<'_>> = named
         .iter()
-        .map(|(name, shape)| Parameter { name: name.clone(), shape, sizes: Sizes::OfWhole, kind: Kind::Parameter })
+        .map(|(name, shape)| Parameter {
+            name: name.clone(),
+            shape,
+            sizes: ShapeOrigin::OfWhole,
+            kind: ParameterKind::Parameter,
+        })
         .collect();
-    let laid = plan.bind(mesh, &parameters, Order::Unknown).unwrap();
+    let laid = plan.bind(mesh, &parameters, ParameterOrder::Unknown).unwrap();
     named.into_iter().map(|(name, _)| name).zip(laid).collect()
 }
 
@@ -210,7 +216,7 @@ fn styles_give_what_pytorch_gives() {
             // Without fully_shard the other dim is nobody's; copies lie the same.
             let given =
                 RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
-            let plan = Plan { roles: Roles::of(&mesh, &given).unwrap(), ..styles() };
+            let plan = ParallelizePlan { roles: MeshRoles::of(&mesh, &given).unwrap(), ..styles() };
             let laid = bind(&plan, &mesh, &truth);
             for (name, shape, bytes) in &tensors {
                 let (what, expected) = (format!("{name} on {mesh}"), &placing["tensors"][name]);
@@ -231,7 +237,13 @@ fn styles_give_what_pytorch_gives() {
 }
 
 /// Class, dims and placements.
-fn check_styled(laid: &Laid, mesh: &DeviceMesh, expected: &Json, (is_sharded, is_in_order): (bool, bool), what: &str) {
+fn check_styled(
+    laid: &ParameterPlacement,
+    mesh: &DeviceMesh,
+    expected: &Json,
+    (is_sharded, is_in_order): (bool, bool),
+    what: &str,
+) {
     let Some(shared) = &laid.shared else {
         assert_eq!(expected["class"], "Tensor", "{what}");
         return;
@@ -263,16 +275,16 @@ fn built_in_plans_are_found_by_names() {
             .map(|(name, shape, _)| Parameter {
                 name: name.clone(),
                 shape,
-                sizes: Sizes::OfWhole,
-                kind: Kind::Parameter,
+                sizes: ShapeOrigin::OfWhole,
+                kind: ParameterKind::Parameter,
             })
             .collect();
         let alike = dtshard::layout::parallelize::alike(&parameters);
         assert!(alike.contains(&Family::named(plan).unwrap().name), "{model}: {alike:?}");
         let mesh = DeviceMesh::parse("tp=2").unwrap();
-        let roles = Roles::of(&mesh, &RoleNames::default()).unwrap();
-        let laid = Plan { styles: Vec::new(), family: Family::named(plan), roles };
-        let laid = laid.bind(&mesh, &parameters, Order::Unknown).unwrap();
+        let roles = MeshRoles::of(&mesh, &RoleNames::default()).unwrap();
+        let laid = ParallelizePlan { styles: Vec::new(), family: Family::named(plan), roles };
+        let laid = laid.bind(&mesh, &parameters, ParameterOrder::Unknown).unwrap();
         assert!(laid.iter().all(|laid| laid.shared.is_some() && laid.uncut.is_none()), "{model}: {laid:?}");
     }
 }
@@ -321,7 +333,7 @@ fn built_in_plans_are_as_documented() {
             assert!(page.contains(&cells), "{}: {cells}", family.name);
         }
     }
-    for style in Style::NAMES {
+    for style in ParallelStyle::NAMES {
         assert!(page.contains(&format!("`{style}`")), "{style}");
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::common::{Kind, assert_same, case, expect, fixture, read, succeed};
-use dtshard::format::torch::{Found, reader};
+use dtshard::format::torch::{TensorNode, reader};
 use dtshard::format::{Checkpoint, ReadOptions};
 use dtshard::layout::{Region, chunk};
 use dtshard::storage::{Files, IoMode};
@@ -12,18 +12,18 @@ use torch_pickle::pickle::Unknown;
 const SERIES: [&str; 2] = ["model", "optim"];
 
 /// The tensors of one rank's file.
-fn found(folder: &Path, series: &str, world_size: u32, rank: u32) -> Vec<Found> {
+fn found(folder: &Path, series: &str, world_size: u32, rank: u32) -> Vec<TensorNode> {
     let mut files = Files::new(IoMode::Read);
     let file = files.add(folder.join(format!("{series}_world_size_{world_size}_rank_{rank}.pt"))).unwrap();
     reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap().tensors
 }
 
 /// What a tensor says of itself; storages may be numbered and shared otherwise.
-fn about(found: &Found) -> String {
+fn about(found: &TensorNode) -> String {
     match found {
-        Found::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
-        Found::Distributed { shape, placements, .. } => format!("DTensor {shape:?} {placements:?}"),
-        Found::Sharded { dtype, shape, group, local, all, .. } => {
+        TensorNode::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
+        TensorNode::Distributed { shape, placements, .. } => format!("DTensor {shape:?} {placements:?}"),
+        TensorNode::Sharded { dtype, shape, group, local, all, .. } => {
             let local: Vec<&Region> = local.iter().map(|(region, _)| region).collect();
             format!("ShardedTensor {dtype} {shape:?} of {}: {local:?} of {all:?}", group.rank)
         }
@@ -35,7 +35,7 @@ fn check_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) ->
     let mut sharded = 0;
     for rank in 0..world_size {
         for found in found(folder, series, world_size, rank) {
-            let Found::Sharded { dtype, shape, group, local, all, .. } = found else { continue };
+            let TensorNode::Sharded { dtype, shape, group, local, all, .. } = found else { continue };
             let boxes = (0..u64::from(group_size)).map(|part| {
                 let rows = chunk(shape[0], group_size.into(), part);
                 let mut region = Region::whole(&shape);
@@ -116,7 +116,7 @@ fn uneven_empty_and_scalar_tensors_of_every_dtype() {
         assert!(sharded > 10 * world_size as usize);
         // Scalars, and what has no elements.
         let whole = found(&out, "model", world_size, 0).into_iter().filter(|found| match found {
-            Found::Plain(view) => view.sizes.is_empty() || view.sizes.contains(&0),
+            TensorNode::Plain(view) => view.sizes.is_empty() || view.sizes.contains(&0),
             _ => false,
         });
         assert!(whole.count() >= 4);

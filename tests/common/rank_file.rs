@@ -4,20 +4,20 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use dtshard::format::archive::Source;
-use dtshard::format::torch::reader::{self, Contents};
-use dtshard::format::torch::{Found, View};
+use dtshard::format::archive::ArchiveSource;
+use dtshard::format::torch::reader::{self, ArchiveContents};
+use dtshard::format::torch::{TensorNode, View};
 use dtshard::storage::{Files, IoMode};
 use torch_pickle::pickle::Unknown;
 
 /// A file, and what its pickle says.
-pub type Opened = (Files, Contents);
+pub type Opened = (Files, ArchiveContents);
 
 pub fn read(path: &Path) -> Opened {
     let mut files = Files::new(IoMode::Read);
     let file = files.add(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let contents = reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap();
-    let source = Source::new(&files, file);
+    let source = ArchiveSource::new(&files, file);
     let archive = source.archive(files.whole(file)).unwrap();
     for (name, _) in archive.records() {
         archive.check_record(&source, name, &mut |_| Ok(())).unwrap();
@@ -26,7 +26,7 @@ pub fn read(path: &Path) -> Opened {
 }
 
 /// All of the storage that a view is of.
-pub fn storage(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
+pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     if view.storage_bytes == 0 {
         return Vec::new();
     }
@@ -35,7 +35,7 @@ pub fn storage(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
 }
 
 /// The elements of a view, row-major.
-pub fn elements(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
+pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     let storage = storage(files, contents, view);
     let width = usize::try_from(view.dtype.itemsize()).unwrap();
     let mut elements = Vec::new();
@@ -66,17 +66,17 @@ impl Comparison {
         let mut comparison = Self { own: read(own), real: read(real), keys: HashMap::new(), is_sharded };
         let (own, contents) = (&comparison.own.1, &comparison.real.1);
         assert!(own.value.same_but_tensors(&contents.value), "{}\n{:#?}", real.display(), own.value);
-        let found = |contents: &Contents| -> Vec<Found> {
+        let found = |contents: &ArchiveContents| -> Vec<TensorNode> {
             let ids = contents.value.tensor_ids();
             ids.into_iter().map(|id| contents.tensors[id.0 as usize].clone()).collect()
         };
         for (index, pair) in found(own).into_iter().zip(found(contents)).enumerate() {
             let what = format!("{}: tensor {index}", real.display());
             match pair {
-                (Found::Plain(own), Found::Plain(real)) => comparison.views(&own, &real, &what),
+                (TensorNode::Plain(own), TensorNode::Plain(real)) => comparison.views(&own, &real, &what),
                 (
-                    Found::Sharded { dtype, shape, group, local, all, .. },
-                    Found::Sharded {
+                    TensorNode::Sharded { dtype, shape, group, local, all, .. },
+                    TensorNode::Sharded {
                         dtype: real_dtype,
                         shape: real_shape,
                         group: real_group,

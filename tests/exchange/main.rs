@@ -9,8 +9,8 @@ mod common;
 mod gpus;
 mod meeting;
 mod memory;
+mod metadata_mirror;
 mod nodes;
 mod per_rank;
-mod twin;
 
 use common::{corrupt, outcome, tree};

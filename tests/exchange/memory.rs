@@ -12,8 +12,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, Place, Reserved, TensorEntry, TensorId};
-use dtshard::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
+use dtshard::catalog::{Catalog, Chunk, Dtype, FileLocation, OutputFile, Reserved, TensorEntry, TensorId};
+use dtshard::exchange::{Counting, FileOwners, FileVisibility, Moves, PLAN_BYTES, Reducing, Rounds, Topology};
 use dtshard::exec::Extents;
 use dtshard::layout::Tile;
 use dtshard::storage::{FileId, memory};
@@ -260,7 +260,7 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
                 TensorEntry::new(format!("layers.{number}").into(), Dtype::U8, [size, size].as_slice().into());
             for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
                 let tile = cut.tile(size, piece);
-                let place = Place::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
+                let place = FileLocation::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
                 entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
             }
             entry
@@ -270,10 +270,10 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
     }
     let mut todos = vec![Extents::new(); ranks as usize];
     (0..).zip(&outputs).for_each(|(file, output)| todos[file as usize % ranks as usize].insert(file, 0..output.len));
-    let owners = Owners::new(&outputs, &todos);
+    let owners = FileOwners::new(&outputs, &todos);
     let seen = (0..u32::try_from(sources.len()).unwrap()).map(|file| std::iter::once(file % ranks).collect());
-    let parties = Parties {
-        sight: Sight::PerRank(seen.collect()),
+    let parties = Topology {
+        sight: FileVisibility::PerRank(seen.collect()),
         nodes: (0..ranks).map(|rank| rank / 8).collect(),
         counting: Counting::Any,
         reducing: Reducing::InRankOrder,

@@ -10,7 +10,10 @@ fn the_command_line_and_a_launcher() {
         &["options::part 0 options::parts 4", "srun", procid, tasks, "leave options::part and options::parts"],
     );
     refused(start(Some(2), Some(8), &[STEP]), &["options::part 2 options::parts 8", procid, tasks]);
-    refused(start(None, Some(8), &[STEP]), &["options::parts 8", procid, tasks, "leave options::parts out", "options::parts 1"]);
+    refused(
+        start(None, Some(8), &[STEP]),
+        &["options::parts 8", procid, tasks, "leave options::parts out", "options::parts 1"],
+    );
     refused(start(Some(0), Some(8), &[TORCHRUN]), &["torchrun", "RANK=5", "WORLD_SIZE=8"]);
     refused(start(None, Some(2), &[OPEN_MPI]), &["Open MPI", "OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=6"]);
     refused(start(None, Some(2), &[HYDRA]), &["PMI_RANK=3", "PMI_SIZE=8"]);
@@ -23,7 +26,10 @@ fn ranks_by_hand_and_a_launcher() {
     refused(start(None, None, &[STEP, by_hand]), &[&words[..], &["SLURM_PROCID=2", "SLURM_STEP_NUM_TASKS=4"]].concat());
     refused(start(None, None, &[OPEN_MPI, by_hand]), &[&words[..], &["OMPI_COMM_WORLD_RANK=3"]].concat());
     refused(start(None, None, &[HYDRA, by_hand]), &[&words[..], &["PMI_RANK=3"]].concat());
-    refused(start(None, Some(4), &[ELEMENT, by_hand]), &[&words[..], &["SLURM_ARRAY_TASK_ID=1", "options::parts 4"]].concat());
+    refused(
+        start(None, Some(4), &[ELEMENT, by_hand]),
+        &[&words[..], &["SLURM_ARRAY_TASK_ID=1", "options::parts 4"]].concat(),
+    );
 }
 
 /// `srun --mpi=none` within a shell that PMI started.

@@ -6,29 +6,29 @@ mod units;
 
 use std::path::PathBuf;
 
-use super::conflicts::Ranks;
+use super::conflicts::TargetFiles;
 use super::fill::with_others;
-use super::parts::{Target, carry_along, check_room, parts, warn_of_carried};
+use super::parts::{PartTarget, carry_along, check_room, parts, warn_of_carried};
 use super::prepared::Prepared;
 use super::run::Run;
-use super::source::Source;
+use super::source::ConversionSource;
 use super::target_format::target_format;
 use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
 use crate::error::{CatalogError, Error, Result};
-use crate::format::fsdp_flat::{FlatTarget, Survey};
+use crate::format::fsdp_flat::{FlatTarget, PartSurvey};
 use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
-use crate::publish::Shape;
-pub use target::{Group, Wish};
+use crate::publish::DestinationKind;
+pub use target::{FlattenRequest, GroupSize};
 
 /// Lays out the destination of `flatten`.
 ///
 /// # Errors
 /// `Usage` for another format than flat parameters; as [`Wish::layout`].
-pub fn prepare(args: &FlattenOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let source = with_others(source, (None, args.flat.like.as_deref()), &args.convert, run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
@@ -38,7 +38,7 @@ pub fn prepare(args: &FlattenOptions, source: Source, run: &Run<'_>) -> Result<P
             "`dtshard unshard` and `dtshard consolidate` write whole tensors, `dtshard reshard` DTensors",
         ));
     }
-    let wish = Wish::of_arguments(args, &source)?;
+    let wish = FlattenRequest::of_arguments(args, &source)?;
     lay_out(&wish, &args.convert, source, run)
 }
 
@@ -46,34 +46,47 @@ pub fn prepare(args: &FlattenOptions, source: Source, run: &Run<'_>) -> Result<P
 ///
 /// # Errors
 /// As [`Wish::layout`].
-pub fn lay_out(wish: &Wish, args: &ConvertOptions, mut source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn lay_out(
+    wish: &FlattenRequest,
+    args: &ConvertOptions,
+    mut source: ConversionSource,
+    run: &Run<'_>,
+) -> Result<Prepared> {
     check_tied(args.tied, Format::FsdpFlat)?;
-    source.settle(args.checks, Ranks::Apart, run)?;
+    source.settle(args.checks, TargetFiles::Apart, run)?;
     let (layout, mut notes) = wish.layout(&source)?;
     notes.extend(source.settled.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, run)?;
     let carried = carry_along(&source, Format::FsdpFlat, layout.world_size, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
-    Ok(Prepared { source, reservation, carried, shape: Shape::Folder, to: Format::FsdpFlat, tied: Vec::new(), notes })
+    Ok(Prepared {
+        source,
+        reservation,
+        carried,
+        shape: DestinationKind::Folder,
+        to: Format::FsdpFlat,
+        tied: Vec::new(),
+        notes,
+    })
 }
 
 /// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter
 /// must be the same under all of its names. What the optimizer numbers goes into the layout beside the files, whatever
 /// told it here.
-pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Reservation> {
+pub fn reserve(source: &ConversionSource, layout: &FlatLayout, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let root = model::model_root(&wanted.state);
     let gradients = model::gradients_root(&wanted.state, &root);
     let parts = parts(source, Format::FsdpFlat);
     let within = |path: &Path, at: &Path| path.0.strip_prefix(at.0.as_slice()).map(|rest| Path(rest.to_vec()));
-    let model = |part: &Target| within(&root, &part.at);
-    let gradients = |part: &Target| gradients.as_ref().and_then(|path| within(path, &part.at));
+    let model = |part: &PartTarget| within(&root, &part.at);
+    let gradients = |part: &PartTarget| gradients.as_ref().and_then(|path| within(path, &part.at));
     let mut layout = layout.clone();
     for part in &parts {
         let name = &|_: Rank| PathBuf::new();
         let target = FlatTarget { layout: &layout, model: model(part), gradients: gradients(part), name };
-        let Survey { merged, numbered } = fsdp_flat::survey(wanted, &part.state, &target)?;
+        let PartSurvey { merged, numbered } = fsdp_flat::survey(wanted, &part.state, &target)?;
         for (kept, other) in merged {
             require_same(source, kept, other, run)?;
         }
@@ -90,7 +103,7 @@ pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Re
 }
 
 /// Two tensors of which one is written, and the other read back from it.
-fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {
+fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {
     let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
     match source.difference([kept, other], kept_entry.dtype, run)? {
         None => Ok(()),

@@ -4,9 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use super::super::source::Source;
+use super::super::source::ConversionSource;
 use super::numbering;
-use super::units::{self, Ordered, Wrapping};
+use super::units::{self, OrderedModel, WrapPolicy};
 use crate::catalog::flat::{FlatLayout, usual_align};
 use crate::catalog::model::{self, Model};
 use crate::catalog::modules::{self, module_of};
@@ -22,7 +22,7 @@ use crate::layout::Pattern;
 const MAX_RANKS: u32 = 1 << 14;
 
 /// What a target starts from.
-struct Base {
+struct FlatBase {
     layout: FlatLayout,
     /// From nothing but the order of a state dict, which knows no ranks.
     derived: bool,
@@ -31,7 +31,7 @@ struct Base {
 
 /// How many ranks share a copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Group {
+pub enum GroupSize {
     /// As the layout says, or all.
     #[default]
     Unsaid,
@@ -41,7 +41,7 @@ pub enum Group {
 
 /// What is asked for.
 #[derive(Default)]
-pub struct Wish {
+pub struct FlattenRequest {
     /// Of the model, from a file. Where SRC is flat, that says how to read it, and nothing here.
     layout: Option<FlatLayout>,
     /// What an optimizer numbers with `use_orig_params`, from the same file.
@@ -49,21 +49,21 @@ pub struct Wish {
     pub wrap: Vec<Pattern>,
     pub buffers: Vec<Pattern>,
     pub world_size: Option<u32>,
-    pub group: Group,
+    pub group: GroupSize,
     pub use_orig_params: Option<bool>,
     pub forward_dtype: Option<Dtype>,
 }
 
-impl Wish {
+impl FlattenRequest {
     /// # Errors
     /// As reading the checkpoint and the layout that arguments name.
-    pub fn of_arguments(args: &FlattenOptions, source: &Source) -> Result<Self> {
+    pub fn of_arguments(args: &FlattenOptions, source: &ConversionSource) -> Result<Self> {
         let flat = &args.flat;
         let group = match (flat.strategy, flat.shard_group_size) {
-            (None, None) => Group::Unsaid,
-            (Some(Strategy::FullShard), None) => Group::All,
-            (Some(Strategy::NoShard), None) => Group::Of(1),
-            (None | Some(Strategy::HybridShard), Some(size)) => Group::Of(size),
+            (None, None) => GroupSize::Unsaid,
+            (Some(Strategy::FullShard), None) => GroupSize::All,
+            (Some(Strategy::NoShard), None) => GroupSize::Of(1),
+            (None | Some(Strategy::HybridShard), Some(size)) => GroupSize::Of(size),
             (Some(Strategy::HybridShard), None) => {
                 return Err(Error::usage(
                     "options::strategy hybrid-shard: how many ranks share one copy?",
@@ -102,7 +102,12 @@ impl Wish {
     ///
     /// # Errors
     /// As reading the file, `Usage` where both say the same.
-    pub fn with_layout(mut self, args: &ConvertOptions, target: Option<&Path>, source: &Source) -> Result<Self> {
+    pub fn with_layout(
+        mut self,
+        args: &ConvertOptions,
+        target: Option<&Path>,
+        source: &ConversionSource,
+    ) -> Result<Self> {
         let of_source = source.checkpoint.catalog.flat.is_some();
         let given = args.source.flat_layout.as_deref();
         if let (Some(_), Some(_), false) = (target, given, of_source) {
@@ -123,8 +128,8 @@ impl Wish {
     ///
     /// # Errors
     /// `Unsupported` where an order would be a guess, `Usage` for wishes that contradict each other.
-    pub fn layout(&self, source: &Source) -> Result<(FlatLayout, Vec<String>)> {
-        let Base { layout: base, derived, notes } = self.base(source)?;
+    pub fn layout(&self, source: &ConversionSource) -> Result<(FlatLayout, Vec<String>)> {
+        let FlatBase { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
@@ -169,11 +174,11 @@ impl Wish {
             None => base.world_size,
         };
         let group = match self.group {
-            Group::All => world_size,
-            Group::Of(size) => size,
+            GroupSize::All => world_size,
+            GroupSize::Of(size) => size,
             // NO_SHARD and HYBRID_SHARD stay what they are.
-            Group::Unsaid if !derived && base.shard_group_size < base.world_size => base.shard_group_size,
-            Group::Unsaid => world_size,
+            GroupSize::Unsaid if !derived && base.shard_group_size < base.world_size => base.shard_group_size,
+            GroupSize::Unsaid => world_size,
         };
         if group == 0 || !world_size.is_multiple_of(group) {
             return Err(Error::usage(
@@ -185,7 +190,7 @@ impl Wish {
     }
 
     /// Parameters that are cast are aligned as those of their new dtype are, but under mixed precision.
-    fn retype(&self, layout: &mut FlatLayout, source: &Source) {
+    fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
         let wanted = &source.wanted.catalog;
         let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
         for unit in &mut layout.units {
@@ -202,7 +207,7 @@ impl Wish {
     }
 
     /// The units, and how ranks shared them.
-    fn base<'s>(&'s self, source: &'s Source) -> Result<Base> {
+    fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
         let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
         let known = self.layout.as_ref().or_else(|| like.and_then(of)).or_else(|| of(&source.checkpoint));
@@ -213,20 +218,20 @@ impl Wish {
                     "leave it out; what is not in the layout is a buffer",
                 ));
             }
-            return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
+            return Ok(FlatBase { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {
             return Err(Error::usage("options::wrap and a flat layout: both say the units", "leave one of them out"));
         }
-        let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
+        let wrapping = WrapPolicy { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
             Some(like) if like.format.keeps_order() => {
-                Ordered { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
+                OrderedModel { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
             }
             Some(like) => return Err(units::unordered(&not_kept(like))),
             None if source.checkpoint.format.keeps_order() => {
                 let wanted = &source.wanted.catalog;
-                Ordered { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
+                OrderedModel { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
             }
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };
@@ -234,11 +239,11 @@ impl Wish {
         if like.is_some() {
             units::add_tied(&mut layout, &source.wanted.catalog.state)?;
         }
-        Ok(Base { layout, derived: true, notes })
+        Ok(FlatBase { layout, derived: true, notes })
     }
 
     /// The names of the model in the order of registration, where something keeps it.
-    fn order(source: &Source) -> Option<Vec<Fqn>> {
+    fn order(source: &ConversionSource) -> Option<Vec<Fqn>> {
         let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
         let like = source.like.as_ref().filter(|like| like.format.keeps_order());
         let Checkpoint { format, catalog, .. } = &source.checkpoint;

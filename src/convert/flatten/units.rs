@@ -8,21 +8,21 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::is_within;
 use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::format::fsdp_flat;
-use crate::format::fsdp_flat::order::{self, Order};
+use crate::format::fsdp_flat::order::{self, ElementOrder};
 use crate::layout::Pattern;
 use crate::name_list::{FEW, short_list_of_counted};
 use crate::nearest;
 use crate::quantity::count;
 
 /// A model whose order is taken.
-pub struct Ordered<'a> {
+pub struct OrderedModel<'a> {
     /// Where its tensors are stored.
     pub checkpoint: &'a Checkpoint,
     /// The tensors by the same numbers, as they are wanted.
@@ -32,7 +32,7 @@ pub struct Ordered<'a> {
 }
 
 /// What FSDP is told of the model.
-pub struct Wrapping<'a> {
+pub struct WrapPolicy<'a> {
     /// Modules that are units.
     pub wrap: &'a [Pattern],
     /// Tensors that are no parameters.
@@ -43,12 +43,12 @@ pub struct Wrapping<'a> {
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
 /// The layout for one rank, without its optimizer; and what to tell the user.
-pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayout, Vec<String>)> {
+pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = model::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
     refuse_reordered(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
-    let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
+    let ModelTensors { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
     let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
     let mut units: Vec<FlatUnit> = with_root.map(|module| FlatUnit::new(module, None)).collect();
     // The innermost module that holds it.
@@ -59,10 +59,10 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     for (fqn, id, entry) in &parameters {
         let unit = &mut units[unit_of(fqn)];
         unit.dtype.get_or_insert(entry.dtype);
-        let stride = match Order::of(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
-            Order::RowMajor => None,
-            Order::Strides(stride) => Some(stride),
-            Order::Unknown => return Err(unordered_elements(fqn, entry)),
+        let stride = match ElementOrder::of(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
+            ElementOrder::RowMajor => None,
+            ElementOrder::Strides(stride) => Some(stride),
+            ElementOrder::Unknown => return Err(unordered_elements(fqn, entry)),
         };
         unit.params.push(FlatParam { fqn: fqn.clone(), shape: entry.shape.clone(), stride });
     }
@@ -97,7 +97,7 @@ pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     let is_new = |fqn: &Fqn| !places.contains_key(fqn) && !shared.contains(fqn);
     for (fqn, id) in tensors.iter().filter(|(fqn, _)| is_new(fqn)) {
         let Some(with) = of_tensor.get(id) else { continue };
-        let alias = Shared { fqn: fqn.clone(), with: (*with).clone() };
+        let alias = SharedName { fqn: fqn.clone(), with: (*with).clone() };
         let innermost = (0..layout.units.len())
             .filter(|index| is_within(fqn.as_str(), &layout.units[*index].module))
             .max_by_key(|index| layout.units[*index].module.len());
@@ -139,7 +139,7 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
 }
 
 /// FSDP1 makes two parameters of it, of which only one has a state.
-fn tied_across(alias: &Shared) -> Error {
+fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
         format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
         "FSDP1 shares parameters within a unit: options::wrap neither of their modules, or one around both",
@@ -168,17 +168,17 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
 }
 
 /// The tensors of a model by what they are.
-struct Divided<'a> {
+struct ModelTensors<'a> {
     parameters: Vec<(Fqn, TensorId, &'a TensorEntry)>,
-    shared: Vec<Shared>,
+    shared: Vec<SharedName>,
     notes: Vec<String>,
 }
 
-fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<Divided<'a>> {
+fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<ModelTensors<'a>> {
     let trained: Option<HashSet<Fqn>> = named_groups(model.state).map(|groups| groups.into_iter().flatten().collect());
     let mut used = vec![false; buffers.len()];
     let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
-    let mut divided = Divided { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
+    let mut divided = ModelTensors { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
     let mut doubtful: Vec<&Fqn> = Vec::new();
     let mut taken_for_buffers: Vec<&str> = Vec::new();
     for (fqn, id) in tensors {
@@ -189,7 +189,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
             continue;
         }
         if let Some(first) = first_names.get(id) {
-            divided.shared.push(Shared { fqn: fqn.clone(), with: first.clone() });
+            divided.shared.push(SharedName { fqn: fqn.clone(), with: first.clone() });
             continue;
         }
         let is_trained = trained.as_ref().map(|names| names.contains(fqn));

@@ -1,16 +1,16 @@
 //! `reshard` to flat parameters: those of SRC, or of a checkpoint like it, for another number of ranks.
 
-use super::super::flatten::{self, Group, Wish};
+use super::super::flatten::{self, FlattenRequest, GroupSize};
 use super::super::prepared::Prepared;
 use super::super::run::Run;
-use super::super::source::Source;
+use super::super::source::ConversionSource;
 use super::class::tensor_class;
 use crate::convert::options::ReshardOptions;
 use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::layout::DeviceMesh;
 
-pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     if let Some(placements) = args.placements.first() {
         return Err(Error::usage(
             format!("options::placements {placements}: flat parameters have none"),
@@ -33,13 +33,13 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     if args.split.is_some() {
         return Err(Error::usage("options::split: flat parameters are cut in one way", "leave it out"));
     }
-    let mut wish = Wish::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
+    let mut wish = FlattenRequest::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
         wish.world_size = u32::try_from(mesh.world_size()).ok();
         wish.group = match *mesh.shape() {
-            [_] => Group::All,
-            [_, shard] => Group::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
+            [_] => GroupSize::All,
+            [_, shard] => GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
             _ => {
                 return Err(Error::usage(
                     format!("options::mesh {text}: flat parameters are cut once"),

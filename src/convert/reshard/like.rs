@@ -6,13 +6,13 @@
 use std::path::Path as FilePath;
 
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
-use crate::convert::names::{Found, Names, of_all_ranks};
+use crate::convert::names::{NameMatch, Names, of_all_ranks};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 use crate::select::Wrappers;
 
-pub struct Like<'a> {
+pub struct LikeLayout<'a> {
     root: &'a FilePath,
     pub catalog: &'a Catalog,
     names: Names,
@@ -20,7 +20,7 @@ pub struct Like<'a> {
     missing: Vec<(Path, Option<String>)>,
 }
 
-impl<'a> Like<'a> {
+impl<'a> LikeLayout<'a> {
     pub fn new(checkpoint: &'a Checkpoint, wrappers: Wrappers) -> Self {
         let names = Names::new(&checkpoint.catalog.state, wrappers);
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
@@ -57,12 +57,12 @@ impl<'a> Like<'a> {
 
     fn own(&self, path: &Path, in_model: Option<&Fqn>) -> Option<TensorId> {
         let found = match self.names.find(path, in_model.map(Fqn::as_str)) {
-            Found::Nothing => self.names.find(&of_all_ranks(path)?, None),
+            NameMatch::Nothing => self.names.find(&of_all_ranks(path)?, None),
             found => found,
         };
         match found {
-            Found::One(id) | Found::Two(id, _) => Some(id),
-            Found::Nothing => None,
+            NameMatch::One(id) | NameMatch::Two(id, _) => Some(id),
+            NameMatch::Nothing => None,
         }
     }
 

@@ -1,23 +1,23 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
-mod chooser;
+mod attention_heads;
 mod class;
 mod flat;
-mod heads;
 mod like;
+mod placement_report;
+mod placement_resolver;
 mod sharded;
 mod strided;
-mod subject;
-mod tally;
 mod target;
+mod tensor_context;
 
-use super::conflicts::Ranks;
+use super::conflicts::TargetFiles;
 use super::fill::with_others;
-use super::parts::{self, Target, carry_along, example_of, parts, warn_of_carried};
+use super::parts::{self, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
-use super::source::Source;
+use super::source::ConversionSource;
 use super::target_format::target_format;
 use super::whole::check_tied;
 use super::{partial, tied};
@@ -26,15 +26,15 @@ use crate::convert::options::ReshardOptions;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
 use crate::layout::DeviceMesh;
-use crate::layout::rules::Layout;
+use crate::layout::rules::MeshLayout;
 use crate::layout::shards::Held;
 use crate::progress::Progress;
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 use crate::select::Wrappers;
-pub use chooser::Chooser;
+use attention_heads::AttentionHeads;
 use class::tensor_class;
-use heads::Heads;
-use like::Like;
+use like::LikeLayout;
+pub use placement_resolver::PlacementResolver;
 pub use sharded::rows;
 use target::target_layout;
 pub use target::{own_mesh, row_specs, shared_mesh};
@@ -43,7 +43,7 @@ pub use target::{own_mesh, row_specs, shared_mesh};
 ///
 /// # Errors
 /// `Usage` and `Layout` for a mesh, placements or a format that do not fit the source; as reading other checkpoints.
-pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), &args.convert, run)?;
     if tells_shapes_alone(&source) {
         source.like = None;
@@ -51,8 +51,8 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to.tensors() {
-        TensorStorage::Boxes => Ranks::Together,
-        TensorStorage::Ranks => Ranks::Apart,
+        TensorStorage::Boxes => TargetFiles::Together,
+        TensorStorage::Ranks => TargetFiles::Apart,
         TensorStorage::Flat => return flat::prepare(args, source, run),
         TensorStorage::Whole => {
             return Err(Error::usage(
@@ -70,10 +70,10 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     let (layout, notes_of_layout) = target_layout(args, &source)?;
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
-    let job = Job::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
-    let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
+    let job = LoadingJob::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
+    let mut notes = source.settled.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
-    notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
+    notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
     notes.extend(notes_of_layout);
     if to.tensors() == TensorStorage::Boxes {
         notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
@@ -87,11 +87,11 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
-    Ok(Prepared { source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes })
+    Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
 /// Whether --like has the shapes that flat parameters lack, and no layout that could be meant.
-fn tells_shapes_alone(source: &Source) -> bool {
+fn tells_shapes_alone(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
@@ -102,18 +102,18 @@ fn tells_shapes_alone(source: &Source) -> bool {
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
-    source: &Source,
-    layout: &Layout,
-    job: &Job,
+    source: &ConversionSource,
+    layout: &MeshLayout,
+    job: &LoadingJob,
     wrappers: Wrappers,
     class: Option<Class>,
     to: Format,
     progress: &dyn Progress,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
-    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
+    let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
     let mut chooser =
-        Chooser::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
+        PlacementResolver::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
     for detail in chooser.details() {
         progress.detail(&detail);
     }
@@ -132,13 +132,13 @@ fn reserve(
         whole.append(&part.folder, reservation);
     }
     partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
-    Ok((whole, chooser.finish(Heads::of(&source.checkpoint)?)?))
+    Ok((whole, chooser.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
 /// The layouts of one part of the state dict.
 struct PartLayouts<'a, 'c> {
-    part: &'a Target,
-    chooser: &'a mut Chooser<'c>,
+    part: &'a PartTarget,
+    chooser: &'a mut PlacementResolver<'c>,
 }
 
 impl Layouts for PartLayouts<'_, '_> {
@@ -156,24 +156,29 @@ impl Layouts for PartLayouts<'_, '_> {
 }
 
 /// The job that is to load rank files.
-pub struct Job {
+pub struct LoadingJob {
     pub world_size: u32,
-    pub style: torch::Style,
+    pub style: torch::DTensorStyle,
 }
 
-impl Job {
+impl LoadingJob {
     /// It has the ranks of the mesh, and those of the job that `saved` a checkpoint on that, where some are not in it.
     /// Its PyTorch is the `version` that is asked for, else that of the rank files of the source, its device that of
     /// those.
     ///
     /// # Errors
     /// `Usage` for a version that is none, or one whose DTensors are not written.
-    pub fn new(mesh: &DeviceMesh, saved: Option<&Checkpoint>, source: &Source, version: Option<&str>) -> Result<Self> {
+    pub fn new(
+        mesh: &DeviceMesh,
+        saved: Option<&Checkpoint>,
+        source: &ConversionSource,
+        version: Option<&str>,
+    ) -> Result<Self> {
         let ranks = saved.into_iter().flat_map(|saved| &saved.parts).map(|part| part.world_size);
         let world_size = ranks.chain([mesh.job_size()]).max().unwrap_or(0);
         let Checkpoint { files, format, .. } = example_of(source);
         let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
-        let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
+        let known = first.map(|first| torch::DTensorStyle::of_file(files, first)).transpose()?;
         let own = known.flatten().unwrap_or_default();
         let Some(version) = version else { return Ok(Self { world_size, style: own }) };
         let release = torch::Release::of_version(version).ok_or_else(|| {
@@ -182,7 +187,7 @@ impl Job {
                 "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load options::to dcp",
             )
         })?;
-        Ok(Self { world_size, style: torch::Style { release, ..own } })
+        Ok(Self { world_size, style: torch::DTensorStyle { release, ..own } })
     }
 }
 
@@ -199,7 +204,7 @@ fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
 /// # Errors
 /// `Usage` where the lists of ranks alone take more memory than is allowed.
 fn check_room(
-    source: &Source,
+    source: &ConversionSource,
     mesh: &DeviceMesh,
     world_size: u32,
     class: Option<Class>,

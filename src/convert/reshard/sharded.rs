@@ -54,7 +54,7 @@ pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, ChunkTable, Dtype, Place};
+    use crate::catalog::{Chunk, ChunkTable, Dtype, FileLocation};
     use crate::layout::{Rank, Region, Tile};
 
     /// So many rows over groups of ranks; `None` is a plain tensor on all ranks.
@@ -66,7 +66,7 @@ mod tests {
             (region.offsets[0], region.sizes[0]) = (own.start, own.end - own.start);
             if !region.is_empty() {
                 let tile = Tile::from_region(&region);
-                chunks.push(Chunk { tile, place: Place::Nowhere, strides: None, rank: Some(Rank(rank)) });
+                chunks.push(Chunk { tile, place: FileLocation::Nowhere, strides: None, rank: Some(Rank(rank)) });
             }
         }
         let class = if group_size.is_some() { Class::ShardedTensor } else { Class::Tensor };

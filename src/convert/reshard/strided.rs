@@ -2,23 +2,23 @@
 
 use indexmap::IndexMap;
 
-use crate::layout::rules::{Fallback, Layout, Lies};
-use crate::layout::strided::{Stray, stray};
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice};
+use crate::layout::strided::{UnknownSplitFactor, stray};
 use crate::layout::{DeviceMesh, comma_list};
 use crate::name_list::short_list;
 
 /// One for each such factor.
-pub fn notes(layout: &Layout) -> Vec<String> {
-    let Layout { mesh, rules, fallback, .. } = layout;
+pub fn notes(layout: &MeshLayout) -> Vec<String> {
+    let MeshLayout { mesh, rules, fallback, .. } = layout;
     let of_rules = rules.iter().filter_map(|rule| match &rule.lies {
-        Lies::Shared(spec) => Some((spec.placements.as_slice(), rule.said.clone())),
-        Lies::Plain => None,
+        PlacementChoice::Shared(spec) => Some((spec.placements.as_slice(), rule.said.clone())),
+        PlacementChoice::Plain => None,
     });
     let of_all = match fallback {
         Fallback::Placements(list) => Some((list.as_slice(), format!("placements {}", comma_list(list)))),
         Fallback::Source => None,
     };
-    let mut strays: IndexMap<Stray, Vec<String>> = IndexMap::new();
+    let mut strays: IndexMap<UnknownSplitFactor, Vec<String>> = IndexMap::new();
     for (list, said) in of_rules.chain(of_all) {
         if let Some(stray) = stray(list, mesh) {
             strays.entry(stray).or_default().push(said);
@@ -27,10 +27,10 @@ pub fn notes(layout: &Layout) -> Vec<String> {
     strays.into_iter().map(|(stray, said)| note(&stray, &said, mesh)).collect()
 }
 
-fn note(stray: &Stray, said: &[String], mesh: &DeviceMesh) -> String {
+fn note(stray: &UnknownSplitFactor, said: &[String], mesh: &DeviceMesh) -> String {
     let name = |dim: usize| mesh.names().map_or_else(|| format!("mesh dim {dim}"), |names| names[dim].clone());
     let sizes: Vec<String> = stray.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
-    let Stray { at, spec, usual, .. } = stray;
+    let UnknownSplitFactor { at, spec, usual, .. } = stray;
     let (at, said, sizes) = (name(*at), short_list(said, 2), sizes.join(", "));
     format!("{said}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
 }

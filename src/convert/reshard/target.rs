@@ -7,17 +7,17 @@ use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::convert::options::ReshardOptions;
 use crate::convert::placements;
-use crate::convert::plans::PlanArgs;
-use crate::convert::source::Source;
+use crate::convert::plans::PlanOptions;
+use crate::convert::source::ConversionSource;
 use crate::error::{Error, Result};
-use crate::format::parallelize::Side;
+use crate::format::parallelize::PlanSide;
 use crate::format::{Checkpoint, Format, TensorStorage};
 use crate::layout::parallelize::RoleNames;
-use crate::layout::rules::{Fallback, Layout};
+use crate::layout::rules::{Fallback, MeshLayout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
 /// The mesh that all DTensors of the source share.
-pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
+pub fn own_mesh(source: &ConversionSource) -> Result<DeviceMesh> {
     let name = if source.filled.is_some() { "the checkpoint of options::fill_from" } else { "SRC" };
     let meshes = &source.wanted.catalog.meshes;
     let of_rows = || {
@@ -105,9 +105,9 @@ fn without_mesh(like: &Checkpoint) -> Error {
     )
 }
 
-fn plan_of(args: &ReshardOptions) -> PlanArgs<'_> {
+fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
     let ReshardOptions { plan, tp, fsdp, replicate, .. } = args;
-    PlanArgs {
+    PlanOptions {
         plan: plan.as_deref(),
         option: "options::plan",
         layout_option: "options::layout",
@@ -116,7 +116,7 @@ fn plan_of(args: &ReshardOptions) -> PlanArgs<'_> {
 }
 
 /// Mesh and rules from the command line, and what to tell of them.
-pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, Vec<String>)> {
+pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
     let split = args.split.clone();
     let hint = "options::to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
@@ -152,7 +152,7 @@ pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, 
         rules.extend(file.rules(&mesh)?);
     }
     let draft = plan_of(args).draft(file.as_ref())?;
-    let plan = draft.map(|draft| Side::Target.plan(&draft, &mesh)).transpose()?;
+    let plan = draft.map(|draft| PlanSide::Target.plan(&draft, &mesh)).transpose()?;
     let split = file.as_ref().map_or(split, |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
     let is_said = fallback.is_some();
@@ -163,7 +163,7 @@ pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, 
         None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
         None => default_fallback(&mesh, catalog)?,
     };
-    let layout = Layout { plan, ..Layout::new(mesh, rules, fallback, split)? };
+    let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
     notes.extend(unsaid(&layout).filter(|_| !is_said && !is_own));
     Ok((layout, notes))
@@ -173,7 +173,7 @@ pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, 
 const TP: &str = "tp";
 
 /// What a mesh for tensor parallelism alone gets without a word on it.
-fn unsaid(layout: &Layout) -> Option<String> {
+fn unsaid(layout: &MeshLayout) -> Option<String> {
     let is_tp = layout.mesh.names().is_some_and(|names| names == [TP]);
     let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);
     (is_tp && is_default && layout.plan.is_none()).then(|| {

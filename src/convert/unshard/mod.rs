@@ -2,25 +2,25 @@
 
 mod ranks;
 
-use super::conflicts::Ranks;
+use super::conflicts::TargetFiles;
 use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
-use super::source::Source;
+use super::source::ConversionSource;
 use super::target_format::{file_name, holds_shards, target_format};
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
 use crate::catalog::{model, path};
 use crate::convert::options::UnshardOptions;
 use crate::error::{Error, Result};
-use crate::format::safetensors::Wanted;
+use crate::format::safetensors::SelectedTensors;
 use crate::format::{Format, safetensors, torch};
-use crate::publish::Shape;
+use crate::publish::DestinationKind;
 
 /// Lays out the destination of `unshard`.
 ///
 /// # Errors
 /// `Usage` for a format that holds no whole tensors, or options that have no effect.
-pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
     let destination = args.convert.dst.as_deref();
@@ -34,7 +34,7 @@ pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Resu
             "they are a subtree or a series of rank files called grads or gradients; leave it out",
         ));
     }
-    source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, run)?;
+    source.settle(args.convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (to, reservation, shape) = if let Some(to) = whole {
@@ -42,7 +42,7 @@ pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Resu
         let (reservation, shape) = match to {
             Format::Torch => {
                 check_tied(args.convert.tied, to)?;
-                (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, Shape::File)
+                (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, DestinationKind::File)
             }
             Format::Safetensors => {
                 let written;
@@ -50,7 +50,7 @@ pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Resu
                 notes.extend(elsewhere(placing.as_ref(), &written));
                 let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
                 let dtypes = wanted.dtypes();
-                let taken = Wanted { source: wanted, dtypes: &dtypes };
+                let taken = SelectedTensors { source: wanted, dtypes: &dtypes };
                 let mut reservation = safetensors::reserve(taken, &written, &tied, &shape)?;
                 reservation.left_out = path::object_names(&wanted.state);
                 (reservation, staged)
@@ -63,12 +63,12 @@ pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Resu
         check_tied(args.convert.tied, to)?;
         let (reservation, more) = ranks::reserve(args, &source, to, run)?;
         notes.extend(more);
-        (to, reservation, Shape::Folder)
+        (to, reservation, DestinationKind::Folder)
     };
     Ok(Prepared { source, reservation, carried: Vec::new(), shape, to, tied, notes })
 }
 
-fn has_gradients(source: &Source) -> bool {
+fn has_gradients(source: &ConversionSource) -> bool {
     let state = &source.wanted.catalog.state;
     model::gradients_root(state, &model::model_root(state)).is_some()
 }

@@ -6,16 +6,16 @@
 use std::path::PathBuf;
 
 use super::super::parts::parts;
-use super::super::reshard::{Job, own_mesh, rows};
+use super::super::reshard::{LoadingJob, own_mesh, rows};
 use super::super::run::Run;
-use super::super::source::Source;
+use super::super::source::ConversionSource;
 use super::super::{flatten, partial};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::convert::options::UnshardOptions;
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage, torch};
-use crate::layout::cut::CutBy;
+use crate::layout::cut::SplitChoice;
 use crate::layout::{DeviceMesh, Pattern};
 use crate::nearest;
 use crate::quantity::count;
@@ -25,7 +25,7 @@ const ROOT: &str = ".";
 
 /// # Errors
 /// `Usage` where SRC has no shards that could stay.
-pub fn default_format(args: &UnshardOptions, source: &Source) -> Result<Format> {
+pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Result<Format> {
     match source.checkpoint.format.tensors() {
         TensorStorage::Flat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
         TensorStorage::Ranks => Ok(Format::TorchRanks),
@@ -43,7 +43,7 @@ pub fn default_format(args: &UnshardOptions, source: &Source) -> Result<Format> 
 /// `Usage` for a pattern that means nothing, for another format, and where ranks cannot be counted.
 pub fn reserve(
     args: &UnshardOptions,
-    source: &Source,
+    source: &ConversionSource,
     to: Format,
     run: &Run<'_>,
 ) -> Result<(Reservation, Vec<String>)> {
@@ -61,7 +61,7 @@ pub fn reserve(
         ));
     }
     let version = args.convert.destination.torch_version.as_deref();
-    let patterns = Patterns::parse(&args.unit)?;
+    let patterns = UnitPatterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),
         Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
@@ -81,7 +81,7 @@ pub fn reserve(
 }
 
 /// Every tensor whole in the file of every rank.
-fn everything(source: &Source, version: Option<&str>) -> Result<Reservation> {
+fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
             format!("options::all_ranks: {} does not say how many ranks there are", source.checkpoint.format),
@@ -93,7 +93,11 @@ fn everything(source: &Source, version: Option<&str>) -> Result<Reservation> {
 }
 
 /// The modules of some patterns whole in the file of every rank.
-fn some_modules(patterns: &Patterns, source: &Source, version: Option<&str>) -> Result<(Reservation, Vec<String>)> {
+fn some_modules(
+    patterns: &UnitPatterns,
+    source: &ConversionSource,
+    version: Option<&str>,
+) -> Result<(Reservation, Vec<String>)> {
     let mesh = own_mesh(source).map_err(|_| {
         Error::usage(
             format!("options::unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
@@ -129,10 +133,10 @@ fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
         Some(sharding) => {
-            torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone(), CutBy::Source)
+            torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone(), SplitChoice::Source)
         }
         None if entry.class == Class::ShardedTensor => {
-            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into(), CutBy::Source)
+            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into(), SplitChoice::Source)
         }
         None => Ok(torch::RankLayout::Plain),
     }
@@ -140,13 +144,13 @@ fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch
 
 /// Rank files on a mesh, in which every tensor lies as `choose` says.
 fn in_ranks(
-    source: &Source,
+    source: &ConversionSource,
     mesh: &DeviceMesh,
     version: Option<&str>,
     choose: &mut dyn FnMut(&Path, &TensorEntry) -> Result<torch::RankLayout>,
 ) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
-    let Job { world_size, style } = Job::new(mesh, Some(&source.checkpoint), source, version)?;
+    let LoadingJob { world_size, style } = LoadingJob::new(mesh, Some(&source.checkpoint), source, version)?;
     let mut whole = Reservation::default();
     for part in parts(source, Format::TorchRanks) {
         let names = part.names.as_ref().expect("rank files have names");
@@ -164,9 +168,9 @@ fn in_ranks(
 }
 
 /// What `--unit` means.
-struct Patterns(Vec<Pattern>);
+struct UnitPatterns(Vec<Pattern>);
 
-impl Patterns {
+impl UnitPatterns {
     fn parse(texts: &[String]) -> Result<Self> {
         Ok(Self(Pattern::parse_all(texts)?))
     }

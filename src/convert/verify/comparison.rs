@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, HashSet};
 use serde_json::Value as Json;
 
 use super::findings::Findings;
-use super::{Names, has_no_value};
+use super::{ComparedNames, has_no_value};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
-use crate::convert::digests::{Listed, Listing};
+use crate::convert::digests::{DigestListing, ListedTensor};
 use crate::convert::options::VerifyOptions;
 use crate::convert::reading::input;
 use crate::convert::run::Run;
@@ -28,7 +28,7 @@ use crate::select::Selected;
 pub(super) struct Comparison<'a> {
     pub source: &'a Checkpoint,
     pub other: &'a Checkpoint,
-    pub names: &'a Names,
+    pub names: &'a ComparedNames,
     pub args: &'a VerifyOptions,
     pub run: &'a Run<'a>,
 }
@@ -118,18 +118,18 @@ impl Comparison<'_> {
     }
 }
 
-impl Names {
+impl ComparedNames {
     /// SRC has the tensors and objects that were listed with their digests.
     pub fn same_digests(
         &self,
         source: &Checkpoint,
-        listing: &Listing,
+        listing: &DigestListing,
         args: &VerifyOptions,
         run: &Run<'_>,
         found: &mut Findings,
     ) -> Result<()> {
         let wanted = &self.source.catalog;
-        let mut listed: BTreeMap<&str, &Listed> =
+        let mut listed: BTreeMap<&str, &ListedTensor> =
             listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
         let ours = named_tensors(wanted);
         check_common(args, ours.keys(), |name| listed.contains_key(name))?;
@@ -217,7 +217,7 @@ impl Findings {
         self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (theirs.dtype.name(), &theirs.shape))
     }
 
-    fn same_listed_kind(&mut self, name: &str, ours: &TensorEntry, listed: &Listed) -> bool {
+    fn same_listed_kind(&mut self, name: &str, ours: &TensorEntry, listed: &ListedTensor) -> bool {
         self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (&listed.dtype, &listed.shape))
     }
 
@@ -258,7 +258,7 @@ impl Findings {
     }
 
     /// Objects are listed as they are shown, which is all there is to compare.
-    fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &Listing, args: &VerifyOptions) {
+    fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
         let mut listed: BTreeMap<&str, &Json> =
             listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
         for (name, value) in ours {

@@ -7,17 +7,17 @@ use self::comparison::{Comparison, suggest_dtype};
 use self::findings::Findings;
 pub use self::findings::Verification;
 use super::checks;
-use super::digests::Listing;
+use super::declared_layout::declared_layout;
+use super::digests::DigestListing;
 use super::reading::input;
 use super::reading::{check_flat, check_series, read_options, refuse_without_tensors};
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
-use super::told::told;
 use crate::catalog::{TensorEntry, model, path};
 use crate::convert::options::VerifyOptions;
 use crate::error::{Error, FormatError, Result};
 use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
+use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
 use crate::progress::Progress;
 use crate::progress::Task;
 use crate::select::{self, Selected, Wrappers};
@@ -33,8 +33,8 @@ pub fn verify(args: &VerifyOptions, run: &Run<'_>) -> Result<Verification> {
 }
 
 fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()> {
-    let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
-    let layout = told(&args.source.layout, args.select.keep_names)?;
+    let listing = args.other.as_deref().map(DigestListing::read_if_any).transpose()?.flatten();
+    let layout = declared_layout(&args.source.layout, args.select.keep_names)?;
     let Some(source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(()) };
     let other = match &args.other {
         Some(path) if listing.is_none() => match open(args, path, None, run.progress, found)? {
@@ -48,7 +48,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
     // Names that cannot be had are known before hours of reading.
-    let names = Names::new(args, &source, other.as_ref())?;
+    let names = ComparedNames::new(args, &source, other.as_ref())?;
     sound(&source, run, found)?;
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
@@ -60,16 +60,16 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
 }
 
 /// What is compared: SRC under the names and in the dtypes that were asked for, OTHER as it is.
-struct Names {
+struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
 }
 
-impl Names {
+impl ComparedNames {
     fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
-        let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
+        let as_it_is = select::NameOptions { wrappers: options.wrappers, ..select::NameOptions::default() };
         Ok(Self {
             source: select::select(&source.catalog, &options)?,
             other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,
@@ -81,12 +81,12 @@ impl Names {
 fn open(
     args: &VerifyOptions,
     path: &std::path::Path,
-    told: Option<Told>,
+    told: Option<DeclaredLayout>,
     progress: &dyn Progress,
     found: &mut Findings,
 ) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.like.as_deref(), SeriesChoice::All, Want::State);
-    options.told = told;
+    options.declared_layout = told;
     // Damage to that is none of the checkpoint.
     if let Some(path) = &options.flat.layout {
         fsdp_flat::document::read(path)?;

@@ -3,11 +3,11 @@
 //! Counts characters. Every stretch gets at least one, the rest is to scale; stretches of equal length stay equal.
 
 use super::super::Span;
-use super::{Area, Grid, Room};
+use super::{Area, DrawnGrid, PictureSize};
 
 /// A picture that fits.
 pub struct Canvas<'a> {
-    grid: &'a Grid,
+    grid: &'a DrawnGrid,
     names: &'a [String],
     areas: Vec<Area>,
     /// Where the lines between stretches are; one more than there are stretches.
@@ -25,7 +25,7 @@ const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
     /// Lay out a grid with a name for each of its sets; `None` where it does not fit.
-    pub fn new(grid: &'a Grid, names: &'a [String], room: Room) -> Option<Self> {
+    pub fn new(grid: &'a DrawnGrid, names: &'a [String], room: PictureSize) -> Option<Self> {
         let areas = grid.areas();
         let widest = |cuts: &[u64]| cuts.iter().map(|cut| digits(*cut)).max().unwrap_or(0);
         let margin = if grid.rows.is_empty() { 1 } else { widest(&grid.rows) + 2 };

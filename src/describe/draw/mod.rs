@@ -28,14 +28,14 @@ use canvas::Canvas;
 
 /// Room for a picture, in characters.
 #[derive(Clone, Copy, Debug)]
-pub struct Room {
+pub struct PictureSize {
     pub columns: usize,
     pub lines: usize,
 }
 
 /// Who holds a chunk: its rank, or the file it is in where ranks are not recorded.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Holder {
+pub enum ChunkHolder {
     Rank(Rank),
     File(String),
 }
@@ -47,8 +47,8 @@ const MOST_CUTS: usize = 256;
 const MOST_INTERVALS: u64 = 8;
 
 /// Draw a tensor of this shape.
-pub fn draw(shape: &[u64], chunks: &[(Holder, Tile)], room: Room) -> Vec<Vec<Span>> {
-    let mut groups: IndexMap<&Tile, BTreeSet<&Holder>> = IndexMap::new();
+pub fn draw(shape: &[u64], chunks: &[(ChunkHolder, Tile)], room: PictureSize) -> Vec<Vec<Span>> {
+    let mut groups: IndexMap<&Tile, BTreeSet<&ChunkHolder>> = IndexMap::new();
     let mut holds_nothing = BTreeSet::new();
     for (holder, tile) in chunks {
         if tile.is_empty() {
@@ -60,11 +60,11 @@ pub fn draw(shape: &[u64], chunks: &[(Holder, Tile)], room: Room) -> Vec<Vec<Spa
     for holders in groups.values() {
         holds_nothing.retain(|holder| !holders.contains(holder));
     }
-    let groups: Vec<(&Tile, BTreeSet<&Holder>)> = groups.into_iter().collect();
+    let groups: Vec<(&Tile, BTreeSet<&ChunkHolder>)> = groups.into_iter().collect();
     let mut lines = if shape.contains(&0) {
         vec![plain("no elements")]
     } else {
-        Grid::new(shape, &groups).and_then(|grid| grid.draw(room)).unwrap_or_else(|| list(&groups))
+        DrawnGrid::new(shape, &groups).and_then(|grid| grid.draw(room)).unwrap_or_else(|| list(&groups))
     };
     if !holds_nothing.is_empty() {
         let verb = if holds_nothing.len() == 1 { "holds" } else { "hold" };
@@ -78,21 +78,21 @@ fn plain(text: &str) -> Vec<Span> {
 }
 
 /// The tensor cut along the drawn dims.
-struct Grid {
+struct DrawnGrid {
     /// Lines that say which dims are drawn, and how.
     legend: Vec<String>,
     /// Offsets of all cuts, the first 0, the last the size; none where the direction has no dim.
     rows: Vec<u64>,
     columns: Vec<u64>,
     /// The distinct sets of holders; the first is that of nobody.
-    sets: Vec<Vec<Holder>>,
+    sets: Vec<Vec<ChunkHolder>>,
     /// The set of each cell, row by row.
     cells: Vec<Vec<usize>>,
 }
 
-impl Grid {
+impl DrawnGrid {
     /// `None` where there are too many cuts to draw.
-    fn new(shape: &[u64], groups: &[(&Tile, BTreeSet<&Holder>)]) -> Option<Self> {
+    fn new(shape: &[u64], groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Option<Self> {
         let cuts: Vec<BTreeSet<u64>> =
             (0..shape.len()).map(|dim| cuts(shape[dim], groups.iter().map(|(tile, _)| &tile.dims()[dim]))).collect();
         let drawn = drawn_dims(&cuts);
@@ -107,7 +107,8 @@ impl Grid {
         };
         let (rows, columns) = (of(row_dim), of(column_dim));
         let number = |cuts: &[u64]| cuts.len().saturating_sub(1).max(1);
-        let mut holders: Vec<Vec<BTreeSet<&Holder>>> = vec![vec![BTreeSet::new(); number(&columns)]; number(&rows)];
+        let mut holders: Vec<Vec<BTreeSet<&ChunkHolder>>> =
+            vec![vec![BTreeSet::new(); number(&columns)]; number(&rows)];
         for (tile, who) in groups {
             let spans = |dim: Option<usize>, cuts: &[u64]| dim.map_or(vec![0], |dim| covered(&tile.dims()[dim], cuts));
             let across = spans(column_dim, &columns);
@@ -118,7 +119,7 @@ impl Grid {
             }
         }
         let mut sets = IndexSet::from([Vec::new()]);
-        let mut intern = |set: &BTreeSet<&Holder>| sets.insert_full(set.iter().copied().cloned().collect()).0;
+        let mut intern = |set: &BTreeSet<&ChunkHolder>| sets.insert_full(set.iter().copied().cloned().collect()).0;
         let cells = holders.iter().map(|row| row.iter().map(&mut intern).collect()).collect();
         let legend = legend(shape, &cuts, row_dim, column_dim);
         let mut grid = Self { legend, rows, columns, sets: sets.into_iter().collect(), cells };
@@ -146,7 +147,7 @@ impl Grid {
 
     /// The picture and its legend, with names in the boxes where they fit, letters otherwise; `None` where there is
     /// no room for it.
-    fn draw(&self, room: Room) -> Option<Vec<Vec<Span>>> {
+    fn draw(&self, room: PictureSize) -> Option<Vec<Vec<Span>>> {
         let names: Vec<String> = self.sets.iter().map(|set| short(set.iter())).collect();
         let letters: Vec<String> = (0..self.sets.len()).map(letters).collect();
         let are_short = names.iter().all(|name| name.chars().count() <= LONGEST_NAME);
@@ -172,8 +173,8 @@ impl Grid {
         // Light, and unlike their neighbours in this list.
         const GROUNDS: [u8; 12] = [153, 223, 157, 219, 229, 159, 183, 216, 194, 189, 222, 152];
         let index = match self.sets[set].first()? {
-            Holder::Rank(rank) => rank.0 as usize,
-            Holder::File(_) => set - 1,
+            ChunkHolder::Rank(rank) => rank.0 as usize,
+            ChunkHolder::File(_) => set - 1,
         };
         Some(GROUNDS[index % GROUNDS.len()])
     }
@@ -226,7 +227,7 @@ fn legend(shape: &[u64], cuts: &[BTreeSet<u64>], row_dim: Option<usize>, column_
 }
 
 /// One line for each distinct part.
-fn list(groups: &[(&Tile, BTreeSet<&Holder>)]) -> Vec<Vec<Span>> {
+fn list(groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Vec<Vec<Span>> {
     let rows: Vec<(String, String)> =
         groups.iter().map(|(tile, holders)| (in_words(holders), intervals(tile))).collect();
     let width = rows.iter().map(|(holders, _)| holders.chars().count()).max().unwrap_or(0);
@@ -246,14 +247,14 @@ fn intervals(tile: &Tile) -> String {
 }
 
 /// `0-3,8`, `__0_0`
-fn short<'a>(holders: impl Iterator<Item = &'a Holder>) -> String {
+fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     let mut texts = Vec::new();
     for holder in holders {
         match (holder, runs.last_mut()) {
-            (Holder::Rank(rank), Some((_, last))) if *last + 1 == rank.0 => *last = rank.0,
-            (Holder::Rank(rank), _) => runs.push((rank.0, rank.0)),
-            (Holder::File(name), _) => {
+            (ChunkHolder::Rank(rank), Some((_, last))) if *last + 1 == rank.0 => *last = rank.0,
+            (ChunkHolder::Rank(rank), _) => runs.push((rank.0, rank.0)),
+            (ChunkHolder::File(name), _) => {
                 let stem = std::path::Path::new(name).file_stem().map_or(name.into(), |stem| stem.to_string_lossy());
                 texts.push(stem.into_owned());
             }
@@ -268,11 +269,12 @@ fn short<'a>(holders: impl Iterator<Item = &'a Holder>) -> String {
 }
 
 /// `rank 0`, `ranks 0-3, 8`, `__0_0.distcp`
-fn in_words(holders: &BTreeSet<&Holder>) -> String {
-    let ranks: Vec<&Holder> = holders.iter().copied().filter(|holder| matches!(holder, Holder::Rank(_))).collect();
+fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
+    let ranks: Vec<&ChunkHolder> =
+        holders.iter().copied().filter(|holder| matches!(holder, ChunkHolder::Rank(_))).collect();
     let files = holders.iter().filter_map(|holder| match holder {
-        Holder::File(name) => Some(name.clone()),
-        Holder::Rank(_) => None,
+        ChunkHolder::File(name) => Some(name.clone()),
+        ChunkHolder::Rank(_) => None,
     });
     let plural = if ranks.len() == 1 { "rank" } else { "ranks" };
     let words = (!ranks.is_empty()).then(|| format!("{plural} {}", short(ranks.into_iter()).replace(',', ", ")));
@@ -298,7 +300,7 @@ struct Area {
     columns: std::ops::Range<usize>,
 }
 
-impl Grid {
+impl DrawnGrid {
     /// One area for each box: the largest rectangle that is easily found, to put the name into.
     fn areas(&self) -> Vec<Area> {
         let mut seen = vec![vec![false; self.cells[0].len()]; self.cells.len()];

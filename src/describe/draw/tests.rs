@@ -1,7 +1,7 @@
 use super::*;
 use crate::layout::{DeviceMesh, local_shard, parse_placements};
 
-const ROOM: Room = Room { columns: 100, lines: 24 };
+const ROOM: PictureSize = PictureSize { columns: 100, lines: 24 };
 
 fn text(lines: &[Vec<Span>]) -> String {
     let line = |spans: &Vec<Span>| spans.iter().map(|span| span.text.as_str()).collect::<String>();
@@ -9,12 +9,12 @@ fn text(lines: &[Vec<Span>]) -> String {
 }
 
 /// What every rank of a mesh holds.
-fn chunks(shape: &[u64], mesh: &str, placements: &str) -> Vec<(Holder, Tile)> {
+fn chunks(shape: &[u64], mesh: &str, placements: &str) -> Vec<(ChunkHolder, Tile)> {
     let mesh = DeviceMesh::parse(mesh).unwrap();
     let specs = parse_placements(placements).unwrap();
     let placements: Vec<_> = specs.iter().map(|spec| spec.resolve(shape.len()).unwrap()).collect();
     let tile = |at: &[u64]| local_shard(shape, mesh.shape(), &placements, at).unwrap();
-    mesh.coordinates().map(|(rank, at)| (Holder::Rank(rank), tile(&at))).collect()
+    mesh.coordinates().map(|(rank, at)| (ChunkHolder::Rank(rank), tile(&at))).collect()
 }
 
 fn drawing(shape: &[u64], mesh: &str, placements: &str) -> String {
@@ -30,13 +30,13 @@ fn boxed(offsets: &[u64], sizes: &[u64]) -> Tile {
     Tile::from_region(&crate::layout::Region::new(offsets, sizes))
 }
 
-fn uneven() -> Vec<(Holder, Tile)> {
-    let rank = |rank| Holder::Rank(Rank(rank));
+fn uneven() -> Vec<(ChunkHolder, Tile)> {
+    let rank = |rank| ChunkHolder::Rank(Rank(rank));
     vec![(rank(0), boxed(&[0, 0], &[999_999, 2])), (rank(1), boxed(&[999_999, 0], &[1, 2]))]
 }
 
-fn in_files() -> Vec<(Holder, Tile)> {
-    let file = |name: &str| Holder::File(name.into());
+fn in_files() -> Vec<(ChunkHolder, Tile)> {
+    let file = |name: &str| ChunkHolder::File(name.into());
     vec![
         (file("model-00001-of-00002.safetensors"), boxed(&[0, 0], &[2, 2])),
         (file("model-00002-of-00002.safetensors"), boxed(&[2, 0], &[2, 2])),
@@ -44,8 +44,8 @@ fn in_files() -> Vec<(Holder, Tile)> {
 }
 
 /// Rank 1 holds the lower right corner, rank 0 the rest, as rows and what is left of one.
-fn corner() -> Vec<(Holder, Tile)> {
-    let rank = |rank| Holder::Rank(Rank(rank));
+fn corner() -> Vec<(ChunkHolder, Tile)> {
+    let rank = |rank| ChunkHolder::Rank(Rank(rank));
     vec![(rank(0), boxed(&[0, 0], &[3, 6])), (rank(0), boxed(&[3, 0], &[3, 2])), (rank(1), boxed(&[3, 2], &[3, 4]))]
 }
 
@@ -373,7 +373,7 @@ fn narrow_terminals_get_what_fits() {
     let chunks = chunks(&[64, 64], "dp=4,tp=4", "S(0),S(1)");
     for columns in 0..120 {
         for lines in [0, 3, 6, 12, 24] {
-            let found = text(&draw(&[64, 64], &chunks, Room { columns, lines }));
+            let found = text(&draw(&[64, 64], &chunks, PictureSize { columns, lines }));
             let is_list = found.starts_with("rank 0 ");
             let width = found.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(is_list || width <= columns, "{columns} x {lines}:\n{found}");
@@ -400,6 +400,6 @@ fn a_rank_has_one_colour() {
 #[test]
 fn hostile_shapes_are_drawn() {
     let huge = [u64::MAX, u64::MAX];
-    assert!(!draw(&huge, &[(Holder::Rank(Rank(0)), boxed(&[0, 0], &[1 << 40, 1]))], ROOM).is_empty());
+    assert!(!draw(&huge, &[(ChunkHolder::Rank(Rank(0)), boxed(&[0, 0], &[1 << 40, 1]))], ROOM).is_empty());
     assert_eq!(letters(1) + &letters(26) + &letters(27) + &letters(703), "AZAAAAA");
 }

@@ -10,7 +10,7 @@ fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
     for (name, list, splits) in tensors {
         let shape = [7, 10].as_slice().into();
         let specs = parse_placements(list).unwrap();
-        let shared = Shared {
+        let shared = SharedTensor {
             placements: specs.iter().map(|spec| spec.resolve(2).unwrap()).collect(),
             splits: splits.iter().map(|split| split.parse().unwrap()).collect(),
             slice: None,

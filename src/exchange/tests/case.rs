@@ -6,15 +6,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{Means, Spec, hard, term};
-use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
+use crate::catalog::{OutputFile, PartialValues, Reserved, TensorId};
 use crate::comm::{Communicator, Local};
-use crate::exchange::{Counting, Exchange, Load, Owners, Parties, Reducing, Rounds, Sight, agree};
+use crate::exchange::{Counting, Exchange, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology, agree};
 use crate::exec::Silent;
 use crate::exec::cast::DtypePair;
 use crate::exec::copy::CastCount;
 use crate::exec::tests::*;
 use crate::layout::Region;
-use crate::layout::partial::{Reduction, Share};
+use crate::layout::partial::{PartialReduction, Share};
 use crate::storage::{AnchoredPath, FileId};
 
 /// A checkpoint of a file for each rank of the job that saved it, and one that is laid out.
@@ -63,7 +63,7 @@ impl Case {
                     // Ranks that hold one summand are others than those of the next.
                     let rank = rank * usize::try_from(count).unwrap() + usize::try_from(summand).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
-                    if let Place::Bytes { file, offset } = &mut chunk.place {
+                    if let FileLocation::Bytes { file, offset } = &mut chunk.place {
                         let start = usize::try_from(*offset).unwrap();
                         let len = usize::try_from(chunk.tile.numel() * from_dtype.itemsize()).unwrap();
                         *file = FileId(u32::try_from(rank).unwrap());
@@ -75,8 +75,8 @@ impl Case {
                 }
             }
             if let Some((count, op)) = summands {
-                let reduction = Reduction::of(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
-                entry.summands = Some(Box::new(Summands { reduction, of_chunk }));
+                let reduction = PartialReduction::of(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
+                entry.summands = Some(Box::new(PartialValues { reduction, of_chunk }));
             }
             let mut target = TensorEntry::new(entry.fqn.clone(), *to_dtype, shape.as_slice().into());
             for (rank, tile) in to.tiles(shape).into_iter().enumerate() {
@@ -85,10 +85,10 @@ impl Case {
                 }
                 let file = &mut outputs[rank];
                 file.push_literal(vec![9; 3 + number]);
-                let mut place = Place::Nowhere;
+                let mut place = FileLocation::Nowhere;
                 if !tile.is_empty() {
                     let offset = file.push_payload(tile.numel() * to_dtype.itemsize());
-                    place = Place::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
+                    place = FileLocation::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
                 }
                 target.chunks.push(Chunk { tile, place, strides: None, rank: None });
             }
@@ -150,7 +150,7 @@ impl Case {
     pub(crate) fn together<M: Means>(
         &self,
         means: &M,
-        parties: &Parties,
+        parties: &Topology,
         todos: &[Extents],
         bucket_bytes: u64,
     ) -> (Written, Vec<Load>) {
@@ -164,7 +164,7 @@ impl Case {
     pub(super) fn attempt<M: Means>(
         &self,
         means: &M,
-        parties: &Parties,
+        parties: &Topology,
         todos: &[Extents],
         bucket_bytes: u64,
     ) -> Vec<Result<(Vec<Load>, Stats)>> {
@@ -182,7 +182,7 @@ impl Case {
                         let rank = M::rank(&seat);
                         let heard = agree(rank, &self.reservation.files, todo).unwrap();
                         assert_eq!(heard, todos);
-                        let owners = Owners::new(&self.reservation.files, &heard);
+                        let owners = FileOwners::new(&self.reservation.files, &heard);
                         let files = self.files.clone();
                         let input = Input { files: &files, ..self.input() };
                         let (reservation, owners) = (&self.reservation, &owners);
@@ -215,9 +215,9 @@ impl Case {
     }
 
     /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
-    pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Parties, Vec<Extents>) {
-        let sight = wish.map_or(Sight::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
-        let parties = Parties {
+    pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Topology, Vec<Extents>) {
+        let sight = wish.map_or(FileVisibility::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
+        let parties = Topology {
             sight,
             nodes: (0..ranks).map(|rank| rank / 2).collect(),
             counting: Counting::Any,
@@ -272,7 +272,7 @@ pub(super) fn deal(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<E
 }
 
 /// Which ranks see which files: each is seen by some.
-fn seen(files: usize, ranks: u32, wish: u64) -> Sight {
+fn seen(files: usize, ranks: u32, wish: u64) -> FileVisibility {
     let of_file = |file: usize| {
         let bits = wish.rotate_left(u32::try_from(file % 64).unwrap() * 7);
         let mut seen: smallvec::SmallVec<[u32; 2]> =
@@ -282,7 +282,7 @@ fn seen(files: usize, ranks: u32, wish: u64) -> Sight {
         }
         seen
     };
-    Sight::PerRank((0..files).map(of_file).collect())
+    FileVisibility::PerRank((0..files).map(of_file).collect())
 }
 
 impl Exchange<'_> {

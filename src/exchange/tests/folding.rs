@@ -3,7 +3,7 @@
 use super::case::{Written, deal};
 use super::{Case, Means, Spec, fits, op, term};
 use crate::catalog::Reserved;
-use crate::exchange::{Counting, Load, Parties, Reducing, Sight, torn};
+use crate::exchange::{Counting, FileVisibility, Load, Reducing, Topology, partial_replicas};
 use crate::exec::cast::Cast;
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
@@ -48,11 +48,11 @@ pub(crate) fn together<M: Means>(
 }
 
 /// The files of summand N are seen by rank N, where there are as many.
-pub(super) fn one_each(case: &Case, ranks: u32) -> Parties {
+pub(super) fn one_each(case: &Case, ranks: u32) -> Topology {
     let files = u32::try_from(case.files.ids().count()).unwrap();
     let seen = (0..files).map(|file| std::iter::once(file % ranks).collect()).collect();
     let nodes = vec![0; ranks as usize];
-    Parties { sight: Sight::PerRank(seen), nodes, counting: Counting::Any, reducing: Reducing::ByNccl }
+    Topology { sight: FileVisibility::PerRank(seen), nodes, counting: Counting::Any, reducing: Reducing::ByNccl }
 }
 
 impl Case {
@@ -192,7 +192,7 @@ pub(crate) fn what_is_not_folded(means: &impl Means) {
     // Two summands that one rank sees.
     let case = Case::of(&[spec(Dtype::F32, 3, ReduceOp::Sum)], false, Terms::Any);
     let mut parties = one_each(&case, 3);
-    let Sight::PerRank(seen) = &mut parties.sight else { unreachable!() };
+    let FileVisibility::PerRank(seen) = &mut parties.sight else { unreachable!() };
     seen[FileId(1).0 as usize] = seen[0].clone();
     let (found, loads) = case.together(means, &parties, &deal(&case.reservation, &[], 3), 1 << 20);
     assert!(found == case.alone() && loads.iter().all(|load| load.kept == 0));
@@ -212,7 +212,7 @@ fn copies_of_what_is_missing_are_made_again() {
     let torn = |missing: &[(u32, std::ops::Range<u64>)]| {
         let mut gone = Extents::new();
         missing.iter().for_each(|(file, range)| gone.insert(*file, range.clone()));
-        torn(&case.catalog, &case.reservation, &all.without(&gone)).iter().collect::<Vec<_>>()
+        partial_replicas(&case.catalog, &case.reservation, &all.without(&gone)).iter().collect::<Vec<_>>()
     };
     assert_eq!(torn(&[]), []);
     // Each file has 3 bytes, 64 of a copy, 4 bytes, 32 of a half, 5 bytes, 64 of a copy of what is not reduced.

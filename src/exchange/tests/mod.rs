@@ -15,7 +15,7 @@ use means::Host;
 
 use super::*;
 use crate::error::Error;
-use crate::exchange::{Counting, Load, Owners, Parties, Reducing, Rounds, Sight};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
@@ -117,9 +117,9 @@ proptest! {
         });
         match &parties.sight {
             // Every byte is read once, whoever reads it.
-            Sight::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
+            FileVisibility::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
             // Nobody gets what it has, nor anything twice.
-            Sight::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
+            FileVisibility::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
                 prop_assert_eq!(load.received(), case.lacking(todo, &|FileId(file)| seen[file as usize].contains(&rank)));
             },
         }
@@ -133,9 +133,13 @@ fn tensors_are_through_one_after_the_other() {
     let tensor = |rows_of: u64| (vec![rows_of, 8], (Dtype::F32, Dtype::F32), rows(2), rows(3), None);
     let case = Case::new(&[tensor(64), tensor(64), tensor(2), tensor(2), tensor(64)], false);
     let todos = deal(&case.reservation, &[], 2);
-    let owners = Owners::new(&case.reservation.files, &todos);
-    let parties =
-        Parties { sight: Sight::Shared, nodes: vec![0, 0], counting: Counting::Any, reducing: Reducing::InRankOrder };
+    let owners = FileOwners::new(&case.reservation.files, &todos);
+    let parties = Topology {
+        sight: FileVisibility::Shared,
+        nodes: vec![0, 0],
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
     let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 300);
     let rounds: Vec<(Vec<usize>, bool)> = rounds
         .map(|round| {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
-use crate::comm::{Communicator, Part, Patience};
+use crate::comm::{Communicator, Part, WaitNotices};
 use crate::error::{CommError, Error, Result};
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::SourceCopy;
@@ -26,7 +26,7 @@ impl Shared {
     }
 
     fn meet(&self, index: u32, of: u32, limit: Duration) -> Result<Records> {
-        Records::meet(&self.folder(), Part { index, of }, Patience::silent(limit), &Stop::default())
+        Records::meet(&self.folder(), Part { index, of }, WaitNotices::silent(limit), &Stop::default())
     }
 }
 
@@ -74,7 +74,8 @@ fn process_that_waits_reports_whom_it_waits_for() {
     let said = std::sync::Mutex::new(Vec::new());
     let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
-    let patience = Patience { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
+    let patience =
+        WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
     Records::meet(&shared.folder(), Part { index: 0, of: 2 }, patience, &Stop::default()).map(drop).unwrap_err();
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
@@ -86,7 +87,7 @@ fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let ranks = [0, 1].map(|index| {
         let folder = shared.folder();
         thread::spawn(move || {
-            Records::meet(&folder, Part { index, of: 2 }, Patience::silent(PATIENCE), &Stop::default()).unwrap()
+            Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap()
         })
     });
     let [first, second] = ranks.map(|rank| rank.join().unwrap());
@@ -99,7 +100,7 @@ fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let again = [0, 1].map(|index| {
         let folder = shared.folder();
         thread::spawn(move || {
-            let met = Records::meet(&folder, Part { index, of: 2 }, Patience::silent(PATIENCE), &Stop::default());
+            let met = Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default());
             met.unwrap().gather(&[7]).unwrap()
         })
     });
@@ -117,7 +118,7 @@ fn failure_while_others_are_waited_for_is_told() {
         let folder = shared.folder();
         thread::spawn(move || {
             let part = Part { index: 0, of: 3 };
-            Records::meet(&folder, part, Patience::silent(PATIENCE), &Stop::default()).map(drop).unwrap_err()
+            Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).map(drop).unwrap_err()
         })
     };
     let one = Presence::take(&shared.folder(), Part { index: 2, of: 3 }, 0).unwrap().unwrap();

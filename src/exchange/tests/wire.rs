@@ -3,7 +3,7 @@
 use super::case::deal;
 use super::folding::one_each;
 use super::{Case, Host};
-use crate::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Round, Rounds, Sight};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, Reducing, Round, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 
@@ -12,8 +12,8 @@ fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32,
     let case = Case::new(&[(vec![64, 256], (Dtype::F32, Dtype::F32), from, to, summands)], false);
     assert_eq!((case.files.ids().count(), case.reservation.files.len()), (ranks as usize, ranks as usize));
     let seen = (0..ranks).map(|rank| std::iter::once(rank).collect()).collect();
-    let parties = Parties {
-        sight: Sight::PerRank(seen),
+    let parties = Topology {
+        sight: FileVisibility::PerRank(seen),
         nodes: vec![0; ranks as usize],
         counting: Counting::Any,
         reducing: Reducing::InRankOrder,
@@ -73,8 +73,8 @@ fn buffers_are_no_longer_than_the_bucket() {
         .map(|(from, summands)| (vec![60, 60], (Dtype::F32, Dtype::F32), from, placed(&[3], &[Replicate]), summands));
     let case = Case::new(&specs, false);
     let (parties, todos) = case.parties(3, &[], Some(1));
-    let owners = Owners::new(&case.reservation.files, &todos);
-    let rounds_of = |parties: &Parties| -> Vec<Moves> {
+    let owners = FileOwners::new(&case.reservation.files, &todos);
+    let rounds_of = |parties: &Topology| -> Vec<Moves> {
         let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, 2000);
         rounds.map(Result::unwrap).flat_map(|round| (0..3).map(move |rank| Moves::new(&round, rank))).collect()
     };
@@ -95,7 +95,7 @@ fn single_elements_are_rounds_of_their_own() {
     let replicas = |ranks| placed(&[ranks], &[Placement::Replicate]);
     let case = Case::new(&[(vec![5], (Dtype::F32, Dtype::F32), replicas(1), replicas(4), None)], false);
     let (parties, todos) = case.parties(4, &[], Some(1));
-    let owners = Owners::new(&case.reservation.files, &todos);
+    let owners = FileOwners::new(&case.reservation.files, &todos);
     for bucket_bytes in [1, 4] {
         let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, bucket_bytes);
         let most = |round: Round<'_>| round.loads.iter().map(Load::received).max();
@@ -112,7 +112,7 @@ fn what_is_told_counts_once() {
     let (from, to) = (placed(&[chunks], &[Shard(TensorDim(0))]), placed(&[ranks], &[Replicate]));
     let case = Case::new(&[(vec![chunks], (Dtype::F32, Dtype::F32), from, to, None)], false);
     let (parties, todos) = case.parties(16, &[], None);
-    let owners = Owners::new(&case.reservation.files, &todos);
+    let owners = FileOwners::new(&case.reservation.files, &todos);
     let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 1 << 20);
     let rounds: Vec<Round<'_>> = rounds.map(Result::unwrap).collect();
     assert_eq!(rounds.len(), 1);

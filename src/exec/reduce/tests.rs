@@ -6,7 +6,7 @@ use super::*;
 use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
 
 /// The value of summands, in as many turns as there are.
-fn reduce(dtype: Dtype, op: ReduceOp, divisor: u64, summands: &[Vec<u8>]) -> Result<Vec<u8>, Fault> {
+fn reduce(dtype: Dtype, op: ReduceOp, divisor: u64, summands: &[Vec<u8>]) -> Result<Vec<u8>, ReduceError> {
     let reducer = Reducer::new(dtype, op, divisor)?;
     let len = summands[0].len();
     // What is left of another time does not matter.
@@ -143,14 +143,14 @@ fn integers_are_exact_or_refused() {
     assert_eq!(found(Band, 1), Ok(i64s(&[i64::MAX & -2, -7 & 3, 0b10])));
     assert_eq!(found(Bor, 1), Ok(i64s(&[i64::MAX | -2, -7 | 3, 0b1110])));
     assert_eq!(found(Bxor, 1), Ok(i64s(&[i64::MAX ^ -2, -7 ^ 3, 0b1100])));
-    assert_eq!(found(Avg, 2), Err(Fault::Remainder { value: i128::from(i64::MAX) - 2, divisor: 2 }));
-    let overflow = |value| Fault::Overflow { dtype: Dtype::I64, op: Product, value };
+    assert_eq!(found(Avg, 2), Err(ReduceError::Remainder { value: i128::from(i64::MAX) - 2, divisor: 2 }));
+    let overflow = |value| ReduceError::Overflow { dtype: Dtype::I64, op: Product, value };
     assert_eq!(found(Product, 1), Err(overflow(i128::from(i64::MAX) * -2)));
     // A sum may be too large on the way.
     let three = [i64s(&[i64::MAX]), i64s(&[i64::MAX]), i64s(&[-i64::MAX])];
     assert_eq!(reduce(Dtype::I64, Sum, 1, &three), Ok(i64s(&[i64::MAX])));
     let most = vec![i64s(&[i64::MAX]); 5];
-    assert!(matches!(reduce(Dtype::I64, Product, 1, &most), Err(Fault::Overflow { .. })));
+    assert!(matches!(reduce(Dtype::I64, Product, 1, &most), Err(ReduceError::Overflow { .. })));
     assert_eq!(reduce(Dtype::I64, Product, 1, &[most, vec![i64s(&[0])]].concat()), Ok(i64s(&[0])));
     for (dtype, bytes, fits) in [
         (Dtype::U8, [200, 55], true),
@@ -202,7 +202,7 @@ fn what_means_nothing_is_refused() {
     ];
     for (dtype, op) in undefined {
         let fault = Reducer::new(dtype, op, 1).unwrap_err();
-        assert_eq!(fault, Fault::Undefined { dtype, op });
+        assert_eq!(fault, ReduceError::Undefined { dtype, op });
         assert!(fault.to_string().contains(dtype.name()), "{fault}");
     }
     // Splitting a value is a sum, too.

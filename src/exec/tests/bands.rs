@@ -27,9 +27,9 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
             let file = &mut reservation.files[rank as usize];
             let len = tile.numel() * entry.dtype.itemsize();
             let place = if len == 0 {
-                Place::Nowhere
+                FileLocation::Nowhere
             } else {
-                Place::Bytes { file: FileId(rank), offset: file.push_payload(len) }
+                FileLocation::Bytes { file: FileId(rank), offset: file.push_payload(len) }
             };
             file.push_literal(vec![0xBB; bytes(entry.dtype.itemsize() * u64::from(rank + 2))]);
             chunks.push(Chunk { tile, place, strides: None, rank: None });
@@ -59,7 +59,7 @@ fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, strip_bytes: 
     }
     for Reserved { entry, .. } in &reservation.tensors {
         for chunk in entry.chunks.iter() {
-            let Place::Bytes { file, offset } = chunk.place else { continue };
+            let FileLocation::Bytes { file, offset } = chunk.place else { continue };
             let size = bytes(entry.dtype.itemsize());
             let found = written[file.0 as usize][bytes(offset)..].chunks_exact(size);
             for (index, found) in linear_indices(&entry.shape, &chunk.tile).into_iter().zip(found) {
@@ -126,8 +126,8 @@ fn copies_are_read_once_for_all_files() {
         let (_, entry) = store(shape, Dtype::I64, &sharded(0, 4), false, IoMode::Read, &path);
         let file = files.add(&path).unwrap();
         let chunks = entry.chunks.iter().fold(ChunkTable::new(shape.len()), |mut chunks, chunk| {
-            let Place::Bytes { offset, .. } = chunk.place else { panic!("none is empty") };
-            chunks.push(Chunk { place: Place::Bytes { file, offset }, ..chunk.clone() });
+            let FileLocation::Bytes { offset, .. } = chunk.place else { panic!("none is empty") };
+            chunks.push(Chunk { place: FileLocation::Bytes { file, offset }, ..chunk.clone() });
             chunks
         });
         entries.push(TensorEntry { chunks, fqn: format!("t{number}").as_str().into(), ..entry });

@@ -1,9 +1,9 @@
 //! Casts on their way through the copier and the comparer, against casts of whole tensors.
 
 use super::*;
-use crate::catalog::{Located, OutputFile, Reserved, Sum, Summed, TensorId};
+use crate::catalog::{ChecksumSpan, ChecksummedRange, OutputFile, Reserved, StridedLocation, TensorId};
 use crate::error::{Error, FormatError};
-use crate::exec::cast::{Cast, Counts};
+use crate::exec::cast::{Cast, LossCounts};
 use crate::exec::compare::{Difference, digest, first_difference};
 use crate::exec::copy::{CastCount, dry_run};
 use crate::exec::{SCRATCH_BYTES, Silent};
@@ -25,8 +25,8 @@ pub(crate) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
     cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
 }
 
-pub(crate) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
-    let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), Counts::default()) };
+pub(crate) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, LossCounts) {
+    let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), LossCounts::default()) };
     let mut target = vec![0; source.len() / bytes(from.itemsize()) * bytes(to.itemsize())];
     let counts = cast.convert(source, &mut target);
     (target, counts)
@@ -72,9 +72,9 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
         for tile in layout.tiles(&shape) {
             let len = tile.numel() * to.itemsize();
             let offset = file.push_payload(len);
-            let place = if len == 0 { Place::Nowhere } else { Place::Bytes { file: FileId(0), offset } };
+            let place = if len == 0 { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
             if len > 0 {
-                file.sums.push(Sum { range: offset..offset + len, sites: [file.len].into_iter().collect() });
+                file.sums.push(ChecksumSpan { range: offset..offset + len, sites: [file.len].into_iter().collect() });
             }
             file.push_literal(vec![0; 4]);
             chunks.push(Chunk { tile, place, strides: None, rank: None });
@@ -107,7 +107,7 @@ fn check(source: &Source, reservation: &Reservation, folder: &Path) {
     let from = source.entry().dtype;
     for Reserved { entry, .. } in &reservation.tensors {
         for chunk in entry.chunks.iter() {
-            let Place::Bytes { offset, .. } = chunk.place else { continue };
+            let FileLocation::Bytes { offset, .. } = chunk.place else { continue };
             let indices = linear_indices(&entry.shape, &chunk.tile);
             let stored: Vec<u8> = indices.iter().flat_map(|index| element_of(from, *index)).collect();
             let wanted = cast(from, entry.dtype, &stored).0;
@@ -194,9 +194,9 @@ fn memory_is_bounded_and_long_reads_come_in_blocks() {
     let wanted: Vec<u8> = (0..700_000).flat_map(|index| element_of(Dtype::Bf16, index)).collect();
     for (transpose, io) in [(false, IoMode::Read), (true, IoMode::Read), (true, IoMode::Mmap)] {
         let source = Source::new(&shape, Dtype::F32, &sharded(0, 2), transpose, io);
-        let plan = crate::plan::Source::new(source.entry()).unwrap();
+        let plan = crate::plan::SourceTensor::new(source.entry()).unwrap();
         let tile = &whole().tiles(&shape)[0];
-        let prepared = Prepared::new(source.input(), &plan, tile, &mut Locations::default()).unwrap();
+        let prepared = PreparedTile::new(source.input(), &plan, tile, &mut Locations::default()).unwrap();
         let prepared = prepared.cast_to(Dtype::Bf16).unwrap();
         assert_eq!(prepared.itemsize(), 2);
         let mut buffer = vec![0x55; wanted.len() - 6];
@@ -210,12 +210,12 @@ fn memory_is_bounded_and_long_reads_come_in_blocks() {
 #[test]
 fn records_that_pass_through_a_cast_are_checked() {
     let source = Source::new(&[300, 1000], Dtype::F32, &whole(), false, IoMode::Read);
-    let Place::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
+    let FileLocation::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
     let data: Vec<u8> = (0..300_000).flat_map(|index| element_of(Dtype::F32, index)).collect();
     let (len, crc) = (data.len() as u64, crc32fast::hash(&data));
     for (crc, sound) in [(crc, true), (crc ^ 1, false)] {
-        let resolve = move |files: &Files, entry: &TensorEntry, chunk: u32| -> Result<Located> {
-            Ok(Located { summed: Some(Summed { start, len, crc }), ..resolve(files, entry, chunk)? })
+        let resolve = move |files: &Files, entry: &TensorEntry, chunk: u32| -> Result<StridedLocation> {
+            Ok(StridedLocation { summed: Some(ChecksummedRange { start, len, crc }), ..resolve(files, entry, chunk)? })
         };
         let input = Input { resolve: &resolve, ..source.input() };
         for strip_bytes in [100_000, 4 << 20] {
@@ -267,7 +267,7 @@ fn what_was_written_is_read_back_through_the_cast() {
 
     let path = folder.path().join("out");
     let mut bytes = fs::read(&path).unwrap();
-    let Place::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
+    let FileLocation::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
     // The sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements further.
     bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;
     fs::write(&path, &bytes).unwrap();

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
 use super::*;
-use crate::catalog::{OutputFile, Reserved, Sum, TensorId};
+use crate::catalog::{ChecksumSpan, OutputFile, Reserved, TensorId};
 use crate::exec::Silent;
-use crate::exec::sums::first_wrong;
-use crate::publish::recovery::Known;
+use crate::exec::checksums::first_wrong;
+use crate::publish::recovery::CompletedWork;
 use crate::publish::{recovery, seal};
 use crate::storage::{AnchoredPath, FileId};
 
@@ -27,7 +27,7 @@ fn reservation(entries: &[TensorEntry]) -> Reservation {
             let offset = file.push_payload(entry.numel() * dtype.itemsize());
             let range = start..file.len;
             file.push_literal(vec![2; 5 + index]);
-            file.sums.push(Sum { range, sites: smallvec::smallvec![file.len] });
+            file.sums.push(ChecksumSpan { range, sites: smallvec::smallvec![file.len] });
             file.push_literal(vec![0; 4]);
             let target = TensorEntry::whole(entry.fqn.clone(), dtype, entry.shape.clone(), FileId(number), offset);
             reservation.tensors.push(Reserved::new(TensorId(u32::try_from(index).unwrap()), target));
@@ -99,7 +99,7 @@ proptest! {
         };
         ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
         let place = AnchoredPath::new(&data);
-        let known = Known::read(&AnchoredPath::new(&parts), &reservation.files, 0, false).unwrap();
+        let known = CompletedWork::read(&AnchoredPath::new(&parts), &reservation.files, 0, false).unwrap();
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         let changed = || {
             let all = Extents::of_files(&reservation.files);
@@ -157,6 +157,6 @@ fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
     let writing = Writing { reservation, folder: &place, log, options, reporter, stop: &stop };
     let stopped = crate::exec::copy::copy(input, writing);
     assert_eq!(stopped.unwrap_err().to_string(), "stopped");
-    let known = Known::read(&place, &reservation.files, 0, false).unwrap();
+    let known = CompletedWork::read(&place, &reservation.files, 0, false).unwrap();
     assert!(known.done.len_bytes() > 80_000, "{}", known.done.len_bytes());
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::catalog::{Located, OutputFile, Reserved, Summands, Summed, TensorId};
+use crate::catalog::{ChecksummedRange, OutputFile, PartialValues, Reserved, StridedLocation, TensorId};
 use crate::exec::compare::{digest, first_difference, replica_difference, share_difference};
 use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::layout::ReduceOp;
-use crate::layout::partial::{Reduction, Share};
+use crate::layout::partial::{PartialReduction, Share};
 use crate::storage::FileId;
 
 const SHAPE: [u64; 2] = [300, 700];
@@ -32,7 +32,7 @@ impl Source {
         let mut files = Files::new(io);
         let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
         let reduction =
-            Reduction::of(&[SUMMANDS], &[Placement::Partial(ReduceOp::Sum)]).unwrap().expect("it is Partial");
+            PartialReduction::of(&[SUMMANDS], &[Placement::Partial(ReduceOp::Sum)]).unwrap().expect("it is Partial");
         let mut of_chunk = Vec::new();
         for summand in 0..SUMMANDS {
             let path = folder.path().join(format!("summand{summand}"));
@@ -40,14 +40,14 @@ impl Source {
             let (_, stored) = store_values(&SHAPE, Dtype::F32, layout, transpose, io, &path, &value);
             let file = files.add(&path).unwrap();
             for mut chunk in stored.chunks.iter() {
-                if let Place::Bytes { file: own, .. } = &mut chunk.place {
+                if let FileLocation::Bytes { file: own, .. } = &mut chunk.place {
                     *own = file;
                 }
                 entry.chunks.push(chunk);
                 of_chunk.push(summand);
             }
         }
-        entry.summands = Some(Box::new(Summands { reduction, of_chunk }));
+        entry.summands = Some(Box::new(PartialValues { reduction, of_chunk }));
         Self { folder, files, catalog: Catalog { tensors: vec![entry], ..Catalog::empty() } }
     }
 
@@ -78,7 +78,8 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
     for tile in layout.tiles(&SHAPE) {
         let offset = file.push_payload(tile.numel() * 4);
-        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: FileId(0), offset } };
+        let place =
+            if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
     }
     let tensor = Reserved { shares, ..Reserved::new(TensorId(0), entry) };
@@ -166,9 +167,9 @@ fn chunks_get_their_shares() {
 #[test]
 fn memory_is_bounded_and_records_that_pass_are_checked() {
     let source = Source::new(&layout(Placement::Replicate, 1), false, IoMode::Read);
-    let plan = crate::plan::Source::new(source.entry()).unwrap();
+    let plan = crate::plan::SourceTensor::new(source.entry()).unwrap();
     let tile = Tile::from_region(&crate::layout::Region::whole(&SHAPE));
-    let prepared = Prepared::new(source.input(), &plan, &tile, &mut Locations::default()).unwrap();
+    let prepared = PreparedTile::new(source.input(), &plan, &tile, &mut Locations::default()).unwrap();
     let prepared = prepared.cast_to(Dtype::Bf16).unwrap();
     let mut scratch = Scratch::default();
     prepared.read(source.input(), 0, &mut vec![0; 300 * 700 * 2], &mut scratch).unwrap();
@@ -182,9 +183,9 @@ fn memory_is_bounded_and_records_that_pass_are_checked() {
             crc32fast::hash(&bytes[13..]) ^ u32::from(summand == 2)
         })
         .collect();
-    let summed = move |files: &Files, entry: &TensorEntry, chunk: u32| -> crate::error::Result<Located> {
+    let summed = move |files: &Files, entry: &TensorEntry, chunk: u32| -> crate::error::Result<StridedLocation> {
         let crc = sums[chunk as usize];
-        Ok(Located { summed: Some(Summed { start: 13, len, crc }), ..resolve(files, entry, chunk)? })
+        Ok(StridedLocation { summed: Some(ChecksummedRange { start: 13, len, crc }), ..resolve(files, entry, chunk)? })
     };
     let input = Input { resolve: &summed, ..source.input() };
     let target = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@ use std::fs;
 
 use smallvec::smallvec;
 
-use crate::catalog::{Catalog, Dtype, OutputFile, Reservation, Reserved, Sum, TensorEntry};
+use crate::catalog::{Catalog, ChecksumSpan, Dtype, OutputFile, Reservation, Reserved, TensorEntry};
 use crate::exec::{Input, Options, Silent, Stop};
 use crate::format::resolve;
 use crate::storage::{FileId, Files, IoMode};
@@ -42,7 +42,7 @@ fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation
         let site = (file.len + 10).next_multiple_of(STRIP_BYTES) - (index + shift) % 6;
         let rest = site - file.len;
         place(catalog, &mut file, rest);
-        file.sums.push(Sum { range: start..file.len, sites: smallvec![site] });
+        file.sums.push(ChecksumSpan { range: start..file.len, sites: smallvec![site] });
         file.push_literal(vec![0; 4 + 17]);
     }
     for index in 0..file.sums.len() {

@@ -8,9 +8,9 @@ use super::{metadata_files, read, reserve};
 struct Reader;
 
 impl Read for Reader {
-    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         if !metadata_files(listing.folder)?.is_empty() {
-            return Ok(Some(Found::new(Format::Dcp, Match::Certain, Vec::new())));
+            return Ok(Some(DetectedFiles::new(Format::Dcp, Match::Certain, Vec::new())));
         }
         if listing.names.iter().any(|name| name.ends_with(".distcp")) && listing.from.is_none() {
             return Err(Error::Format(FormatError::Missing {
@@ -24,28 +24,28 @@ impl Read for Reader {
         Ok(None)
     }
 
-    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         if file.name != ".metadata" && !file.name.ends_with(".distcp") {
             return Ok(None);
         }
         Err(Error::unsupported(format!("{}: one file of a DCP directory", file.path.display()), "give the directory"))
     }
 
-    fn read(&self, reading: &mut Reading<'_>, path: &Path, _: Found) -> Result<(Format, Loaded)> {
+    fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, _: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let catalog = read(&mut reading.files, path, reading.options.unknown())?;
-        Ok((Format::Dcp, Loaded::whole(catalog)))
+        Ok((Format::Dcp, LoadedFolder::whole(catalog)))
     }
 }
 use crate::catalog::Reservation;
 use crate::error::{Error, FormatError, Result};
 use crate::format::Format;
-use crate::format::listing::{FileStart, Found, Listing, Match};
-use crate::format::parts::Loaded;
-use crate::format::reading::Reading;
-use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 
 /// The row of the table of formats.
-pub static ENTRY: Entry = Entry {
+pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp",
     about: "PyTorch Distributed Checkpoint directory",
     files: "`__R_0.distcp`, `.metadata`",

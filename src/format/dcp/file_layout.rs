@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, OutputFile, Place, Reservation, TensorId, Value};
+use crate::catalog::{Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Reservation, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{TensorArchives, save};
 use crate::layout::Rank;
@@ -11,7 +11,7 @@ use torch_pickle::pickle::WriteError;
 
 /// A stretch of a data file, as `_StorageInfo` has it.
 #[derive(Clone, Copy)]
-pub struct Stored {
+pub struct StorageInfo {
     /// Index into the files of the reservation.
     pub file: u32,
     pub offset: u64,
@@ -19,18 +19,18 @@ pub struct Stored {
 }
 
 /// The data files, and the contents of `.metadata`.
-pub struct Layout<'a> {
+pub struct FileLayout<'a> {
     pub source: &'a Catalog,
     pub tensors: &'a [(Fqn, TensorId)],
     pub reservation: Reservation,
     pub chunks: Vec<ChunkTable>,
     /// For each tensor, where its chunks lie.
-    pub stored: Vec<Vec<Stored>>,
-    pub objects: BTreeMap<Fqn, Stored>,
+    pub stored: Vec<Vec<StorageInfo>>,
+    pub objects: BTreeMap<Fqn, StorageInfo>,
     archives: TensorArchives,
 }
 
-impl<'a> Layout<'a> {
+impl<'a> FileLayout<'a> {
     pub fn new(source: &'a Catalog, tensors: &'a [(Fqn, TensorId)]) -> Self {
         Self {
             source,
@@ -60,16 +60,17 @@ impl<'a> Layout<'a> {
                 .map_err(|error| unpicklable(fqn, &error))?;
             let tensors = saved.tensors.iter().map(|tensor| tensor.reserved(self.source, id));
             self.reservation.tensors.extend(tensors);
-            self.objects.insert(fqn.clone(), Stored { file: number, offset, len: saved.len });
+            self.objects.insert(fqn.clone(), StorageInfo { file: number, offset, len: saved.len });
         }
         for &(tensor, index) in boxes {
             let (tensor, offset) = (tensor as usize, file.len);
             let tile = tables[tensor].tile(index as usize);
             let dtype = self.source.tensor(self.tensors[tensor].1).dtype;
             let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: id, offset: at } };
+            let place =
+                if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: at } };
             self.chunks[tensor].push(Chunk { tile, place, strides: None, rank: Some(rank) });
-            self.stored[tensor].push(Stored { file: number, offset, len });
+            self.stored[tensor].push(StorageInfo { file: number, offset, len });
         }
         self.reservation.files.push(file);
         Ok(())

@@ -7,18 +7,18 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 
-use crate::catalog::{Dtype, Located, Summed};
+use crate::catalog::{ChecksummedRange, Dtype, StridedLocation};
 use crate::error::Result;
-use crate::format::archive::Source;
+use crate::format::archive::ArchiveSource;
 use crate::format::torch::View;
 use crate::layout::Dims;
-use crate::storage::{Files, Stretch};
+use crate::storage::{FileRange, Files};
 use torch_pickle::zip::Frame;
 
 /// Frames that a thread keeps: more than the shapes of a model have, a few kB each.
 const FRAMES: usize = 32;
 
-struct Known {
+struct KnownRecords {
     /// The tensor in the archive.
     view: View,
     frame: Frame,
@@ -27,7 +27,7 @@ struct Known {
 #[derive(Default)]
 struct Frames {
     /// The latest first.
-    known: VecDeque<Known>,
+    known: VecDeque<KnownRecords>,
     buffer: Vec<u8>,
 }
 
@@ -39,10 +39,10 @@ thread_local! {
 ///
 /// # Errors
 /// `Io`.
-pub fn recall(files: &Files, stretch: Stretch, dtype: Dtype, sizes: &Dims) -> Result<Option<Located>> {
+pub fn recall(files: &Files, stretch: FileRange, dtype: Dtype, sizes: &Dims) -> Result<Option<StridedLocation>> {
     FRAMES_MET.with_borrow_mut(|Frames { known, buffer }| {
-        let source = Source::new(files, stretch.file);
-        for Known { view, frame } in known {
+        let source = ArchiveSource::new(files, stretch.file);
+        for KnownRecords { view, frame } in known {
             if view.dtype != dtype || view.sizes != *sizes {
                 continue;
             }
@@ -51,11 +51,11 @@ pub fn recall(files: &Files, stretch: Stretch, dtype: Dtype, sizes: &Dims) -> Re
             if let Some((data, record)) = found {
                 let offset = data + view.offset * dtype.itemsize();
                 let strides = view.strides.clone();
-                return Ok(Some(Located {
+                return Ok(Some(StridedLocation {
                     file: stretch.file,
                     offset,
                     strides,
-                    summed: Summed::of_record(record, data),
+                    summed: ChecksummedRange::of_record(record, data),
                 }));
             }
         }
@@ -67,7 +67,7 @@ pub fn recall(files: &Files, stretch: Stretch, dtype: Dtype, sizes: &Dims) -> Re
 pub fn remember(view: &View, frame: Frame) {
     FRAMES_MET.with_borrow_mut(|Frames { known, .. }| {
         known.truncate(FRAMES - 1);
-        known.push_front(Known { view: view.clone(), frame });
+        known.push_front(KnownRecords { view: view.clone(), frame });
     });
 }
 
@@ -78,17 +78,17 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::catalog::{Place, TensorEntry};
+    use crate::catalog::{FileLocation, TensorEntry};
     use crate::format::dcp::{read, resolve};
     use crate::storage::IoMode;
     use torch_pickle::pickle::Unknown;
 
     /// Two items of one frame, each with the tensor and the chunk it is of.
-    fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, Stretch); 2] {
+    fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, FileRange); 2] {
         let mut met = HashMap::new();
         for entry in tensors {
             for chunk in 0..entry.chunks.len() {
-                let Place::Item(stretch) = entry.chunks.place(chunk) else { continue };
+                let FileLocation::Item(stretch) = entry.chunks.place(chunk) else { continue };
                 let chunk = u32::try_from(chunk).unwrap();
                 let key = (entry.dtype, entry.chunks.sizes(chunk as usize), stretch.len);
                 if let Some(first) = met.insert(key, (entry, chunk, stretch)) {

@@ -22,7 +22,7 @@ use crate::layout::Dims;
 use torch_pickle::pickle::{self, Entries, Field, Fields, Pickle, Record, Ref, Row, Visitor};
 
 /// One `.metadata`.
-pub struct Metadata<'a> {
+pub struct DcpMetadata<'a> {
     path: &'a Path,
     pickle: Pickle<'a>,
     columns: Columns,
@@ -30,7 +30,7 @@ pub struct Metadata<'a> {
 
 /// What it says of one name.
 #[derive(Debug)]
-pub struct Entry {
+pub struct MetadataEntry {
     pub fqn: Fqn,
     pub path: StatePath,
     pub kind: EntryKind,
@@ -39,7 +39,7 @@ pub struct Entry {
 #[derive(Debug)]
 pub enum EntryKind {
     Tensor { dtype: Dtype, shape: Dims, chunks: Vec<StoredChunk> },
-    Bytes(Option<Stored>),
+    Bytes(Option<StoredItem>),
 }
 
 #[derive(Debug)]
@@ -47,12 +47,12 @@ pub struct StoredChunk {
     pub offsets: Dims,
     pub sizes: Dims,
     /// `None` where the metadata does not say where it lies.
-    pub stored: Option<Stored>,
+    pub stored: Option<StoredItem>,
 }
 
 /// A stretch of a data file.
 #[derive(Clone, Copy, Debug)]
-pub struct Stored {
+pub struct StoredItem {
     /// Index into [`Metadata::files`].
     pub path: u32,
     pub offset: u64,
@@ -74,7 +74,7 @@ struct Columns {
     chunks: Vec<DimsAt>,
     /// Name and offset of each index key.
     indexes: Vec<(u32, Option<DimsAt>)>,
-    infos: Vec<Stored>,
+    infos: Vec<StoredItem>,
     /// The dtype of each `TensorProperties`.
     properties: Vec<u32>,
     tensors: Vec<TensorRow>,
@@ -184,7 +184,7 @@ impl Columns {
         }
         let fields = (|| Some((state.text("relative_path")?, state.number("offset")?, state.number("length")?)))();
         let Some((path, offset, len)) = fields else { return Ok(None) };
-        self.infos.push(Stored { path: self.paths.id(path), offset, len });
+        self.infos.push(StoredItem { path: self.paths.id(path), offset, len });
         Ok(Some(row(self.infos.len())))
     }
 
@@ -256,7 +256,7 @@ impl Visitor for Columns {
     }
 }
 
-impl<'a> Metadata<'a> {
+impl<'a> DcpMetadata<'a> {
     /// Read one `.metadata` pickle.
     ///
     /// # Errors
@@ -279,7 +279,7 @@ impl<'a> Metadata<'a> {
     /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `make` and `take` give.
     pub fn entries<T: Send>(
         &self,
-        make: impl Fn(Entry) -> Result<T> + Sync,
+        make: impl Fn(MetadataEntry) -> Result<T> + Sync,
         mut take: impl FnMut(T) -> Result<()> + Send,
     ) -> Result<()> {
         let path = self.path;
@@ -289,7 +289,7 @@ impl<'a> Metadata<'a> {
         let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
             return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
         };
-        let places = Places::read(path, &self.columns, field("storage_data"))?;
+        let places = ItemPositions::read(path, &self.columns, field("storage_data"))?;
         let steps = Steps::read(field("planner_data"));
         let of_part = |start: usize| -> Result<Vec<T>> {
             let (mut nth_items, mut nth_steps, mut keys) = (start, start, HashMap::default());
@@ -304,7 +304,7 @@ impl<'a> Metadata<'a> {
                     None => StatePath(vec![Key::Name((&fqn).into())]),
                 };
                 let kind = entry_kind(path, name, value, &places, &items)?;
-                make(Entry { fqn, path: state_path, kind })
+                make(MetadataEntry { fqn, path: state_path, kind })
             };
             tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
         };
@@ -327,7 +327,7 @@ impl<'a> Metadata<'a> {
 }
 
 /// Where items lie, looked up by name and offset.
-struct Places<'a> {
+struct ItemPositions<'a> {
     columns: &'a Columns,
     /// (index row, info row), by name; those of a name sorted by offset.
     rows: Vec<(u32, u32)>,
@@ -342,7 +342,7 @@ struct Items<'a> {
     rows: &'a [(u32, u32)],
 }
 
-impl<'a> Places<'a> {
+impl<'a> ItemPositions<'a> {
     fn read(path: &Path, columns: &'a Columns, storage_data: Option<Ref<'_>>) -> Result<Self> {
         let mut given = Vec::with_capacity(columns.indexes.len());
         for (key, value) in storage_data.and_then(Ref::as_dict).into_iter().flatten() {
@@ -384,7 +384,7 @@ impl<'a> Places<'a> {
     }
 
     /// The place of one of the items of a name, which is most likely its `nth`.
-    fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<Stored> {
+    fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
         let rows = items.rows;
         let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
         let is_last = |nth: usize| at(nth) == Some(offset) && at(nth + 1) != Some(offset);
@@ -452,7 +452,13 @@ fn state_path<'a>(
     Ok(StatePath(found))
 }
 
-fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>, items: &Items<'_>) -> Result<EntryKind> {
+fn entry_kind(
+    path: &Path,
+    fqn: &str,
+    value: Ref<'_>,
+    places: &ItemPositions<'_>,
+    items: &Items<'_>,
+) -> Result<EntryKind> {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     let columns = places.columns;
     let Some(row) = row_of(value, TENSOR) else {

@@ -6,25 +6,25 @@ use std::path::{Path, PathBuf};
 
 use memchr::memmem;
 
-use super::metadata::{Entry, EntryKind, Metadata, Stored};
+use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredItem};
 use super::read::metadata_files;
 use crate::catalog::Fqn;
 use crate::error::Result;
 use crate::format::json::read_document;
 use crate::format::torch::reader;
-use crate::storage::{FileId, Files, Stretch};
+use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 
 /// A value that is not a tensor, in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Object {
+pub struct StoredObject {
     fqn: Fqn,
     offset: u64,
     len: u64,
 }
 
 /// By data file, in the folder that the metadata is in.
-pub type Objects = BTreeMap<PathBuf, Vec<Object>>;
+pub type Objects = BTreeMap<PathBuf, Vec<StoredObject>>;
 
 /// The class of what metadata says of an object; a pickle has its name in full, or none.
 const OBJECT_CLASS: &str = "BytesStorageMetadata";
@@ -41,11 +41,11 @@ pub fn objects(folder: &Path) -> Result<Objects> {
         if memmem::find(&bytes, OBJECT_CLASS.as_bytes()).is_none() {
             continue;
         }
-        let metadata = Metadata::decode(&path, &bytes)?;
+        let metadata = DcpMetadata::decode(&path, &bytes)?;
         let files = metadata.files();
-        metadata.entries(Ok, |Entry { fqn, kind, .. }| {
-            if let EntryKind::Bytes(Some(Stored { path, offset, len })) = kind {
-                found.entry(files[path as usize].into()).or_default().push(Object { fqn, offset, len });
+        metadata.entries(Ok, |MetadataEntry { fqn, kind, .. }| {
+            if let EntryKind::Bytes(Some(StoredItem { path, offset, len })) = kind {
+                found.entry(files[path as usize].into()).or_default().push(StoredObject { fqn, offset, len });
             }
             Ok(())
         })?;
@@ -54,11 +54,11 @@ pub fn objects(folder: &Path) -> Result<Objects> {
 }
 
 /// Read objects as reading the directory does. Faults are for whoever reads that.
-pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
+pub fn look_at(files: &Files, file: FileId, objects: &[StoredObject]) {
     let whole = files.len_bytes(file);
-    for Object { fqn, offset, len } in objects {
+    for StoredObject { fqn, offset, len } in objects {
         if offset.checked_add(*len).is_some_and(|end| end <= whole) {
-            let stretch = Stretch { file, offset: *offset, len: *len };
+            let stretch = FileRange { file, offset: *offset, len: *len };
             let _ = reader::read(files, stretch, fqn.as_str(), Unknown::Drop);
         }
     }

@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 use foldhash::fast::RandomState;
 
 use super::known;
-use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
+use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredChunk, StoredItem};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value, shift_tensors,
+    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
+    shift_tensors,
 };
 use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::format::files_beside;
-use crate::format::torch::{Found, reader, whole_chunk};
+use crate::format::torch::{TensorNode, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::{FileId, Files, Stretch, lookup};
+use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, DecodeError, Unknown};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
@@ -29,7 +30,7 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
         return Ok(vec![(Rank(0), whole)]);
     }
     let mut ranks = Vec::new();
-    for lookup::Entry { path, .. } in lookup::list(folder)? {
+    for lookup::FolderEntry { path, .. } in lookup::list(folder)? {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let rank = name.strip_prefix("__").and_then(|rest| rest.strip_suffix(".metadata"));
         if let Some(rank) = rank.and_then(|rank| rank.parse::<u32>().ok()) {
@@ -53,10 +54,10 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
 }
 
 /// What one name stands for, all metadata files together.
-enum Slot {
+enum NamedSlot {
     Tensor(TensorId),
     /// One place, or one a rank where it was saved without collectives.
-    Object(Vec<(Rank, Stretch)>),
+    Object(Vec<(Rank, FileRange)>),
 }
 
 /// Read a DCP directory.
@@ -65,7 +66,7 @@ enum Slot {
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut slots: Vec<(Fqn, StatePath, Slot)> = Vec::new();
+    let mut slots: Vec<(Fqn, StatePath, NamedSlot)> = Vec::new();
     // Those of the metadata files before.
     let mut known: HashMap<Fqn, usize, RandomState> = HashMap::default();
     let mut before = 0;
@@ -76,27 +77,27 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         // Not from a mapping: a decoded text must not change when another process writes the file.
         let len = check_len(&path, files.len_bytes(file))?;
         let bytes = files.read(file, 0, len)?;
-        let metadata = Metadata::decode(&path, &bytes)?;
+        let metadata = DcpMetadata::decode(&path, &bytes)?;
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
-        let make = |Entry { fqn, path, kind }| {
+        let make = |MetadataEntry { fqn, path, kind }| {
             let content = source.content(files, &fqn, kind)?;
             Ok((fqn, path, content))
         };
         metadata.entries(make, |(fqn, state_path, content)| {
             let Some(at) = known.get(&fqn) else {
                 let slot = match content {
-                    Content::Tensor(entry) => Slot::Tensor(catalog.push_tensor(entry)),
-                    Content::Object(place) => Slot::Object(vec![(rank, place)]),
+                    NameContent::Tensor(entry) => NamedSlot::Tensor(catalog.push_tensor(entry)),
+                    NameContent::Object(place) => NamedSlot::Object(vec![(rank, place)]),
                 };
                 slots.push((fqn, state_path, slot));
                 return Ok(());
             };
             // Another rank's part, of a save without collectives.
             match (&mut slots[*at].2, content) {
-                (Slot::Tensor(id), Content::Tensor(more)) => {
+                (NamedSlot::Tensor(id), NameContent::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
                 }
-                (Slot::Object(known), Content::Object(place)) => known.push((rank, place)),
+                (NamedSlot::Object(known), NameContent::Object(place)) => known.push((rank, place)),
                 _ => {
                     let found = "a tensor and an object of this name";
                     return Err(Error::malformed(&path, fqn.as_str(), "one kind on all ranks", found));
@@ -109,8 +110,8 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     let mut state = Unflatten::default();
     for (fqn, path, slot) in slots {
         let value = match slot {
-            Slot::Tensor(id) => Value::Tensor(id),
-            Slot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
+            NamedSlot::Tensor(id) => Value::Tensor(id),
+            NamedSlot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
                 Some(value) => value,
                 None => continue,
             },
@@ -123,9 +124,9 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
 }
 
 /// What a metadata file has under a name.
-enum Content {
+enum NameContent {
     Tensor(TensorEntry),
-    Object(Stretch),
+    Object(FileRange),
 }
 
 /// A metadata file and the data files it names.
@@ -135,16 +136,16 @@ struct MetadataFile<'a> {
 }
 
 impl MetadataFile<'_> {
-    fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<Content> {
+    fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<NameContent> {
         match kind {
             EntryKind::Bytes(None) => Err(Error::malformed(self.path, fqn.as_str(), "a place in storage_data", "none")),
-            EntryKind::Bytes(Some(stored)) => Ok(Content::Object(self.stretch(files, fqn, stored)?)),
+            EntryKind::Bytes(Some(stored)) => Ok(NameContent::Object(self.stretch(files, fqn, stored)?)),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let mut entry = TensorEntry::new(fqn.clone(), dtype, shape);
                 for chunk in chunks {
                     self.push_chunk(files, &mut entry, chunk)?;
                 }
-                Ok(Content::Tensor(entry))
+                Ok(NameContent::Tensor(entry))
             }
         }
     }
@@ -164,25 +165,25 @@ impl MetadataFile<'_> {
             }));
         }
         let place = match chunk.stored {
-            Some(stored) => Place::Item(self.stretch(files, &entry.fqn, stored)?),
-            None if region.is_empty() => Place::Nowhere,
+            Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),
+            None if region.is_empty() => FileLocation::Nowhere,
             None => {
                 let expected = format!("a place in storage_data for the chunk at {region}");
                 return Err(Error::malformed(self.path, entry.fqn.as_str(), expected, "none"));
             }
         };
         // An empty chunk may be stored, but there is nothing in it to read.
-        let place = if region.is_empty() { Place::Nowhere } else { place };
+        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
         entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
         Ok(())
     }
 
     /// Where an item lies; it must lie inside its file.
-    fn stretch(&self, files: &Files, fqn: &Fqn, stored: Stored) -> Result<Stretch> {
+    fn stretch(&self, files: &Files, fqn: &Fqn, stored: StoredItem) -> Result<FileRange> {
         let file = self.data_files[stored.path as usize];
         let len = files.len_bytes(file);
         match stored.offset.checked_add(stored.len) {
-            Some(end) if end <= len => Ok(Stretch { file, offset: stored.offset, len: stored.len }),
+            Some(end) if end <= len => Ok(FileRange { file, offset: stored.offset, len: stored.len }),
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
                 let found = format!("a file of {len} bytes");
@@ -193,7 +194,7 @@ impl MetadataFile<'_> {
 }
 
 /// The data files that a metadata file names; all must be there.
-fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &Metadata<'_>) -> Result<Vec<FileId>> {
+fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetadata<'_>) -> Result<Vec<FileId>> {
     let paths = files_beside(metadata_path, "storage_data", &metadata.files())?;
     paths.into_iter().map(|path| files.add(path)).collect()
 }
@@ -212,17 +213,17 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
 /// A value that is not a tensor, from every rank that stores it; `None` where it is left out.
 fn read_objects(
     files: &Files,
-    places: &[(Rank, Stretch)],
+    places: &[(Rank, FileRange)],
     fqn: &Fqn,
     unknown: Unknown,
     catalog: &mut Catalog,
 ) -> Result<Option<Value>> {
-    let mut holdings: Vec<Holding> = Vec::new();
+    let mut holdings: Vec<RankValue> = Vec::new();
     for (rank, place) in places {
         let Some(value) = read_object(files, *place, fqn, unknown, catalog)? else { continue };
         match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&value)) {
             Some(holding) => holding.ranks.push(*rank),
-            None => holdings.push(Holding { value, ranks: vec![*rank] }),
+            None => holdings.push(RankValue { value, ranks: vec![*rank] }),
         }
     }
     if holdings.len() > 1 {
@@ -234,7 +235,7 @@ fn read_objects(
 /// One stored value. Tensors inside it (in a tuple, say) become entries of their own.
 fn read_object(
     files: &Files,
-    stretch: Stretch,
+    stretch: FileRange,
     fqn: &Fqn,
     unknown: Unknown,
     catalog: &mut Catalog,
@@ -252,7 +253,7 @@ fn read_object(
     }
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
     for found in &contents.tensors {
-        let Found::Plain(view) = found else {
+        let TensorNode::Plain(view) = found else {
             let found = "a distributed one";
             return Err(Error::malformed(
                 files.path(stretch.file),
@@ -273,7 +274,7 @@ fn read_object(
 ///
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
-pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
+pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRange) -> Result<StridedLocation> {
     let sizes = entry.chunks.sizes(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {
         return Ok(found);
@@ -281,7 +282,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch)
     let contents = reader::read(files, stretch, entry.fqn.as_str(), Unknown::Refuse)?;
     let path = files.path(stretch.file);
     let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
-    let (Value::Tensor(_), [Found::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {
+    let (Value::Tensor(_), [TensorNode::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {
         let found = contents.value.type_name().into_owned();
         return Err(Error::malformed(path, at, "one tensor", found));
     };

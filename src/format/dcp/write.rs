@@ -7,11 +7,11 @@
 
 use std::collections::BTreeMap;
 
-use super::file_layout::Layout;
+use super::file_layout::FileLayout;
 use super::write_metadata;
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, Leaf, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId,
-    Value, path,
+    Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Path, Reservation, Reserved, StateLeaf, TensorEntry,
+    TensorId, Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
@@ -45,8 +45,8 @@ pub fn reserve(
     let mut objects: Vec<(Fqn, &Value)> = Vec::new();
     for (fqn, (path, leaf)) in names.into_iter().zip(&leaves) {
         match leaf {
-            Leaf::Object(value) => objects.push((fqn, value)),
-            Leaf::Tensor(id) => {
+            StateLeaf::Object(value) => objects.push((fqn, value)),
+            StateLeaf::Tensor(id) => {
                 let entry = source.tensor(*id);
                 assignment.boxes.push(ChunkTable::new(entry.shape.len()));
                 let held = shards(&fqn, path, entry)?.into_iter().filter(|(tile, _)| !tile.is_empty());
@@ -70,7 +70,7 @@ pub fn reserve(
         assignment.of_rank.entry(OBJECTS_OF).or_default();
     }
     let Assignment { boxes, of_rank } = assignment;
-    let mut layout = Layout::new(source, &tensors);
+    let mut layout = FileLayout::new(source, &tensors);
     for (rank, own) in of_rank {
         layout.file(rank, if rank == OBJECTS_OF { &objects } else { &[] }, &own.boxes, &boxes)?;
     }
@@ -86,12 +86,12 @@ const OBJECTS_OF: Rank = Rank(0);
 struct Assignment {
     /// All boxes of each tensor, whose places are not known yet.
     boxes: Vec<ChunkTable>,
-    of_rank: BTreeMap<Rank, Load>,
+    of_rank: BTreeMap<Rank, RankLoad>,
 }
 
 /// What a rank writes.
 #[derive(Default)]
-struct Load {
+struct RankLoad {
     bytes: u64,
     /// By tensor, and by its number in the table.
     boxes: Vec<(u32, u32)>,
@@ -114,12 +114,12 @@ impl Assignment {
         let load = self.of_rank.entry(rank).or_default();
         load.boxes.push((tensor, number(table.len())));
         load.bytes += bytes;
-        table.push(Chunk { tile: Tile::from_region(region), place: Place::Nowhere, strides: None, rank: None });
+        table.push(Chunk { tile: Tile::from_region(region), place: FileLocation::Nowhere, strides: None, rank: None });
     }
 }
 
 /// Adds `.metadata` to the files, and gives all of them.
-fn finish(mut layout: Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Reservation {
+fn finish(mut layout: FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Reservation {
     let mut file = OutputFile::new(".metadata");
     file.push_literal(write_metadata::pickle(&layout, leaves));
     layout.reservation.files.push(file);

@@ -11,26 +11,26 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 
 use super::METADATA;
-use super::file_layout::{Layout, Stored};
-use crate::catalog::{Dtype, Fqn, Key, Leaf, Path};
+use super::file_layout::{FileLayout, StorageInfo};
+use crate::catalog::{Dtype, Fqn, Key, Path, StateLeaf};
 use crate::format::torch::write_sizes;
 use crate::layout::Dims;
 use torch_pickle::pickle::{Writer, append_all, set_all};
 
-pub fn pickle(layout: &Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Vec<u8> {
+pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<u8> {
     let mut names = layout.tensors.iter().map(|(fqn, _)| fqn).enumerate();
-    let mut out = Metadata::default();
+    let mut out = MetadataPickle::default();
     out.instance("Metadata");
     out.writer.empty_dict().mark();
     out.text("state_dict_metadata");
     out.writer.empty_dict();
     out.entries(leaves.iter(), |out, (path, leaf)| match leaf {
-        Leaf::Tensor(_) => {
+        StateLeaf::Tensor(_) => {
             let (tensor, fqn) = names.next().expect("one a tensor leaf");
             out.text(fqn.as_str());
             out.tensor(layout, tensor);
         }
-        Leaf::Object(_) => {
+        StateLeaf::Object(_) => {
             out.text(path.fqn().as_str());
             out.instance("BytesStorageMetadata");
         }
@@ -69,7 +69,7 @@ pub fn pickle(layout: &Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Vec<u8> {
 
 /// The pickle under way.
 #[derive(Default)]
-struct Metadata {
+struct MetadataPickle {
     writer: Writer,
     /// What is in the memo.
     texts: HashMap<String, u32>,
@@ -79,7 +79,7 @@ struct Metadata {
     next: u32,
 }
 
-impl Metadata {
+impl MetadataPickle {
     /// Remember the value on top.
     fn put(&mut self) -> u32 {
         let number = self.next;
@@ -138,7 +138,7 @@ impl Metadata {
         });
     }
 
-    fn tensor(&mut self, layout: &Layout<'_>, tensor: usize) {
+    fn tensor(&mut self, layout: &FileLayout<'_>, tensor: usize) {
         let entry = layout.source.tensor(layout.tensors[tensor].1);
         self.instance("TensorStorageMetadata");
         self.writer.empty_dict().mark();
@@ -192,7 +192,7 @@ impl Metadata {
         self.writer.setitems().build();
     }
 
-    fn info(&mut self, layout: &Layout<'_>, stored: &Stored) {
+    fn info(&mut self, layout: &FileLayout<'_>, stored: &StorageInfo) {
         self.class("torch.distributed.checkpoint.filesystem", "_StorageInfo");
         self.writer.empty_tuple().newobj().empty_dict().mark();
         self.text("relative_path");
@@ -205,7 +205,7 @@ impl Metadata {
     }
 }
 
-impl AsMut<Writer> for Metadata {
+impl AsMut<Writer> for MetadataPickle {
     fn as_mut(&mut self) -> &mut Writer {
         &mut self.writer
     }

@@ -8,41 +8,41 @@ use super::{lone_shard, reserve, shortfall};
 struct Reader;
 
 impl Read for Reader {
-    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         let mut paths = listing.files_of(Format::Safetensors)?;
         paths.retain(|path| ShardName::parse(path).is_some());
-        Ok((!paths.is_empty()).then(|| Found::new(Format::DcpHf, Match::Certain, paths)))
+        Ok((!paths.is_empty()).then(|| DetectedFiles::new(Format::DcpHf, Match::Certain, paths)))
     }
 
-    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         Ok(ShardName::parse(file.path).map(|_| file.found(Format::DcpHf, Match::Likely)))
     }
 
-    fn shortfall(&self, path: &Path, found: &Found, _: &ReadOptions, io: IoMode) -> Result<Option<Shortfall>> {
+    fn shortfall(&self, path: &Path, found: &DetectedFiles, _: &ReadOptions, io: IoMode) -> Result<Option<Shortfall>> {
         if sets::is_given(path, &found.paths) {
             return lone_shard(path).map(Some);
         }
         shortfall(path, &found.paths, io)
     }
 
-    fn read(&self, reading: &mut Reading<'_>, _: &Path, found: Found) -> Result<(Format, Loaded)> {
+    fn read(&self, reading: &mut ReadFindings<'_>, _: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let (catalog, _) = safetensors::read(&mut reading.files, &found.paths, None)?;
-        Ok((Format::DcpHf, Loaded::whole(catalog)))
+        Ok((Format::DcpHf, LoadedFolder::whole(catalog)))
     }
 }
 use crate::catalog::Reservation;
 use crate::error::Result;
-use crate::format::listing::{FileStart, Found, Listing, Match};
-use crate::format::parts::Loaded;
-use crate::format::reading::Reading;
-use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::sharding::ShardName;
 use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, safetensors, sets};
 use crate::storage::IoMode;
 
 /// The row of the table of formats.
-pub static ENTRY: Entry = Entry {
+pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp-hf",
     about: "shards of DCP's Hugging Face storage",
     files: "`shard-RRRRR-model-00001-of-00001.safetensors`",

@@ -15,13 +15,13 @@ use smallvec::SmallVec;
 
 use crate::catalog::path::{self, Path};
 use crate::catalog::{
-    Catalog, Chunk, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, Chunk, Dtype, FileLocation, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::registry::Layouts;
 use crate::format::safetensors::sharding::{SHARDING_INFO, ShardName};
-use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, Written, write_header};
+use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, WrittenTensor, write_header};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 
@@ -144,7 +144,7 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     let written = in_file.iter().map(|(part, begin)| {
         let entry = &tensors[part.tensor].entry;
-        Written { name: entry.fqn.as_str(), dtype: entry.dtype, shape: &part.region.sizes, begin: *begin }
+        WrittenTensor { name: entry.fqn.as_str(), dtype: entry.dtype, shape: &part.region.sizes, begin: *begin }
     });
     let header = write_header(name.as_ref(), &metadata, written, "write a DCP directory (options::to dcp)")?;
     let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
@@ -153,8 +153,11 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
     let data_start = file.push_payload(data_bytes);
     for (part, begin) in in_file {
         let tile = Tile::from_region(&part.region);
-        let place =
-            if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: id, offset: data_start + begin } };
+        let place = if tile.is_empty() {
+            FileLocation::Nowhere
+        } else {
+            FileLocation::Bytes { file: id, offset: data_start + begin }
+        };
         tensors[part.tensor].entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
     }
     reservation.files.push(file);
@@ -186,7 +189,7 @@ mod tests {
     use crate::format::local::LocalLayout;
     use crate::format::safetensors::{parse_header, read_header};
     use crate::format::torch::RankLayout;
-    use crate::layout::shards::{Held, OnMesh, Shared, shards};
+    use crate::layout::shards::{Held, MeshPlacement, SharedTensor, shards};
     use crate::layout::{DeviceMesh, Placement, TensorDim};
     use crate::storage::{Files, IoMode};
 
@@ -201,7 +204,7 @@ mod tests {
                 _ if entry.shape.is_empty() => Placement::Replicate,
                 _ => Placement::Shard(TensorDim(0)),
             };
-            Ok(shards(&entry.shape, OnMesh { mesh: &self.0, shared: &Shared::from(vec![placement]) })?)
+            Ok(shards(&entry.shape, MeshPlacement { mesh: &self.0, shared: &SharedTensor::from(vec![placement]) })?)
         }
 
         fn rank_layout(&mut self, _: &Path, _: &TensorEntry) -> Result<RankLayout> {

@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value as Json, json};
 
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::{json, layout_file};
@@ -39,33 +39,33 @@ const VERSION: u64 = 1;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Document {
+struct FlatDocument {
     version: u64,
     world_size: u32,
     shard_group_size: Option<u32>,
     use_orig_params: bool,
-    units: Vec<Unit>,
+    units: Vec<UnitText>,
     optimizer: Option<Vec<Vec<String>>>,
 }
 
 /// As a later version may be written: with anything.
 #[derive(Deserialize)]
-struct Versioned {
+struct VersionOnly {
     version: u64,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Unit {
+struct UnitText {
     module: String,
     dtype: Option<String>,
     align_numel: Option<u64>,
-    params: Vec<Param>,
+    params: Vec<ParamText>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Param {
+struct ParamText {
     fqn: String,
     shape: Option<Vec<u64>>,
     stride: Option<Vec<u64>>,
@@ -74,7 +74,7 @@ struct Param {
 
 /// A layout file, which has a flat layout among other things.
 #[derive(Deserialize)]
-struct Wider {
+struct EnclosingLayoutFile {
     #[serde(rename = "flat")]
     _flat: IgnoredAny,
 }
@@ -86,7 +86,7 @@ struct Wider {
 pub fn read(path: &Path) -> Result<FlatLayout> {
     let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));
-    if is_toml || serde_json::from_slice::<Wider>(&text).is_ok() {
+    if is_toml || serde_json::from_slice::<EnclosingLayoutFile>(&text).is_ok() {
         return of_layout_file(path, &layout_file::parse(path, &text)?);
     }
     parse(path, &text)
@@ -107,7 +107,7 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     if let Json::Object(table) = &mut document {
         table.entry("version").or_insert(json!(VERSION));
     }
-    let document = Document::deserialize(document)
+    let document = FlatDocument::deserialize(document)
         .map_err(|error| flat.wrong(error, "docs/fsdp1.md tells what a flat layout says"))?;
     checked(path, document)
 }
@@ -117,15 +117,15 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
 /// # Errors
 /// As [`read`].
 pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
-    let document: Document =
-        serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
-            Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
+    let document: FlatDocument =
+        serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
+            Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
             _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
         })?;
     checked(path, document)
 }
 
-fn checked(path: &Path, document: Document) -> Result<FlatLayout> {
+fn checked(path: &Path, document: FlatDocument) -> Result<FlatLayout> {
     if document.version != VERSION {
         return Err(unknown_version(path, document.version));
     }
@@ -151,7 +151,7 @@ fn unknown_version(path: &Path, version: u64) -> Error {
     )
 }
 
-fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {
+fn read_unit(path: &Path, unit: UnitText) -> Result<FlatUnit> {
     let bad = |at: &str, expected: &str, found: String| Err(Error::malformed(path, at, expected, found));
     let mut known = FlatUnit::new(unit.module, None);
     known.align_numel = unit.align_numel;
@@ -171,7 +171,7 @@ fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {
                 }
                 known.params.push(FlatParam { fqn, shape: Dims::from(shape), stride: stride.map(Dims::from) });
             }
-            (None, None, Some(with)) => known.shared.push(Shared { fqn, with: Fqn::from(with) }),
+            (None, None, Some(with)) => known.shared.push(SharedName { fqn, with: Fqn::from(with) }),
             (None, _, None) => return bad(fqn.as_str(), "a shape or shared_with", String::from("neither")),
             (..) => return bad(fqn.as_str(), "either a shape or shared_with", String::from("both")),
         }
@@ -253,7 +253,7 @@ mod tests {
                     dtype: Some(Dtype::F32),
                     align_numel: Some(8),
                     params: vec![param("emb.\"weight\"", smallvec![5, 3], None), param("s", smallvec![], None)],
-                    shared: vec![Shared { fqn: "head.weight".into(), with: "s".into() }],
+                    shared: vec![SharedName { fqn: "head.weight".into(), with: "s".into() }],
                 },
                 FlatUnit {
                     params: vec![param("conv.w", smallvec![2, 3, 2, 2], Some(smallvec![12, 1, 6, 3]))],

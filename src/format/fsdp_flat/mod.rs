@@ -11,4 +11,4 @@ mod write;
 
 pub use read::{SeriesFiles, Unflattened, read};
 pub use snippet::refuse;
-pub use write::{FlatTarget, Survey, reserve, survey};
+pub use write::{FlatTarget, PartSurvey, reserve, survey};

@@ -13,14 +13,14 @@ use crate::layout::flat::StorageOrder;
 
 /// The order in which a module keeps the elements of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ElementOrder {
     RowMajor,
     Strides(Dims),
     /// The format keeps only values, and `channels_last` would be another order.
     Unknown,
 }
 
-impl Order {
+impl ElementOrder {
     /// That of a tensor which lies whole in a torch file is that of the module's.
     #[must_use]
     pub fn of(entry: &TensorEntry, format: Format) -> Self {

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, Holding, Key, Path, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Key, Path, RankValue, TensorId, Value};
 use crate::error::Wrong;
 use crate::layout::Rank;
 use torch_pickle::pickle::symbols::{self, Use};
@@ -250,7 +250,7 @@ impl Decoder<'_> {
             }
             let Some(first) = ranks.first() else { return Err(self.wrong("ranks that have a value", "none")) };
             let value = self.child(rank_key(*first), value, Spot::Within)?;
-            holdings.push(Holding { value, ranks });
+            holdings.push(RankValue { value, ranks });
         }
         if holdings.is_empty() {
             return Err(self.wrong("values of ranks", "none"));

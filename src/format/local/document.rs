@@ -28,8 +28,8 @@ use super::tree::Tree;
 use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
 use crate::error::{Error, Result, Wrong};
-use crate::format::json::{self, Distinct};
-use crate::layout::shards::Shared;
+use crate::format::json::{self, DistinctKeys};
+use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
 /// The name of the document beside rank files.
@@ -48,7 +48,7 @@ const VERSION: u64 = 1;
 
 /// A checked document.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Document {
+pub struct LocalDocument {
     pub world_size: u32,
     pub meshes: Vec<DeviceMesh>,
     pub tensors: Vec<Described>,
@@ -80,13 +80,13 @@ struct Text {
     version: u64,
     world_size: u32,
     meshes: Vec<MeshText>,
-    tensors: Distinct<TensorText>,
+    tensors: DistinctKeys<TensorText>,
     state: Tree,
 }
 
 /// As a later version may be written: with anything.
 #[derive(Deserialize)]
-struct Versioned {
+struct VersionOnly {
     version: u64,
 }
 
@@ -117,7 +117,7 @@ struct TensorText {
 ///
 /// # Errors
 /// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
-pub fn read(path: &FilePath) -> Result<Document> {
+pub fn read(path: &FilePath) -> Result<LocalDocument> {
     parse(path, &json::read_document(path, MAX_BYTES)?)
 }
 
@@ -125,11 +125,12 @@ pub fn read(path: &FilePath) -> Result<Document> {
 ///
 /// # Errors
 /// As [`read`].
-pub fn parse(path: &FilePath, text: &[u8]) -> Result<Document> {
-    let text: Text = serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
-        Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
-        _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
-    })?;
+pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
+    let text: Text =
+        serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
+            Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
+            _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
+        })?;
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
     }
@@ -147,8 +148,8 @@ fn wrong<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into
     Err(Wrong::new(at, expected, found))
 }
 
-fn check(text: Text) -> Result<Document, Wrong> {
-    let Text { world_size, meshes, tensors: Distinct(described), state: tree, .. } = text;
+fn check(text: Text) -> Result<LocalDocument, Wrong> {
+    let Text { world_size, meshes, tensors: DistinctKeys(described), state: tree, .. } = text;
     if world_size == 0 {
         return wrong("world_size", "at least 1", "0");
     }
@@ -190,7 +191,7 @@ fn check(text: Text) -> Result<Document, Wrong> {
         let found = format!("{references} references to {} names", ids.len());
         return wrong("state", "every name of a tensor at its own place, once", found);
     }
-    Ok(Document { world_size, meshes, tensors, state })
+    Ok(LocalDocument { world_size, meshes, tensors, state })
 }
 
 fn tensors_of(state: &Value, visit: &mut dyn FnMut(&Path, TensorId)) {
@@ -310,7 +311,7 @@ fn check_sharding(
             Some(dims.iter().copied().map(MeshDim).collect())
         }
     };
-    Ok(Some(Sharding { mesh: MeshId(mesh), shared: Shared { placements, splits, slice } }))
+    Ok(Some(Sharding { mesh: MeshId(mesh), shared: SharedTensor { placements, splits, slice } }))
 }
 
 fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
@@ -319,7 +320,7 @@ fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
 
 // ---------------------------------------------------------------------------------------------------- writing
 
-impl Document {
+impl LocalDocument {
     /// The text, a tensor a line. `state` is that of this document, encoded.
     #[must_use]
     pub fn render(&self, state: &Tree) -> String {
@@ -354,7 +355,7 @@ impl Document {
         }
         let Described { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
         let mut line = format!("\n    {key}: {{\"dtype\": \"{dtype}\", \"shape\": {:?}", shape.as_slice());
-        if let Some(sharding @ Sharding { mesh, shared: Shared { splits, slice, .. } }) = sharding {
+        if let Some(sharding @ Sharding { mesh, shared: SharedTensor { splits, slice, .. } }) = sharding {
             let (class, _) = CLASSES.iter().find(|(_, known)| known == class).expect("all classes are listed");
             line += &format!(
                 ", \"class\": \"{class}\", \"mesh\": {}, \"placements\": \"{}\"",

@@ -19,7 +19,7 @@
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, Holding, Key, Path, Value};
+use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 
 /// Nesting of the JSON. Its readers stop at 128, of which the document takes some.
 const MAX_DEPTH: usize = 120;
@@ -70,7 +70,7 @@ impl Encoder {
             Value::Object(object) => Tree::tagged("$object", self.object(object, path)?),
             Value::Tensor(_) => Tree::tagged("$tensor", Tree::text(path.to_string())),
             Value::Other(holdings) => {
-                let holdings = holdings.iter().map(|Holding { value, ranks }| {
+                let holdings = holdings.iter().map(|RankValue { value, ranks }| {
                     let numbers = ranks.iter().map(|rank| Tree::Int(rank.0.into())).collect();
                     let path = path.child(rank_key(ranks[0]));
                     Ok(Tree::List(vec![Tree::List(numbers), self.value(value, &path)?]))

@@ -8,23 +8,28 @@ use super::{FILE_NAME, LocalTarget, is_in, rank_of, read, refuse_told, reserve};
 struct Reader;
 
 impl Read for Reader {
-    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         if !is_in(listing) {
             return Ok(None);
         }
         let mut paths = listing.files_of(Format::Safetensors)?;
         paths.retain(|path| rank_of(path).is_some());
-        Ok(Some(Found::new(Format::Local, Match::Certain, paths)))
+        Ok(Some(DetectedFiles::new(Format::Local, Match::Certain, paths)))
     }
 
-    fn read(&self, reading: &mut Reading<'_>, path: &FilePath, found: Found) -> Result<(Format, Loaded)> {
-        if reading.options.told.is_some() {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &FilePath,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
+        if reading.options.declared_layout.is_some() {
             refuse_told(path)?;
             return read_parts(reading, path, &found.paths);
         }
         reading.other_files.push(path.join(FILE_NAME));
         let (catalog, ranks) = read(&mut reading.files, path, &found.paths, reading.options.allow_missing)?;
-        let mut loaded = Loaded::whole(catalog);
+        let mut loaded = LoadedFolder::whole(catalog);
         loaded.parts.iter_mut().for_each(|part| part.world_size = ranks);
         Ok((Format::Local, loaded))
     }
@@ -32,14 +37,14 @@ impl Read for Reader {
 use crate::catalog::{Path, Reservation, TensorEntry};
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::listing::{Found, Listing, Match};
-use crate::format::parts::Loaded;
-use crate::format::reading::Reading;
-use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::listing::{DetectedFiles, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::entry::read_parts;
 
 /// The row of the table of formats.
-pub static ENTRY: Entry = Entry {
+pub static ENTRY: FormatEntry = FormatEntry {
     name: "local",
     about: "plain safetensors of what each rank holds, and `layout.json`",
     files: "`rank-00000.safetensors`, ..., `layout.json`",

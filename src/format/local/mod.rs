@@ -32,7 +32,7 @@ pub use read::read;
 pub use write::{LocalLayout, LocalTarget, reserve};
 
 use super::Format;
-use super::listing::Listing;
+use super::listing::FolderListing;
 use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::lookup;
@@ -53,7 +53,7 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
 
 /// Returns whether a folder is in this format. One rank file alone, with nothing that says what it is a part of, is a file
 /// as any other.
-pub fn is_in(listing: &Listing<'_>) -> bool {
+pub fn is_in(listing: &FolderListing<'_>) -> bool {
     let count = listing.names.iter().filter(|name| rank_of(Path::new(name)).is_some()).count();
     let has_layout = listing.names.iter().any(|name| name == FILE_NAME);
     match listing.from {

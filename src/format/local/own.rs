@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::catalog::path::{self, Fate};
-use crate::catalog::{Catalog, Holding, TensorId, Value};
+use crate::catalog::path::{self, LeafAction};
+use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
 /// Tensors of which each rank has its own, numbered behind those of the source.
@@ -36,18 +36,18 @@ pub fn spread(source: &Catalog, state: &Value, world_size: u32) -> (Value, OwnTe
     let mut state = state.clone();
     let mut own = OwnTensors { first: source.tensors.len(), by_rank: Vec::new() };
     path::edit_leaves(&mut state, &mut |_, leaf| {
-        let Value::Other(holdings) = leaf else { return Fate::Keep };
+        let Value::Other(holdings) = leaf else { return LeafAction::Keep };
         let mut groups: Vec<Vec<(Rank, &Value)>> = Vec::new();
         for rank in (0..world_size).map(Rank) {
-            let Some(value) = Holding::value_for(holdings, rank) else { return Fate::Remove };
+            let Some(value) = RankValue::value_for(holdings, rank) else { return LeafAction::Remove };
             match groups.iter_mut().find(|group| alike(source, group[0].1, value)) {
                 Some(group) => group.push((rank, value)),
                 None => groups.push(vec![(rank, value)]),
             }
         }
-        let mut holdings: Vec<Holding> = groups.iter().map(|group| merged(group, &mut own)).collect();
+        let mut holdings: Vec<RankValue> = groups.iter().map(|group| merged(group, &mut own)).collect();
         *leaf = if holdings.len() == 1 { holdings.remove(0).value } else { Value::Other(holdings) };
-        Fate::Keep
+        LeafAction::Keep
     });
     (state, own)
 }
@@ -61,7 +61,7 @@ fn alike(source: &Catalog, one: &Value, other: &Value) -> bool {
     one.same_but_tensors(other) && kinds(one) == kinds(other)
 }
 
-fn merged(group: &[(Rank, &Value)], own: &mut OwnTensors) -> Holding {
+fn merged(group: &[(Rank, &Value)], own: &mut OwnTensors) -> RankValue {
     let ids: Vec<(Rank, Vec<TensorId>)> = group.iter().map(|(rank, value)| (*rank, value.tensor_ids())).collect();
     let mut value = group[0].1.clone();
     let mut at = 0;
@@ -69,5 +69,5 @@ fn merged(group: &[(Rank, &Value)], own: &mut OwnTensors) -> Holding {
         at += 1;
         own.push(ids.iter().map(|(rank, ids)| (*rank, ids[at - 1])).collect())
     });
-    Holding { value, ranks: group.iter().map(|(rank, _)| *rank).collect() }
+    RankValue { value, ranks: group.iter().map(|(rank, _)| *rank).collect() }
 }

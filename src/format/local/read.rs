@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::document::{self, Described, Document, FILE_NAME};
+use super::document::{self, Described, FILE_NAME, LocalDocument};
 use super::rank_of;
-use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summands, TensorEntry};
+use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, PartialValues, Sharding, TensorEntry};
 use crate::error::{Error, FormatError, Result};
-use crate::format::safetensors::{Stored, read_header};
+use crate::format::safetensors::{StoredTensor, read_header};
 use crate::format::series::WITHOUT_THEM;
-use crate::layout::shards::OnMesh;
+use crate::layout::shards::MeshPlacement;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};
@@ -65,14 +65,14 @@ fn without_document(folder: &Path) -> Error {
 
 /// A catalog in the making, rank by rank.
 struct Assembly<'a> {
-    document: &'a Document,
+    document: &'a LocalDocument,
     catalog: Catalog,
     /// Meshes of the document in the catalog, those that it needs.
     meshes: HashMap<MeshId, MeshId>,
 }
 
 impl<'a> Assembly<'a> {
-    fn new(document: &'a Document) -> Self {
+    fn new(document: &'a LocalDocument) -> Self {
         let mut own = Self { document, catalog: Catalog::empty(), meshes: HashMap::new() };
         for described in &document.tensors {
             let entry = own.entry(described);
@@ -98,7 +98,7 @@ impl<'a> Assembly<'a> {
     /// Take in a rank's file.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
         let file = files.add(path)?;
-        let mut stored: HashMap<Arc<str>, Stored> = read_header(files, file)?.tensors.into_iter().collect();
+        let mut stored: HashMap<Arc<str>, StoredTensor> = read_header(files, file)?.tensors.into_iter().collect();
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let tile = part(self.document, described, rank).map_err(|error| unfit(path, entry, &error))?;
             let Some(tile) = tile else { continue };
@@ -116,7 +116,7 @@ impl<'a> Assembly<'a> {
             if tile.is_empty() && described.class == Class::ShardedTensor {
                 continue;
             }
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
             entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
         }
         // The first by name, so that it is the same one every time.
@@ -132,8 +132,8 @@ impl<'a> Assembly<'a> {
     fn finish(mut self, path: &Path) -> Result<Catalog> {
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let Some(sharding) = &described.sharding else { continue };
-            let lies = OnMesh { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
-            let summands = Summands::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+            let lies = MeshPlacement { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
+            let summands = PartialValues::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
             entry.summands = summands.map(Box::new);
         }
         Ok(self.catalog)
@@ -144,12 +144,12 @@ fn unfit(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
     Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
 }
 
-fn mesh_of<'a>(document: &'a Document, sharding: &Sharding) -> &'a DeviceMesh {
+fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMesh {
     &document.meshes[sharding.mesh.0 as usize]
 }
 
 /// What a rank holds of a tensor; `None` where it has none, not even an empty one.
-fn part(document: &Document, described: &Described, rank: Rank) -> Result<Option<Tile>, LayoutError> {
+fn part(document: &LocalDocument, described: &Described, rank: Rank) -> Result<Option<Tile>, LayoutError> {
     let Described { shape, sharding, ranks, .. } = described;
     let Some(sharding) = sharding else {
         let is_holder = ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank));
@@ -159,7 +159,7 @@ fn part(document: &Document, described: &Described, rank: Rank) -> Result<Option
     mesh.coordinate(rank).map(|at| sharding.shared.part(shape, mesh, &at)).transpose()
 }
 
-fn check(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &Stored) -> Result<()> {
+fn check(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &StoredTensor) -> Result<()> {
     if (dtype, sizes) == (found.dtype, &found.shape) {
         return Ok(());
     }

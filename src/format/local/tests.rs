@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::path::Path as FilePath;
 
 use super::decode::decode;
-use super::document::{Document, parse};
+use super::document::{LocalDocument, parse};
 use super::encode::encode;
 use super::tree::Tree;
 use crate::catalog::value::{Construct, Object, Symbol};
-use crate::catalog::{Dict, DictKind, Holding, Path, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Path, RankValue, TensorId, Value};
 use crate::error::Result;
 use crate::layout::Rank;
 
@@ -39,7 +39,7 @@ fn every_value_comes_back() {
     let ordered = |attributes: Option<Value>, entries| {
         Value::Dict(Dict { kind: DictKind::Ordered, entries, attributes: attributes.map(Box::new) })
     };
-    let holding = |value, ranks: &[u32]| Holding { value, ranks: ranks.iter().copied().map(Rank).collect() };
+    let holding = |value, ranks: &[u32]| RankValue { value, ranks: ranks.iter().copied().map(Rank).collect() };
     let values = [
         Value::List(vec![Value::None, Value::Bool(true), Value::Int(i64::MIN), text("$ü\n\"")]),
         Value::List([0.0, -0.0, 1.0, 0.1, 1e300, 5e-324].map(Value::Float).to_vec()),
@@ -76,7 +76,7 @@ fn what_json_cannot_nest_is_no_value() {
     assert!(encode(&deep(70), &Path::default()).unwrap_err().contains("nested deeper"));
 }
 
-fn read(text: &str) -> Result<Document> {
+fn read(text: &str) -> Result<LocalDocument> {
     parse(FilePath::new("layout.json"), text.as_bytes())
 }
 

@@ -10,24 +10,24 @@ use std::sync::Arc;
 
 use serde_json::{Map, json};
 
-use super::document::{Described, Document, FILE_NAME};
+use super::document::{Described, FILE_NAME, LocalDocument};
 use super::encode::encode;
 use super::file_name;
 use super::own::{OwnTensors, spread};
-use crate::catalog::path::{self, Fate, key_text};
+use crate::catalog::path::{self, LeafAction, key_text};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Class, Fqn, Key, MeshId, OutputFile, Path, Place, Reservation, Reserved, Sharding,
-    TensorEntry, TensorId, Value,
+    Catalog, Chunk, ChunkTable, Class, FileLocation, Fqn, Key, MeshId, OutputFile, Path, Reservation, Reserved,
+    Sharding, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
-use crate::format::safetensors::{FORMAT_KEY, Written, write_header};
-use crate::layout::shards::Shared;
+use crate::format::safetensors::{FORMAT_KEY, WrittenTensor, write_header};
+use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
 /// How a tensor lies: with which class and placements; `None` for a plain tensor on every rank.
-pub type LocalLayout = Option<(Class, Shared)>;
+pub type LocalLayout = Option<(Class, SharedTensor)>;
 
 /// Says it of a tensor at a path.
 pub type Choose<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
@@ -63,10 +63,11 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     let tree = encode(&state, &Path::default()).map_err(|what| {
         Error::unsupported(format!("the state dict cannot be written as JSON: {what}"), "write torch files instead")
     })?;
-    let plan = Plan::new(source, &state, &own, layout, &mut reservation.notes)?;
+    let plan = LocalPlan::new(source, &state, &own, layout, &mut reservation.notes)?;
     let mut order: Vec<usize> = (0..plan.names.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(plan.of(at).dtype.itemsize()));
-    let mut writer = Writer { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
+    let mut writer =
+        FileWriter { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
     for rank in (0..world_size).map(Rank) {
         reservation.files.push(writer.file(rank, &order)?);
     }
@@ -89,10 +90,10 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
 fn leave_out(state: &mut Value, left_out: &mut Vec<String>) {
     path::edit_leaves(state, &mut |path, leaf| {
         if encode(leaf, path).is_ok() {
-            return Fate::Keep;
+            return LeafAction::Keep;
         }
         left_out.push(path.to_string());
-        Fate::Remove
+        LeafAction::Remove
     });
     drop_attributes(state, &Path::default(), left_out);
 }
@@ -118,23 +119,23 @@ fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
 }
 
 /// The tensors to write.
-struct Plan {
+struct LocalPlan {
     /// In the order of the state dict, with the index of the tensor.
     names: Vec<(Fqn, usize)>,
     described: Vec<Described>,
     /// Of each tensor, where its content is from.
-    contents: Vec<Content>,
+    contents: Vec<LocalContent>,
     /// Indices of tensors by their numbers in the state.
     known: HashMap<TensorId, TensorId>,
 }
 
-enum Content {
+enum LocalContent {
     /// All ranks have parts of this one.
     Shared(TensorId),
     Own(BTreeMap<Rank, TensorId>),
 }
 
-impl Plan {
+impl LocalPlan {
     fn new(
         source: &Catalog,
         state: &Value,
@@ -152,7 +153,7 @@ impl Plan {
             let entry = source.tensor(any);
             let chosen = if by_rank.is_some() { None } else { layout(&path, entry)? };
             let sharding = chosen.filter(|(class, shared)| is_cut(*class, shared)).map(|(class, shared)| {
-                let Shared { placements, mut splits, slice } = shared;
+                let SharedTensor { placements, mut splits, slice } = shared;
                 // Where nothing is cut there is nothing to say of how.
                 for (split, _) in splits.iter_mut().zip(&placements).filter(|(_, own)| own.sharded_dim().is_none()) {
                     *split = Split::Chunk;
@@ -160,7 +161,7 @@ impl Plan {
                 if splits.iter().all(|split| *split == Split::Chunk) {
                     splits.clear();
                 }
-                (class, Sharding { mesh: MeshId(0), shared: Shared { placements, splits, slice } })
+                (class, Sharding { mesh: MeshId(0), shared: SharedTensor { placements, splits, slice } })
             });
             let (class, sharding) = sharding.map_or((Class::Tensor, None), |(class, sharding)| (class, Some(sharding)));
             let next = TensorId(u32::try_from(plan.described.len()).expect("fewer than 2^32 tensors"));
@@ -174,7 +175,7 @@ impl Plan {
                 continue;
             }
             let ranks = by_rank.map(|by_rank| by_rank.keys().copied().collect());
-            plan.contents.push(by_rank.map_or(Content::Shared(id), |by_rank| Content::Own(by_rank.clone())));
+            plan.contents.push(by_rank.map_or(LocalContent::Shared(id), |by_rank| LocalContent::Own(by_rank.clone())));
             let (dtype, shape) = (entry.dtype, entry.shape.clone());
             plan.described.push(Described { names: vec![fqn], dtype, shape, class, sharding, ranks });
         }
@@ -190,8 +191,8 @@ impl Plan {
     fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let Described { names, shape, sharding, .. } = self.of(at);
         let source = match &self.contents[self.names[at].1] {
-            Content::Shared(id) => Some(*id),
-            Content::Own(by_rank) => by_rank.get(&rank).copied(),
+            LocalContent::Shared(id) => Some(*id),
+            LocalContent::Own(by_rank) => by_rank.get(&rank).copied(),
         };
         let tile = match (sharding, mesh.coordinate(rank)) {
             (None, _) => Some(Tile::from_region(&Region::whole(shape))),
@@ -203,25 +204,25 @@ impl Plan {
         Ok(source.zip(tile))
     }
 
-    fn document(mut self, mesh: &DeviceMesh, world_size: u32, mut state: Value) -> Document {
+    fn document(mut self, mesh: &DeviceMesh, world_size: u32, mut state: Value) -> LocalDocument {
         for described in &mut self.described {
             described.ranks.take_if(|ranks| ranks.len() == world_size as usize);
         }
         let any = self.described.iter().any(|described| described.sharding.is_some());
         let meshes = any.then(|| mesh.clone()).into_iter().collect();
         state.map_tensors(&mut |id| self.known[&id]);
-        Document { world_size, meshes, tensors: self.described, state }
+        LocalDocument { world_size, meshes, tensors: self.described, state }
     }
 }
 
 /// A ShardedTensor that is whole everywhere is a plain tensor.
-fn is_cut(class: Class, shared: &Shared) -> bool {
+fn is_cut(class: Class, shared: &SharedTensor) -> bool {
     class != Class::ShardedTensor || shared.placements.iter().any(|placement| *placement != Placement::Replicate)
 }
 
 /// The files in the making.
-struct Writer<'a> {
-    plan: &'a Plan,
+struct FileWriter<'a> {
+    plan: &'a LocalPlan,
     mesh: &'a DeviceMesh,
     /// Most ranks have the same header, which is kept once.
     headers: HashSet<Arc<Vec<u8>>>,
@@ -229,7 +230,7 @@ struct Writer<'a> {
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
 
-impl Writer<'_> {
+impl FileWriter<'_> {
     fn file(&mut self, rank: Rank, order: &[usize]) -> Result<OutputFile> {
         let mut parts: Vec<(usize, TensorId, Tile, u64)> = Vec::new();
         let mut end = 0;
@@ -243,7 +244,7 @@ impl Writer<'_> {
         let sizes: Vec<Dims> = parts.iter().map(|(_, _, tile, _)| tile.sizes()).collect();
         let written = parts.iter().zip(&sizes).map(|((at, .., begin), shape)| {
             let (fqn, dtype) = (&self.plan.names[*at].0, self.plan.of(*at).dtype);
-            Written { name: fqn.as_str(), dtype, shape, begin: *begin }
+            WrittenTensor { name: fqn.as_str(), dtype, shape, begin: *begin }
         });
         let metadata = Map::from_iter([(String::from(FORMAT_KEY), json!("pt"))]);
         let name = file_name(rank);
@@ -255,7 +256,11 @@ impl Writer<'_> {
         let start = output.push_payload(end);
         for (at, source, tile, begin) in parts {
             let offset = start + begin;
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: FileId(rank.0), offset } };
+            let place = if tile.is_empty() {
+                FileLocation::Nowhere
+            } else {
+                FileLocation::Bytes { file: FileId(rank.0), offset }
+            };
             let table = || ChunkTable::new(self.plan.of(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
             chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });

@@ -35,12 +35,12 @@ const MAX_NOTES: usize = 1 << 20;
 pub struct Header {
     pub metadata: BTreeMap<String, String>,
     /// In the order of the data.
-    pub tensors: Vec<(Arc<str>, Stored)>,
+    pub tensors: Vec<(Arc<str>, StoredTensor)>,
 }
 
 /// A tensor of one file.
 #[derive(Clone, Debug)]
-pub struct Stored {
+pub struct StoredTensor {
     pub dtype: Dtype,
     pub shape: Dims,
     /// Absolute offset in the file.
@@ -89,7 +89,7 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
 struct RawHeader {
     metadata: BTreeMap<String, String>,
     /// With the length of each.
-    tensors: Vec<(Arc<str>, Stored, u64)>,
+    tensors: Vec<(Arc<str>, StoredTensor, u64)>,
 }
 
 /// Decodes a header into a [`RawHeader`].
@@ -124,7 +124,7 @@ impl<'de> Visitor<'de> for RawHeaderVisitor<'_> {
                 if std::mem::replace(&mut has_metadata, true) {
                     return Err(A::Error::custom(format_args!("the key `{METADATA}` twice")));
                 }
-                let metadata = map.next_value_seed(Metadata);
+                let metadata = map.next_value_seed(HeaderMetadata);
                 header.metadata = metadata.inspect_err(|_| *self.fault = Fault::In(name, "a map of strings"))?;
                 continue;
             }
@@ -156,9 +156,9 @@ impl<'de> DeserializeSeed<'de> for RawHeaderVisitor<'_> {
 }
 
 /// Decodes `__metadata__`.
-struct Metadata;
+struct HeaderMetadata;
 
-impl<'de> DeserializeSeed<'de> for Metadata {
+impl<'de> DeserializeSeed<'de> for HeaderMetadata {
     type Value = BTreeMap<String, String>;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
@@ -166,7 +166,7 @@ impl<'de> DeserializeSeed<'de> for Metadata {
     }
 }
 
-impl<'de> Visitor<'de> for Metadata {
+impl<'de> Visitor<'de> for HeaderMetadata {
     type Value = BTreeMap<String, String>;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -246,7 +246,7 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
 }
 
 /// The tensor of an entry and its length in bytes.
-fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(Stored, u64)> {
+fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(StoredTensor, u64)> {
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
         return Err(Error::unsupported(
@@ -271,12 +271,12 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
         return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));
     };
-    Ok((Stored { dtype, shape, offset }, len))
+    Ok((StoredTensor { dtype, shape, offset }, len))
 }
 
 /// A tensor as it is to be written.
 #[derive(Clone, Copy, Debug)]
-pub struct Written<'a> {
+pub struct WrittenTensor<'a> {
     pub name: &'a str,
     pub dtype: Dtype,
     pub shape: &'a [u64],
@@ -303,14 +303,14 @@ const LENGTH_BYTES: usize = 8;
 pub fn write_header<'a>(
     path: &Path,
     metadata: &Map<String, Json>,
-    tensors: impl Iterator<Item = Written<'a>>,
+    tensors: impl Iterator<Item = WrittenTensor<'a>>,
     shorter: &str,
 ) -> Result<Vec<u8>> {
     // In place: a file may have a million tensors.
     let mut file = vec![0; LENGTH_BYTES];
     file.extend_from_slice(br#"{"__metadata__":"#);
     serde_json::to_writer(&mut file, metadata).expect("strings serialise");
-    for Written { name, dtype, shape, begin } in tensors {
+    for WrittenTensor { name, dtype, shape, begin } in tensors {
         let Some(tag) = dtype.safetensors_tag() else {
             return Err(Error::unsupported(
                 format!("{name}: safetensors cannot hold {dtype}"),

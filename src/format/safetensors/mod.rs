@@ -18,12 +18,12 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use header::{Stored, Written, parse_header, read_header, write_header};
+pub use header::{StoredTensor, WrittenTensor, parse_header, read_header, write_header};
 use rayon::prelude::*;
 use serde_json::json;
 
-use self::sharding::{SHARDING_INFO, Shard, ShardName, sharding_info, untold_shapes};
-use super::index::Index;
+use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, untold_shapes};
+use super::index::ShardIndex;
 use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{
@@ -49,9 +49,9 @@ pub const INDEX_NAME: &str = "model.safetensors.index.json";
 ///
 /// # Errors
 /// `Malformed`, `Conflict`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Result<(Catalog, Option<Shortfall>)> {
+pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) -> Result<(Catalog, Option<Shortfall>)> {
     let mut catalog = Catalog::empty();
-    let mut shards: Vec<Shard> = Vec::new();
+    let mut shards: Vec<TensorShard> = Vec::new();
     let mut notes: Vec<(Arc<Path>, String, String)> = Vec::new();
     let mut sharded = None;
     for path in paths {
@@ -67,7 +67,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Resu
         };
         shards.extend(header.tensors.into_iter().map(|(name, stored)| {
             let offsets = offsets.remove(&*name).map(Box::new);
-            Shard { name, path: shared.clone(), file, stored, offsets }
+            TensorShard { name, path: shared.clone(), file, stored, offsets }
         }));
         if let Some((name, _)) = offsets.pop_first() {
             let at = SHARDING_INFO;
@@ -169,20 +169,20 @@ fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, 
 
 /// How to write.
 #[derive(Clone, Debug)]
-pub enum Shape {
+pub enum FileDivision {
     /// One file of this name.
     File(PathBuf),
     /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
     Folder { max_shard_bytes: u64 },
     /// A folder of the files that another one has.
-    Like(Placing),
+    Like(FileAssignment),
 }
 
 /// Which file of a folder each tensor is in.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Placing(BTreeMap<Fqn, PathBuf>);
+pub struct FileAssignment(BTreeMap<Fqn, PathBuf>);
 
-impl Placing {
+impl FileAssignment {
     /// That of safetensors files; `None` where there is only one.
     #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
@@ -219,12 +219,12 @@ type Group<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
 
 /// The tensors of a catalog, and the dtype that each is written in.
 #[derive(Clone, Copy)]
-pub struct Wanted<'a> {
+pub struct SelectedTensors<'a> {
     pub source: &'a Catalog,
     pub dtypes: &'a [Dtype],
 }
 
-impl Wanted<'_> {
+impl SelectedTensors<'_> {
     fn dtype(self, id: TensorId) -> Dtype {
         self.dtypes[id.0 as usize]
     }
@@ -243,15 +243,17 @@ impl Wanted<'_> {
 /// # Panics
 /// Where a tie is with a tensor that is not written.
 pub fn reserve(
-    wanted: Wanted<'_>,
+    wanted: SelectedTensors<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[(Fqn, Fqn)],
-    shape: &Shape,
+    shape: &FileDivision,
 ) -> Result<Reservation> {
     let groups: Vec<Group<'_>> = match shape {
-        Shape::File(name) => vec![(name.clone(), tensors.into())],
-        Shape::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
-        Shape::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
+        FileDivision::File(name) => vec![(name.clone(), tensors.into())],
+        FileDivision::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
+        FileDivision::Like(placing) => {
+            placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect()
+        }
     };
     let aliases = || ties.iter().map(|(alias, _)| alias.as_str());
     let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());
@@ -271,7 +273,7 @@ pub fn reserve(
 }
 
 /// The files of groups, and the index where there are several.
-fn reserve_files(wanted: Wanted<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
+fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
     let count = groups.len();
@@ -297,7 +299,7 @@ fn reserve_files(wanted: Wanted<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split<'a>(wanted: Wanted<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
+fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
@@ -318,7 +320,7 @@ fn split<'a>(wanted: Wanted<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> 
 }
 
 fn reserve_file(
-    wanted: Wanted<'_>,
+    wanted: SelectedTensors<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[&(Fqn, Fqn)],
     name: PathBuf,
@@ -329,7 +331,7 @@ fn reserve_file(
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
-    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| Written {
+    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| WrittenTensor {
         name: fqn.as_str(),
         dtype: wanted.dtype(*id),
         shape: &wanted.source.tensor(*id).shape,
@@ -353,7 +355,7 @@ fn reserve_file(
 
 /// Where each tensor's data begins, and where all of it ends. Data comes in the order given, unless that would leave a tensor on an address its
 /// dtype cannot be viewed at, which loaders refuse: then wider dtypes come first.
-fn data_offsets(wanted: Wanted<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
+fn data_offsets(wanted: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];
         let (mut end, mut aligned) = (0, true);

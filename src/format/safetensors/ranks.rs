@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::header::read_header;
 use super::{Names, aliases, put_in_order};
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry};
+use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry};
 use crate::error::Result;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::Files;
@@ -28,8 +28,8 @@ pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog
         let header = read_header(files, file)?;
         for (name, stored) in header.tensors {
             let tile = Tile::from_region(&Region::whole(&stored.shape));
-            let place = Place::Bytes { file, offset: stored.offset };
-            let place = if tile.is_empty() { Place::Nowhere } else { place };
+            let place = FileLocation::Bytes { file, offset: stored.offset };
+            let place = if tile.is_empty() { FileLocation::Nowhere } else { place };
             let entry = TensorEntry::new(Fqn::from(name.clone()), stored.dtype, stored.shape);
             let (first, id) = match names.get(&name) {
                 Some(known) => known.clone(),

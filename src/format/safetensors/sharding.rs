@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::{INDEX_NAME, Stored};
-use crate::catalog::{Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
+use super::{INDEX_NAME, StoredTensor};
+use crate::catalog::{Chunk, FileLocation, Fqn, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, lookup};
@@ -80,21 +80,21 @@ pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
 /// `Malformed` where the text is not what the writer puts there.
 pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> {
     #[derive(Deserialize)]
-    struct Entry {
+    struct ShardingEntry {
         saved_offsets: Vec<u64>,
     }
-    let entries: BTreeMap<String, Entry> = serde_json::from_str(text)
+    let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text)
         .map_err(|error| Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", error.to_string()))?;
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }
 
 /// One file's part of a tensor.
 #[derive(Debug)]
-pub struct Shard {
+pub struct TensorShard {
     pub name: Arc<str>,
     pub path: Arc<Path>,
     pub file: FileId,
-    pub stored: Stored,
+    pub stored: StoredTensor,
     /// The offsets in the whole tensor, if the file records them.
     pub offsets: Option<Box<Dims>>,
 }
@@ -103,7 +103,7 @@ pub struct Shard {
 ///
 /// # Errors
 /// `Conflict` where they disagree, `Malformed` where offsets do not fit the parts.
-pub fn tensor(shards: &[Shard]) -> Result<TensorEntry> {
+pub fn tensor(shards: &[TensorShard]) -> Result<TensorEntry> {
     let first = &shards[0];
     let fqn = Fqn::from(first.name.clone());
     let dtype = first.stored.dtype;
@@ -153,8 +153,8 @@ pub fn tensor(shards: &[Shard]) -> Result<TensorEntry> {
     }
     let mut entry = TensorEntry::new(fqn, dtype, shape);
     for (shard, region) in shards.iter().zip(regions) {
-        let place = Place::Bytes { file: shard.file, offset: shard.stored.offset };
-        let place = if region.is_empty() { Place::Nowhere } else { place };
+        let place = FileLocation::Bytes { file: shard.file, offset: shard.stored.offset };
+        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
         let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
         entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
     }
@@ -181,9 +181,9 @@ mod tests {
         }
     }
 
-    fn shard(offsets: &[u64], sizes: &[u64]) -> Shard {
-        let stored = Stored { dtype: crate::catalog::Dtype::F32, shape: sizes.into(), offset: 0 };
-        Shard {
+    fn shard(offsets: &[u64], sizes: &[u64]) -> TensorShard {
+        let stored = StoredTensor { dtype: crate::catalog::Dtype::F32, shape: sizes.into(), offset: 0 };
+        TensorShard {
             name: "w".into(),
             path: Path::new("f").into(),
             file: FileId(0),

@@ -4,10 +4,10 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::release::Style;
+use super::release::DTensorStyle;
 use crate::catalog::Dtype;
 use crate::error::Error;
-use crate::format::archive::Source;
+use crate::format::archive::ArchiveSource;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
@@ -36,7 +36,7 @@ pub struct MeshSpec {
     /// False where the saving rank is not in the mesh and holds nothing.
     pub is_member: bool,
     /// How it was written.
-    pub style: Style,
+    pub style: DTensorStyle,
 }
 
 /// The storage of a mesh's ranks: 16 million of 8 bytes.
@@ -44,7 +44,7 @@ const MAX_RANKS_BYTES: u64 = 1 << 27;
 
 /// State of reading one archive's pickle.
 pub struct Reader<'a> {
-    pub source: Source<'a>,
+    pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,

@@ -7,19 +7,19 @@ use super::{RankTarget, read, reserve_ranks};
 use crate::catalog::{Catalog, Reservation, TensorId, model};
 use crate::error::Result;
 use crate::format::detect::not_that_format;
-use crate::format::index::{Index, is_torch_index, main_index};
+use crate::format::index::{ShardIndex, is_torch_index, main_index};
 use crate::format::known_files::is_no_model;
-use crate::format::listing::{FileStart, Found, Listing, Match};
-use crate::format::parts::Loaded;
-use crate::format::reading::Reading;
-use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::series::{Grouped, group};
 use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, fsdp_flat, sets};
 use crate::storage::{Files, IoMode};
 
 /// One file of whole tensors, or the set that an index names.
-pub static ONE_FILE: Entry = Entry {
+pub static ONE_FILE: FormatEntry = FormatEntry {
     name: "torch",
     about: "one `torch.save` file, or a set with an index",
     files: "exactly DST",
@@ -35,7 +35,7 @@ pub static ONE_FILE: Entry = Entry {
 };
 
 /// One file a rank.
-pub static RANK_FILES: Entry = Entry {
+pub static RANK_FILES: FormatEntry = FormatEntry {
     name: "torch-ranks",
     about: "one `torch.save` file a rank: DTensor, ShardedTensor, plain tensors",
     files: "`model_world_size_N_rank_R.pt`, or one such series for each series of SRC",
@@ -54,7 +54,7 @@ pub static RANK_FILES: Entry = Entry {
 const INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
 /// Returns the torch files of a folder by their names; `None` where an index names those that are read.
-fn grouped(listing: &Listing<'_>) -> Result<Option<Grouped>> {
+fn grouped(listing: &FolderListing<'_>) -> Result<Option<Grouped>> {
     if listing.names.iter().any(|name| is_torch_index(name)) {
         return Ok(None);
     }
@@ -67,46 +67,55 @@ fn grouped(listing: &Listing<'_>) -> Result<Option<Grouped>> {
 struct Reader;
 
 impl Read for Reader {
-    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         let Some(mut saved) = grouped(listing)? else {
             let indexes = listing.names.iter().filter(|name| is_torch_index(name));
             let index = listing.folder.join(main_index(indexes, INDEX_NAME).expect("an index was found"));
-            let paths = Index::read(&index)?.files()?;
-            return Ok(Some(Found { certainty: Match::Likely, ..Found::indexed(Format::Torch, paths, index) }));
+            let paths = ShardIndex::read(&index)?.files()?;
+            return Ok(Some(DetectedFiles {
+                certainty: Match::Likely,
+                ..DetectedFiles::indexed(Format::Torch, paths, index)
+            }));
         };
         let only_set = if saved.sets.len() == 1 { saved.sets.pop() } else { None };
         Ok(match (saved.ranks, only_set, saved.plain.as_slice()) {
-            (None, Some(set), _) => Some(Found::new(Format::Torch, Match::Likely, set.into_paths())),
+            (None, Some(set), _) => Some(DetectedFiles::new(Format::Torch, Match::Likely, set.into_paths())),
             (None, None, [only]) if saved.sets.is_empty() => {
-                Some(Found::new(Format::Torch, Match::Possible, vec![only.clone()]))
+                Some(DetectedFiles::new(Format::Torch, Match::Possible, vec![only.clone()]))
             }
             _ => None,
         })
     }
 
-    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         if is_torch_index(&file.name) {
-            let paths = Index::read(file.path)?.files()?;
-            return Ok(Some(Found::indexed(Format::Torch, paths, file.path.to_path_buf())));
+            let paths = ShardIndex::read(file.path)?.files()?;
+            return Ok(Some(DetectedFiles::indexed(Format::Torch, paths, file.path.to_path_buf())));
         }
         Ok(file.is_zip().then(|| file.found(Format::Torch, Match::Certain)))
     }
 
-    fn shortfall(&self, path: &Path, found: &Found, options: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+    fn shortfall(
+        &self,
+        path: &Path,
+        found: &DetectedFiles,
+        options: &ReadOptions,
+        _: IoMode,
+    ) -> Result<Option<Shortfall>> {
         sets::shortfall(path, found, options)
     }
 
-    fn read(&self, reading: &mut Reading<'_>, _: &Path, found: Found) -> Result<(Format, Loaded)> {
-        let index = found.index.as_deref().map(Index::read).transpose()?;
+    fn read(&self, reading: &mut ReadFindings<'_>, _: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
+        let index = found.index.as_deref().map(ShardIndex::read).transpose()?;
         let mut catalog = read(&mut reading.files, &found.paths, reading.options.unknown())?;
         let differing = index.as_ref().and_then(|index| differing(&reading.files, index, &catalog, &found.paths));
         reading.check_index(index, differing, &mut catalog)?;
-        Ok((Format::Torch, Loaded::whole(catalog)))
+        Ok((Format::Torch, LoadedFolder::whole(catalog)))
     }
 }
 
 /// Returns the first difference between an index and the torch files that it names.
-fn differing(files: &Files, index: &Index, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
+fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
     let named = model::all_tensors(&catalog.state);
     let file_of = |id: TensorId| {
         let chunks = &catalog.tensor(id).chunks;
@@ -121,14 +130,21 @@ fn differing(files: &Files, index: &Index, catalog: &Catalog, paths: &[PathBuf])
 pub struct RankReader;
 
 impl Read for RankReader {
-    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+    fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         let series = grouped(listing)?.and_then(|grouped| grouped.ranks);
-        let found =
-            |series| Found { series: Some(series), ..Found::new(Format::TorchRanks, Match::Likely, Vec::new()) };
+        let found = |series| DetectedFiles {
+            series: Some(series),
+            ..DetectedFiles::new(Format::TorchRanks, Match::Likely, Vec::new())
+        };
         Ok(series.map(found))
     }
 
-    fn read(&self, reading: &mut Reading<'_>, path: &Path, found: Found) -> Result<(Format, Loaded)> {
+    fn read(
+        &self,
+        reading: &mut ReadFindings<'_>,
+        path: &Path,
+        found: DetectedFiles,
+    ) -> Result<(Format, LoadedFolder)> {
         let chosen = reading.choose(found.series.expect("rank files are in series"))?;
         let (loaded, flat) = chosen.read(&mut reading.files, reading.options)?;
         // What it says is in the catalog, and written anew.

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 use rayon::prelude::*;
 
 use super::ranks::RankFile;
-use super::reader::{Contents, read};
-use super::tensor::Found;
+use super::reader::{ArchiveContents, read};
+use super::tensor::TensorNode;
 use crate::error::Result;
 use crate::layout::{Rank, Region};
 use crate::storage::{FileId, Files};
@@ -25,7 +25,7 @@ pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown)
     let own: Vec<(Rank, &PathBuf, FileId)> =
         ranks.iter().map(|(rank, path)| Ok((Rank(*rank), path, files.add(path)?))).collect::<Result<_>>()?;
     let files = &*files;
-    let lists = Lists::default();
+    let lists = BoxLists::default();
     let loaded: Vec<Result<RankFile>> = own
         .into_par_iter()
         .map(|(rank, path, file)| {
@@ -39,13 +39,13 @@ pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown)
 
 /// Lists of boxes, each once.
 #[derive(Default)]
-struct Lists(Mutex<HashSet<Arc<[Region]>>>);
+struct BoxLists(Mutex<HashSet<Arc<[Region]>>>);
 
-impl Lists {
-    fn share(&self, contents: &mut Contents) {
+impl BoxLists {
+    fn share(&self, contents: &mut ArchiveContents) {
         let mut known = self.0.lock().expect("no panic while the lock is held");
         for tensor in &mut contents.tensors {
-            let Found::Sharded { all, .. } = tensor else { continue };
+            let TensorNode::Sharded { all, .. } = tensor else { continue };
             match known.get(all) {
                 Some(shared) => *all = Arc::clone(shared),
                 None => _ = known.insert(Arc::clone(all)),

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::context::{MeshSpec, Reader};
-use super::release::{Release, Style};
+use super::release::{DTensorStyle, Release};
 use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};
@@ -31,10 +31,10 @@ pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>
     Ok(spec)
 }
 
-fn style(release: Release, state: Ref<'_>) -> Style {
+fn style(release: Release, state: Ref<'_>) -> DTensorStyle {
     let device_type = state.get("_device_type").or_else(|| state.get("device_type")).and_then(Ref::as_str);
-    let default = Style::default().device_type;
-    Style { release, device_type: device_type.map_or(default, str::to_owned) }
+    let default = DTensorStyle::default().device_type;
+    DTensorStyle { release, device_type: device_type.map_or(default, str::to_owned) }
 }
 
 fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
@@ -98,7 +98,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
         (Some(_), None) => 0,
     };
     let shape: Dims =
-        axes.iter().map(Axis::len).collect::<Option<_>>().ok_or_else(|| malformed("of impossible size"))?;
+        axes.iter().map(MeshAxis::len).collect::<Option<_>>().ok_or_else(|| malformed("of impossible size"))?;
     let count = crate::layout::numel(&shape)
         .filter(|count| *count <= ranks.len() as u64)
         .ok_or_else(|| malformed("of impossible size"))?;
@@ -131,9 +131,9 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
 }
 
 /// One mesh dim: sizes and strides of the axes it was made of, row-major.
-struct Axis(Vec<(u64, u64)>);
+struct MeshAxis(Vec<(u64, u64)>);
 
-impl Axis {
+impl MeshAxis {
     fn len(&self) -> Option<u64> {
         self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
     }
@@ -150,7 +150,7 @@ impl Axis {
     }
 }
 
-fn axes(layout: Ref<'_>) -> Option<Vec<Axis>> {
+fn axes(layout: Ref<'_>) -> Option<Vec<MeshAxis>> {
     // 2.13 and later.
     if let Some(axes) = layout.get("axes") {
         return axes
@@ -163,23 +163,23 @@ fn axes(layout: Ref<'_>) -> Option<Vec<Axis>> {
     }
     let (shape, stride) = (layout.get("shape")?, layout.get("stride")?);
     if let (Some(shape), Some(stride)) = (shape.as_u64(), stride.as_u64()) {
-        return Some(vec![Axis(vec![(shape, stride)])]);
+        return Some(vec![MeshAxis(vec![(shape, stride)])]);
     }
     if let (Some(shape), Some(stride)) = (shape.to_dims(), stride.to_dims()) {
         return (shape.len() == stride.len())
-            .then(|| shape.into_iter().zip(stride).map(|pair| Axis(vec![pair])).collect());
+            .then(|| shape.into_iter().zip(stride).map(|pair| MeshAxis(vec![pair])).collect());
     }
     let (shape, stride) = (shape.as_tuple()?, stride.as_tuple()?);
     (shape.len() == stride.len()).then_some(())?;
     shape.zip(stride).map(|(shape, stride)| axis_of(shape, stride)).collect()
 }
 
-fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<Axis> {
+fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<MeshAxis> {
     if let (Some(shape), Some(stride)) = (shape.as_u64(), stride.as_u64()) {
-        return Some(Axis(vec![(shape, stride)]));
+        return Some(MeshAxis(vec![(shape, stride)]));
     }
     let (shape, stride) = (shape.to_dims()?, stride.to_dims()?);
-    (shape.len() == stride.len()).then(|| Axis(shape.into_iter().zip(stride).collect()))
+    (shape.len() == stride.len()).then(|| MeshAxis(shape.into_iter().zip(stride).collect()))
 }
 
 /// The shape and row-major content of a tensor of ranks.

@@ -21,11 +21,13 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use context::View;
-pub use release::{Release, Style};
-pub use tensor::{Found, Group};
-pub use write::{PREFIX, Saved, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view};
+pub use release::{DTensorStyle, Release};
+pub use tensor::{ProcessGroup, TensorNode};
+pub use write::{
+    PREFIX, SavedArchive, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view,
+};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
-pub use write_sharded::{RankGroup, Sharded, ShardedWriter};
+pub use write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter};
 
 use indexmap::IndexSet;
 
@@ -33,7 +35,7 @@ use crate::catalog::{Catalog, Chunk, contiguous_strides};
 use crate::error::Result;
 use crate::layout::Tile;
 use crate::storage::Files;
-use reader::Contents;
+use reader::ArchiveContents;
 use torch_pickle::pickle::Unknown;
 
 /// Read files that each hold whole tensors: one torch.save file, or the set that an index names.
@@ -64,12 +66,12 @@ pub fn dropped(files: &[ranks::RankFile]) -> Vec<String> {
 }
 
 /// A chunk of `tile` that is the view.
-fn chunk(contents: &Contents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
+fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
     Chunk { tile, place: contents.place(view), strides, rank }
 }
 
 /// The chunk of a view that is a whole tensor.
-pub fn whole_chunk(contents: &Contents, view: &View) -> Chunk {
+pub fn whole_chunk(contents: &ArchiveContents, view: &View) -> Chunk {
     chunk(contents, view, Tile::from_region(&crate::layout::Region::whole(&view.sizes)), None)
 }

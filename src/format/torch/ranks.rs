@@ -9,16 +9,16 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::reader::Contents;
-use super::{Found, Group, View, chunk};
-use crate::catalog::path::{self, Fate, is_descended, key_text};
+use super::reader::ArchiveContents;
+use super::{ProcessGroup, TensorNode, View, chunk};
+use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, Summands, TensorEntry, TensorId, Value, checked_len_bytes,
-    permuted_stride, shift_tensors,
+    Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
+    checked_len_bytes, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, Result};
-use crate::layout::partial::{Reduction, summand};
-use crate::layout::shards::Shared;
+use crate::layout::partial::{PartialReduction, summand};
+use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.
@@ -32,12 +32,12 @@ pub struct RankFile {
     /// From the file name; `None` for a file of its own.
     pub rank: Option<Rank>,
     pub path: PathBuf,
-    pub contents: Contents,
+    pub contents: ArchiveContents,
 }
 
 /// What the plain tensors that ranks have under one name are to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plain {
+pub enum PlainKind {
     /// The same on all of them.
     Replicas,
     /// Parts of one, of whatever shapes: the whole is to be told ([`crate::format::told`]). Until then a tensor has the
@@ -50,14 +50,14 @@ pub enum Plain {
 /// # Errors
 /// `Malformed`, `Conflict`.
 pub fn single(file: &RankFile) -> Result<Catalog> {
-    merge(std::slice::from_ref(file), Plain::Replicas)
+    merge(std::slice::from_ref(file), PlainKind::Replicas)
 }
 
 /// One catalog of the files of all ranks.
 ///
 /// # Errors
 /// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
-pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
+pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
@@ -74,7 +74,7 @@ pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
         if let Value::Other(holdings) = leaf {
             merger.only_holders(path, holdings);
         }
-        Fate::Keep
+        LeafAction::Keep
     });
     let mut names: Vec<Option<Path>> = vec![None; merger.tensors.len()];
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
@@ -98,16 +98,16 @@ pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
 
 /// Which tensor of which file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part {
+struct TensorOfRank {
     file: usize,
     tensor: usize,
 }
 
 struct Merger<'a> {
     files: &'a [RankFile],
-    plain: Plain,
+    plain: PlainKind,
     /// Parts by merged tensor.
-    tensors: Vec<Vec<Part>>,
+    tensors: Vec<Vec<TensorOfRank>>,
 }
 
 impl Merger<'_> {
@@ -115,7 +115,7 @@ impl Merger<'_> {
     fn adopt(&mut self, file: usize, value: &Value) -> Value {
         let first = self.tensors.len();
         let count = self.files[file].contents.tensors.len();
-        self.tensors.extend((0..count).map(|tensor| vec![Part { file, tensor }]));
+        self.tensors.extend((0..count).map(|tensor| vec![TensorOfRank { file, tensor }]));
         let mut value = value.clone();
         shift_tensors(&mut value, u32::try_from(first).expect("fewer than 2^32 tensors"));
         value
@@ -166,7 +166,7 @@ impl Merger<'_> {
     }
 
     /// The first value of a conflict was taken to be that of all ranks before: some of them may have none.
-    fn only_holders(&self, path: &Path, holdings: &mut [Holding]) {
+    fn only_holders(&self, path: &Path, holdings: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
             file.is_none_or(|file| path.find(&file.contents.value).is_some())
@@ -176,8 +176,8 @@ impl Merger<'_> {
         }
     }
 
-    fn holding(&self, value: Value, files: RangeInclusive<usize>) -> Holding {
-        Holding { value, ranks: self.files[files].iter().filter_map(|file| file.rank).collect() }
+    fn holding(&self, value: Value, files: RangeInclusive<usize>) -> RankValue {
+        RankValue { value, ranks: self.files[files].iter().filter_map(|file| file.rank).collect() }
     }
 
     fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
@@ -201,34 +201,34 @@ impl Merger<'_> {
         }
     }
 
-    fn rank(&self, part: Part) -> Option<Rank> {
+    fn rank(&self, part: TensorOfRank) -> Option<Rank> {
         self.files[part.file].rank
     }
 
-    fn found(&self, part: Part) -> &Found {
+    fn found(&self, part: TensorOfRank) -> &TensorNode {
         &self.files[part.file].contents.tensors[part.tensor]
     }
 
     /// One entry of the parts that all ranks have of a tensor.
-    fn entry(&self, fqn: Fqn, parts: &[Part], catalog: &mut Catalog) -> Result<TensorEntry> {
+    fn entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
         let first = parts[0];
         for &part in parts {
             self.check_agreement(&fqn, first, part)?;
         }
         match self.found(first) {
-            Found::Plain(view) => {
+            TensorNode::Plain(view) => {
                 let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
                 entry.stride = permuted_stride(&view.sizes, &view.strides).map(Box::new);
                 for &part in parts {
-                    if let Found::Plain(view) = self.found(part) {
+                    if let TensorNode::Plain(view) = self.found(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
                         entry.chunks.push(chunk(&self.files[part.file].contents, view, tile, self.rank(part)));
                     }
                 }
                 Ok(entry)
             }
-            Found::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
-            Found::Sharded { dtype, shape, stride, .. } => {
+            TensorNode::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
+            TensorNode::Sharded { dtype, shape, stride, .. } => {
                 let entry = TensorEntry {
                     stride: stride.clone().map(Box::new),
                     ..TensorEntry::new(fqn, *dtype, shape.clone())
@@ -238,11 +238,11 @@ impl Merger<'_> {
         }
     }
 
-    fn check_agreement(&self, fqn: &Fqn, first: Part, part: Part) -> Result<()> {
-        let describe = |found: &Found| match found {
-            Found::Plain(view) => ("tensor", view.dtype, view.sizes.clone()),
-            Found::Distributed { local, shape, .. } => ("DTensor", local.dtype, shape.clone()),
-            Found::Sharded { dtype, shape, .. } => ("ShardedTensor", *dtype, shape.clone()),
+    fn check_agreement(&self, fqn: &Fqn, first: TensorOfRank, part: TensorOfRank) -> Result<()> {
+        let describe = |found: &TensorNode| match found {
+            TensorNode::Plain(view) => ("tensor", view.dtype, view.sizes.clone()),
+            TensorNode::Distributed { local, shape, .. } => ("DTensor", local.dtype, shape.clone()),
+            TensorNode::Sharded { dtype, shape, .. } => ("ShardedTensor", *dtype, shape.clone()),
         };
         let (left, right) = (describe(self.found(first)), describe(self.found(part)));
         let (what, left, right) = if left.0 != right.0 {
@@ -262,7 +262,7 @@ impl Merger<'_> {
             format!("{} and {}", name(first), name(part)),
             format!("{} has {left}, {} has {right}", name(first), name(part)),
         );
-        if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", Found::Plain(_)) =
+        if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", TensorNode::Plain(_)) =
             (&mut error, what, self.found(first))
         {
             *hint = Some(PARTS_UNTOLD.into());
@@ -270,8 +270,8 @@ impl Merger<'_> {
         Err(error)
     }
 
-    fn may_be_parts(&self, part: Part) -> bool {
-        self.plain == Plain::Parts && matches!(self.found(part), Found::Plain(_))
+    fn may_be_parts(&self, part: TensorOfRank) -> bool {
+        self.plain == PlainKind::Parts && matches!(self.found(part), TensorNode::Plain(_))
     }
 
     fn distributed(
@@ -279,14 +279,14 @@ impl Merger<'_> {
         fqn: Fqn,
         local: &View,
         shape: &Dims,
-        parts: &[Part],
+        parts: &[TensorOfRank],
         catalog: &mut Catalog,
     ) -> Result<TensorEntry> {
         check_shape(&self.files[parts[0].file].path, &fqn, shape, local.dtype)?;
         let mut entry = TensorEntry::new(fqn, local.dtype, shape.clone());
         entry.class = Class::DTensor;
         for &part in parts {
-            let Found::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
+            let TensorNode::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
             // A rank outside the mesh holds nothing, and cannot tell which slice of the root the others share.
             if !mesh.is_member {
                 continue;
@@ -298,7 +298,7 @@ impl Merger<'_> {
                 let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
-            let reduction = Reduction::of(mesh.mesh.shape(), placements).map_err(|error| {
+            let reduction = PartialReduction::of(mesh.mesh.shape(), placements).map_err(|error| {
                 let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
                 Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
             })?;
@@ -306,7 +306,8 @@ impl Merger<'_> {
             match &entry.sharding {
                 None => {
                     entry.sharding = Some(sharding);
-                    entry.summands = reduction.map(|reduction| Box::new(Summands { reduction, of_chunk: Vec::new() }));
+                    entry.summands =
+                        reduction.map(|reduction| Box::new(PartialValues { reduction, of_chunk: Vec::new() }));
                 }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known)
@@ -344,9 +345,9 @@ impl Merger<'_> {
         Ok(entry)
     }
 
-    fn layout_conflict(&self, fqn: &Fqn, first: Part, part: Part) -> Error {
+    fn layout_conflict(&self, fqn: &Fqn, first: TensorOfRank, part: TensorOfRank) -> Error {
         let describe = |part| match self.found(part) {
-            Found::Distributed { mesh, placements, .. } => {
+            TensorNode::Distributed { mesh, placements, .. } => {
                 format!("{} on {}", comma_list(placements), mesh.mesh)
             }
             _ => String::from("none"),
@@ -359,11 +360,13 @@ impl Merger<'_> {
         )
     }
 
-    fn sharded(&self, mut entry: TensorEntry, parts: &[Part]) -> Result<TensorEntry> {
+    fn sharded(&self, mut entry: TensorEntry, parts: &[TensorOfRank]) -> Result<TensorEntry> {
         check_shape(&self.files[parts[0].file].path, &entry.fqn, &entry.shape, entry.dtype)?;
         entry.class = Class::ShardedTensor;
         for &part in parts {
-            let Found::Sharded { group: Group { rank, .. }, local, all, .. } = self.found(part) else { continue };
+            let TensorNode::Sharded { group: ProcessGroup { rank, .. }, local, all, .. } = self.found(part) else {
+                continue;
+            };
             let file = &self.files[part.file];
             let bad = |expected: String, found: String| {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
@@ -421,5 +424,5 @@ fn lift_to_root(
         positions.is_sorted().then_some((root, lifted, slice))
     });
     let (mesh, placements, slice) = lifted.unwrap_or_else(|| (mesh, placements.to_vec(), None));
-    Sharding { mesh: catalog.intern_mesh(mesh.clone()), shared: Shared { slice, ..placements.into() } }
+    Sharding { mesh: catalog.intern_mesh(mesh.clone()), shared: SharedTensor { slice, ..placements.into() } }
 }

@@ -5,33 +5,33 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::context::{Reader, View};
-use super::release::Style;
-use super::tensor::{Found, recognise};
-use crate::catalog::{Located, Place, Summed, TensorId, Value};
+use super::release::DTensorStyle;
+use super::tensor::{TensorNode, recognise};
+use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::archive::{Source, torch_script};
-use crate::storage::{FileId, Files, Stretch};
+use crate::format::archive::{ArchiveSource, torch_script};
+use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 
 /// What a file (or an item of a DCP data file) holds.
 #[derive(Debug)]
-pub struct Contents {
+pub struct ArchiveContents {
     /// Tensors in it refer to `tensors`.
     pub value: Value,
-    pub tensors: Vec<Found>,
+    pub tensors: Vec<TensorNode>,
     /// Objects that were left out because their classes are not known.
     pub dropped: Vec<Dropped>,
     archive: Archive,
-    stretch: Stretch,
+    stretch: FileRange,
 }
 
 const PICKLE: &str = "data.pkl";
 const BYTE_ORDER: &str = "byteorder";
 
-impl Contents {
+impl ArchiveContents {
     /// Add a tensor and give the reference to it.
-    pub fn push(&mut self, found: Found) -> TensorId {
+    pub fn push(&mut self, found: TensorNode) -> TensorId {
         let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
         self.tensors.push(found);
         id
@@ -39,18 +39,18 @@ impl Contents {
 
     /// What was read.
     #[must_use]
-    pub fn stretch(&self) -> Stretch {
+    pub fn stretch(&self) -> FileRange {
         self.stretch
     }
 
     /// Where the view's element 0 lies. The record was checked to hold the storage.
     #[must_use]
-    pub fn place(&self, view: &View) -> Place {
+    pub fn place(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
             Some(record) if !view.sizes.contains(&0) => {
-                Place::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
+                FileLocation::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
             }
-            _ => Place::Nowhere,
+            _ => FileLocation::Nowhere,
         }
     }
 
@@ -60,8 +60,8 @@ impl Contents {
     /// `Io`.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
         // All records that `read` looks into.
-        let Stretch { file, offset, len } = self.stretch;
-        let (source, located) = (Source::new(files, file), format!("data/{}", view.key));
+        let FileRange { file, offset, len } = self.stretch;
+        let (source, located) = (ArchiveSource::new(files, file), format!("data/{}", view.key));
         Frame::of(&source, offset..offset + len, &self.archive, &[PICKLE, BYTE_ORDER], &located)
             .map_err(|error| source.error(error))
     }
@@ -70,19 +70,19 @@ impl Contents {
     ///
     /// # Errors
     /// `Malformed` where the record's local header is damaged.
-    pub fn locate(&self, files: &Files, view: &View) -> Result<Located> {
+    pub fn locate(&self, files: &Files, view: &View) -> Result<StridedLocation> {
         let name = format!("data/{}", view.key);
-        let source = Source::new(files, self.stretch.file);
+        let source = ArchiveSource::new(files, self.stretch.file);
         let located = self.archive.locate(&source, &name).map_err(|error| source.error(error))?;
         let Some((data, record)) = located else {
             return Err(Error::malformed(files.path(self.stretch.file), name, "a record of the archive", "none"));
         };
         let offset = data + view.offset * view.dtype.itemsize();
-        Ok(Located {
+        Ok(StridedLocation {
             file: self.stretch.file,
             offset,
             strides: view.strides.clone(),
-            summed: Summed::of_record(record, data),
+            summed: ChecksummedRange::of_record(record, data),
         })
     }
 }
@@ -95,10 +95,10 @@ const MAX_BYTE_ORDER_BYTES: u64 = 64;
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Result<Contents> {
+pub fn read(files: &Files, stretch: FileRange, name: &str, unknown: Unknown) -> Result<ArchiveContents> {
     let file = stretch.file;
     let path = files.path(file);
-    let source = Source::new(files, file);
+    let source = ArchiveSource::new(files, file);
     let archive = source.archive(stretch)?;
     check_kind(source, path, &archive)?;
     let content = archive.content(&source, PICKLE, pickle::MAX_BYTES).map_err(|error| source.error(error))?;
@@ -126,15 +126,15 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
         let Some(found) = recognise(&mut reader, node)? else { return Ok(None) };
         let next = TensorId(u32::try_from(tensors.len()).expect("fewer than 2^32 tensors"));
         let id = match &found {
-            Found::Plain(view) => {
+            TensorNode::Plain(view) => {
                 reader.check_storage(view)?;
                 *known.entry(view.clone()).or_insert(next)
             }
-            Found::Distributed { local, .. } => {
+            TensorNode::Distributed { local, .. } => {
                 reader.check_storage(local)?;
                 next
             }
-            Found::Sharded { local, .. } => {
+            TensorNode::Sharded { local, .. } => {
                 local.iter().try_for_each(|(_, view)| reader.check_storage(view))?;
                 next
             }
@@ -150,10 +150,10 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
         return Err(error);
     }
     let decoded = decoded.map_err(|error| decode_error(path, &error.under(name), unsupported))?;
-    Ok(Contents { value: decoded.value, tensors, dropped: decoded.dropped, archive, stretch })
+    Ok(ArchiveContents { value: decoded.value, tensors, dropped: decoded.dropped, archive, stretch })
 }
 
-impl Style {
+impl DTensorStyle {
     /// Returns the style of the DTensors in a torch.save file; `None` if it has no DTensor.
     ///
     /// # Errors
@@ -161,13 +161,13 @@ impl Style {
     pub fn of_file(files: &Files, file: FileId) -> Result<Option<Self>> {
         let contents = read(files, files.whole(file), "", Unknown::Drop)?;
         Ok(contents.tensors.iter().find_map(|found| match found {
-            Found::Distributed { mesh, .. } => Some(mesh.style.clone()),
-            Found::Plain(_) | Found::Sharded { .. } => None,
+            TensorNode::Distributed { mesh, .. } => Some(mesh.style.clone()),
+            TensorNode::Plain(_) | TensorNode::Sharded { .. } => None,
         }))
     }
 }
 
-fn check_kind(source: Source<'_>, path: &Path, archive: &Archive) -> Result<()> {
+fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
         return Err(torch_script(path));
     }

@@ -45,14 +45,14 @@ impl Release {
 
 /// What a checkpoint's DTensors do not share with those of every other.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Style {
+pub struct DTensorStyle {
     pub release: Release,
     /// Of the meshes: `cpu`, `cuda`. Local tensors are always written as those of the CPU, where they can be loaded
     /// everywhere; trainers that save with CPU offload have the same.
     pub device_type: String,
 }
 
-impl Default for Style {
+impl Default for DTensorStyle {
     fn default() -> Self {
         Self { release: Release::default(), device_type: String::from("cpu") }
     }

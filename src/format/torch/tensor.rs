@@ -17,7 +17,7 @@ use torch_pickle::pickle::{DecodeError, Items, Ref};
 
 /// What a tensor node is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum TensorNode {
     Plain(View),
     Distributed {
         local: View,
@@ -31,7 +31,7 @@ pub enum Found {
         shape: Dims,
         /// Of the whole tensor in memory, as [`crate::catalog::TensorEntry::stride`]; the class does not tell it.
         stride: Option<Dims>,
-        group: Group,
+        group: ProcessGroup,
         local: Vec<(Region, View)>,
         all: Arc<[Region]>,
     },
@@ -39,7 +39,7 @@ pub enum Found {
 
 /// The process group that a ShardedTensor lay on, as one of its ranks knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct ProcessGroup {
     /// The rank in the job.
     pub rank: u32,
     /// Ranks of the group, and of the job.
@@ -47,7 +47,7 @@ pub struct Group {
 }
 
 /// The tensor at a node, if it is one.
-pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>, DecodeError> {
+pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<TensorNode>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
     if is_wrapper(call.module, call.name) {
         let wrapped = arg(call.args, 0)?;
@@ -63,7 +63,7 @@ pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>
             return reader.inside(|reader| read(reader, inner, state)).map(Some);
         }
     }
-    Ok(plain_view(reader, node)?.map(Found::Plain))
+    Ok(plain_view(reader, node)?.map(TensorNode::Plain))
 }
 
 /// State of a wrapper subclass: a dict, or `(dict or None, slots)`.
@@ -74,7 +74,7 @@ fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, DecodeError> {
 }
 
 /// (cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}
-fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, DecodeError> {
+fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
     let shape = dims(arg(args, 2)?, "global size")?;
     let Some(local) = plain_view(reader, attribute(state, "_local_tensor")?)? else {
         return Err(reader.unsupported("a DTensor whose local tensor is not a plain tensor"));
@@ -94,7 +94,7 @@ fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Resu
             .map_err(|error| DecodeError::malformed(error.to_string()))?,
         None => placements,
     };
-    Ok(Found::Distributed { local, shape, mesh, placements })
+    Ok(TensorNode::Distributed { local, shape, mesh, placements })
 }
 
 /// Tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
@@ -143,7 +143,7 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeErro
 }
 
 /// (cls, dtype, size, ...), (local shards, metadata, process group state, spec, init_rrefs)
-fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, DecodeError> {
+fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
     let malformed = |what: &str| DecodeError::malformed(format!("a ShardedTensor {what}"));
     let dtype = dtype(reader, arg(args, 1)?)?;
     let shape = dims(arg(args, 2)?, "global size")?;
@@ -156,12 +156,12 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
         value.and_then(|value| u32::try_from(value).ok())
     };
     let rank = number("global_rank").ok_or_else(|| malformed("without a rank"))?;
-    let group = Group { rank, sizes: number("local_world_size").zip(number("global_world_size")) };
+    let group = ProcessGroup { rank, sizes: number("local_world_size").zip(number("global_world_size")) };
     let mut local = Vec::new();
     for shard in shards.as_list().ok_or_else(|| malformed("without local shards"))? {
         reader.count_shard()?;
         let state = shard.state().ok_or_else(|| malformed("with a shard that has no state"))?;
-        let Some(Found::Plain(view)) = recognise(reader, attribute(state, "tensor")?)? else {
+        let Some(TensorNode::Plain(view)) = recognise(reader, attribute(state, "tensor")?)? else {
             return Err(reader.unsupported("a ShardedTensor whose shard is not a plain tensor"));
         };
         local.push((shard_region(attribute(state, "metadata")?)?, view));
@@ -172,7 +172,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
         .and_then(Ref::as_list)
         .ok_or_else(|| malformed("without shards_metadata"))?;
     let all = listed.map(|shard| reader.count_shard().and_then(|()| shard_region(shard))).collect::<Result<_, _>>()?;
-    Ok(Found::Sharded { dtype, shape, stride: None, group, local, all })
+    Ok(TensorNode::Sharded { dtype, shape, stride: None, group, local, all })
 }
 
 /// `ShardMetadata(shard_offsets, shard_sizes, placement)`

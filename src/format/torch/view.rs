@@ -148,14 +148,14 @@ impl View {
     }
 }
 
-struct Storage<'a> {
+struct TensorStorageView<'a> {
     dtype: Option<Dtype>,
     key: &'a str,
     bytes: u64,
 }
 
 /// `('storage', class, key, location, numel)`
-fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, DecodeError> {
+fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<TensorStorageView<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {
         return Err(DecodeError::malformed(format!("a storage that is {}", node.describe())));
@@ -175,5 +175,5 @@ fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, Decode
     let bytes = numel
         .checked_mul(dtype.map_or(1, Dtype::itemsize))
         .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements")))?;
-    Ok(Storage { dtype, key, bytes })
+    Ok(TensorStorageView { dtype, key, bytes })
 }

@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use smallvec::SmallVec;
 
 use crate::catalog::{
-    Catalog, Chunk, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
+    Catalog, Chunk, Dtype, FileLocation, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value,
+    contiguous_strides,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
@@ -27,7 +28,7 @@ const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
-pub struct Saved {
+pub struct SavedArchive {
     /// By storage key.
     pub tensors: Vec<SavedTensor>,
     /// Length of the archive.
@@ -53,7 +54,7 @@ impl SavedTensor {
         let mut entry = TensorEntry::new(fqn.clone(), *dtype, shape.clone());
         let mut offset = self.offset;
         for region in order.cut_row_major(shape, 0..entry.numel()) {
-            let place = Place::Bytes { file, offset };
+            let place = FileLocation::Bytes { file, offset };
             offset += region.numel() * dtype.itemsize();
             entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
         }
@@ -96,7 +97,7 @@ pub fn save(
     value: &Value,
     file: &mut OutputFile,
     frames: &mut SharedBytes,
-) -> Result<Saved, WriteError> {
+) -> Result<SavedArchive, WriteError> {
     let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
     let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
@@ -116,7 +117,7 @@ pub fn save(
     let lens = stored.iter().map(|(id, _)| source.tensor(*id).len_bytes());
     let (offsets, len) = append(&writer.finish(), lens, file, frames);
     let tensors = stored.into_iter().zip(offsets).map(|((id, order), offset)| SavedTensor { id, offset, order });
-    Ok(Saved { tensors: tensors.collect(), len })
+    Ok(SavedArchive { tensors: tensors.collect(), len })
 }
 
 /// The archives that torch.save makes of one contiguous tensor each. They tell of dtype and sizes and not of their place,
@@ -329,7 +330,7 @@ mod tests {
         assert_eq!(chunks.len(), 8);
         let (last, place) = chunks.last().unwrap();
         assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");
-        assert_eq!(*place, Place::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
+        assert_eq!(*place, FileLocation::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
         reserved.entry.tilings().unwrap();
     }
 

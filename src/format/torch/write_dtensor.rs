@@ -19,7 +19,7 @@ const SPEC: &str = "torch.distributed.tensor._dtensor_spec";
 
 /// What is to be known of a DTensor.
 #[derive(Clone, Copy)]
-pub struct DTensor<'a> {
+pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
@@ -31,7 +31,7 @@ pub struct DTensor<'a> {
 }
 
 /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`
-pub fn write_dtensor(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensor<'_>) {
+pub fn write_dtensor(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorSpec<'_>) {
     start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape, false);
     writer.none().empty_dict().mark();
     writer.string("_local_tensor");
@@ -41,7 +41,7 @@ pub fn write_dtensor(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: D
     writer.setitems().tuple(2).tuple(4).reduce();
 }
 
-fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensor<'_>) {
+fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorSpec<'_>) {
     let dims = meshes.dims(tensor.slice);
     let placements: Vec<Placement> = dims.iter().map(|&dim| tensor.placements[dim]).collect();
     let shape: Dims = dims.iter().map(|&dim| meshes.mesh.shape()[dim]).collect();

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::release::{Release, Style};
+use super::release::{DTensorStyle, Release};
 use super::write::{instance, list, tuple, write_sizes, write_tensor};
 use crate::catalog::{Dtype, contiguous_strides};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Rank};
@@ -28,7 +28,7 @@ pub const MESH_KEY: usize = 0;
 /// Writes the meshes that the DTensors of one rank have.
 pub struct MeshWriter<'a> {
     pub mesh: &'a DeviceMesh,
-    pub style: &'a Style,
+    pub style: &'a DTensorStyle,
     pub rank: Rank,
     /// Of the job.
     pub world_size: u32,
@@ -120,7 +120,7 @@ impl MeshWriter<'_> {
         writer.string("_dim_group_names");
         let groups = self.groups();
         // Who is not in the mesh is in none of them.
-        let groups: Vec<&Group> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
+        let groups: Vec<&MeshGroup> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
         list(writer, &groups, |writer, group| {
             writer.string(&group.name.to_string());
         });
@@ -158,7 +158,7 @@ impl MeshWriter<'_> {
 
     /// The process group of each mesh dim that this rank is in, under the name it has in a job whose first groups are
     /// those of this mesh: there, and only there, the loaded tensors can communicate.
-    fn groups(&self) -> Vec<Group> {
+    fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
         let mut next = 1;
@@ -180,13 +180,13 @@ impl MeshWriter<'_> {
                 next += world_size / size;
                 name
             };
-            groups.push(Group { name, ranks: members.collect() });
+            groups.push(MeshGroup { name, ranks: members.collect() });
         }
         groups
     }
 }
 
-struct Group {
+struct MeshGroup {
     /// A number; 0 is the group of all ranks.
     name: u64,
     ranks: Vec<Rank>,
@@ -239,7 +239,7 @@ mod tests {
     fn groups_are_numbered_as_in_a_fresh_job() {
         let names = |mesh: &str, rank: u32, release| {
             let mesh = DeviceMesh::parse(mesh).unwrap();
-            let style = Style { release, ..Style::default() };
+            let style = DTensorStyle { release, ..DTensorStyle::default() };
             let coordinate = mesh.coordinate(Rank(rank)).unwrap();
             let writer = MeshWriter {
                 mesh: &mesh,

@@ -11,18 +11,19 @@ use std::path::PathBuf;
 
 use indexmap::IndexMap;
 
-use super::Style;
+use super::DTensorStyle;
 use super::write::{PREFIX, write_tensor};
-use super::write_dtensor::{DTensor, write_dtensor};
+use super::write_dtensor::{DTensorSpec, write_dtensor};
 use super::write_mesh::{MESH_KEY, MeshWriter};
-use super::write_sharded::{RankGroup, Sharded, ShardedWriter, sharding_dim};
+use super::write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter, sharding_dim};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
+    Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId,
+    Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
-use crate::layout::cut::CutBy;
-use crate::layout::shards::Shared;
+use crate::layout::cut::SplitChoice;
+use crate::layout::shards::SharedTensor;
 use crate::layout::{
     DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
 };
@@ -43,7 +44,7 @@ pub enum RankLayout {
         slice: Option<Vec<MeshDim>>,
     },
     /// A plain tensor, of which each rank has its part.
-    Local(Shared),
+    Local(SharedTensor),
     /// A ShardedTensor: its rows over one mesh dim, the same of all such tensors.
     Sharded { dim: MeshDim },
 }
@@ -57,18 +58,18 @@ impl RankLayout {
         fqn: &Fqn,
         entry: &TensorEntry,
         mesh: &DeviceMesh,
-        shared: Shared,
-        cut: CutBy<'_>,
+        shared: SharedTensor,
+        cut: SplitChoice<'_>,
     ) -> Result<Self> {
         check_chunks(fqn, entry, mesh, &shared, cut)?;
         Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
     }
 
     /// How ranks share it, as far as placements say it.
-    fn shared(self) -> Option<Shared> {
+    fn shared(self) -> Option<SharedTensor> {
         match self {
             Self::Plain | Self::Sharded { .. } => None,
-            Self::Distributed { placements, slice } => Some(Shared { placements, splits: Vec::new(), slice }),
+            Self::Distributed { placements, slice } => Some(SharedTensor { placements, splits: Vec::new(), slice }),
             Self::Local(shared) => Some(shared),
         }
     }
@@ -81,8 +82,8 @@ impl RankLayout {
         fqn: &Fqn,
         entry: &TensorEntry,
         mesh: &DeviceMesh,
-        shared: &Shared,
-        cut: CutBy<'_>,
+        shared: &SharedTensor,
+        cut: SplitChoice<'_>,
     ) -> Result<Self> {
         check_chunks(fqn, entry, mesh, shared, cut)?;
         let dim = sharding_dim(fqn, entry, mesh, &shared.placements)?;
@@ -91,7 +92,13 @@ impl RankLayout {
 }
 
 /// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
-fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared, cut: CutBy<'_>) -> Result<()> {
+fn check_chunks(
+    fqn: &Fqn,
+    entry: &TensorEntry,
+    mesh: &DeviceMesh,
+    shared: &SharedTensor,
+    cut: SplitChoice<'_>,
+) -> Result<()> {
     for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
         let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
@@ -115,7 +122,7 @@ pub struct RankTarget<'a> {
     pub mesh: &'a DeviceMesh,
     /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
     pub world_size: u32,
-    pub style: &'a Style,
+    pub style: &'a DTensorStyle,
     /// The file of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
     /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain
@@ -178,7 +185,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     for rank in (0..world_size).map(Rank) {
         let coordinate = mesh.coordinate(rank);
         let tiles = tensors.iter().map(|(id, planned)| planned.tile(source.tensor(*id), mesh, coordinate.as_ref()));
-        let file = RankFile {
+        let file = TorchRankFile {
             source,
             tensors: &tensors,
             tiles: tiles.collect::<Result<_>>()?,
@@ -204,7 +211,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)
         {
             if let (true, Some(tile)) = (*stored, tile) {
-                let place = offset.map_or(Place::Nowhere, |offset| Place::Bytes { file: id, offset });
+                let place = offset.map_or(FileLocation::Nowhere, |offset| FileLocation::Bytes { file: id, offset });
                 chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
             }
         }
@@ -232,7 +239,7 @@ fn outside_of_groups(rank: Rank, mesh: &DeviceMesh) -> Error {
 }
 
 /// A tensor to write.
-struct Planned {
+struct PlannedTensor {
     /// Its first name.
     fqn: Fqn,
     layout: RankLayout,
@@ -246,13 +253,13 @@ fn plan(
     state: &Value,
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
-) -> Result<IndexMap<TensorId, Planned>> {
+) -> Result<IndexMap<TensorId, PlannedTensor>> {
     // A rank's own tensor is nothing that ranks could share: a shard of it would be all that is left.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
     path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
-    let mut tensors: IndexMap<TensorId, Planned> = IndexMap::new();
+    let mut tensors: IndexMap<TensorId, PlannedTensor> = IndexMap::new();
     for (path, id) in named {
         let (entry, fqn) = (source.tensor(id), path.fqn());
         let mut chosen = layout(&fqn, &path, entry)?;
@@ -260,7 +267,7 @@ fn plan(
             chosen = RankLayout::Plain;
         }
         match tensors.get_mut(&id) {
-            None => drop(tensors.insert(id, Planned { fqn, layout: chosen, count: 0 })),
+            None => drop(tensors.insert(id, PlannedTensor { fqn, layout: chosen, count: 0 })),
             Some(known) if known.layout != chosen => {
                 notes.push(format!("{fqn} is tied to {} and lies as that does", known.fqn));
             }
@@ -269,13 +276,13 @@ fn plan(
     }
     // Those within attributes of dicts have no name.
     for id in state.tensor_ids() {
-        let nameless = || Planned { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 0 };
+        let nameless = || PlannedTensor { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 0 };
         tensors.entry(id).or_insert_with(nameless).count += 1;
     }
     Ok(tensors)
 }
 
-impl Planned {
+impl PlannedTensor {
     /// What the rank at a coordinate holds; `None` where it is not in the mesh and has no part.
     fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: Option<&Dims>) -> Result<Option<Tile>> {
         let whole = || Tile::from_region(&Region::whole(&entry.shape));
@@ -299,9 +306,9 @@ impl Planned {
 }
 
 /// One rank's file in the making.
-struct RankFile<'a> {
+struct TorchRankFile<'a> {
     source: &'a Catalog,
-    tensors: &'a IndexMap<TensorId, Planned>,
+    tensors: &'a IndexMap<TensorId, PlannedTensor>,
     /// Of each tensor, what the rank holds; `None` where it has no part.
     tiles: Vec<Option<Tile>>,
     /// Whether any file has a DTensor, and so a mesh.
@@ -314,7 +321,7 @@ fn sizes(tile: Option<&Tile>) -> Dims {
 }
 
 /// One rank's pickle, and which tensors it has a part of.
-struct RankPickle {
+struct TorchRankPickle {
     bytes: Vec<u8>,
     /// Where to cut it into parts: most of them are equal on all ranks, and kept once.
     cuts: Vec<usize>,
@@ -325,7 +332,7 @@ struct RankPickle {
 /// Tensors in one part of a pickle.
 const TENSORS_A_PART: usize = 16;
 
-impl RankFile<'_> {
+impl TorchRankFile<'_> {
     /// Storage keys are the same on all ranks: that of the mesh, then the tensors in order.
     fn key(&self, index: usize) -> usize {
         index + if self.distributed { MESH_KEY + 1 } else { 0 }
@@ -336,7 +343,7 @@ impl RankFile<'_> {
         state: &Value,
         mut meshes: MeshWriter<'_>,
         group: Option<RankGroup>,
-    ) -> Result<RankPickle, WriteError> {
+    ) -> Result<TorchRankPickle, WriteError> {
         let memo_of = {
             let first = meshes.first_free_memo();
             move |index: usize| first + u32::try_from(index).expect("fewer than 2^32 tensors")
@@ -363,12 +370,13 @@ impl RankFile<'_> {
                 RankLayout::Distributed { placements, slice } => write_dtensor(
                     writer,
                     &mut meshes,
-                    DTensor { dtype, shape, placements, slice: slice.as_deref(), key, local_sizes: &sizes },
+                    DTensorSpec { dtype, shape, placements, slice: slice.as_deref(), key, local_sizes: &sizes },
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
                     // What it says of other ranks is long.
-                    let own = sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false });
+                    let own = sharded
+                        .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
                     stored[index] = self.tiles[index].as_ref().is_some_and(|tile| !tile.is_empty());
                 }
@@ -385,13 +393,13 @@ impl RankFile<'_> {
         writer.value(state, &mut Leaves { rank, tensors })?;
         let bytes = writer.finish();
         cuts.push(bytes.len());
-        Ok(RankPickle { bytes, cuts, stored, has_mesh: !meshes.known.is_empty() })
+        Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.known.is_empty() })
     }
 
     /// The archive; gives the offset of each tensor of which the rank holds something.
     fn lay_out(
         &self,
-        pickle: &RankPickle,
+        pickle: &TorchRankPickle,
         mesh: &DeviceMesh,
         output: &mut OutputFile,
         frames: &mut SharedBytes,

@@ -119,7 +119,7 @@ mod memo {
 
 /// What is to be known of a ShardedTensor.
 #[derive(Clone, Copy)]
-pub struct Sharded<'a> {
+pub struct ShardedTensorSpec<'a> {
     pub dtype: Dtype,
     /// Of one or more dims, none of them 0.
     pub shape: &'a [u64],
@@ -138,9 +138,9 @@ impl ShardedWriter {
 
     /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group, spec,
     /// init_rrefs))`. Gives where in the pickle is what other ranks of the group do not have alike.
-    pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> Range<usize> {
+    pub fn write(&mut self, writer: &mut Writer, tensor: ShardedTensorSpec<'_>) -> Range<usize> {
         let boxes = self.group.boxes(tensor.shape);
-        let Sharded { dtype, key, requires_grad, .. } = tensor;
+        let ShardedTensorSpec { dtype, key, requires_grad, .. } = tensor;
         start_wrapper(writer, SHARDED_TENSOR, dtype, tensor.shape, requires_grad);
         writer.mark();
         let own_from = writer.written().len();

@@ -6,14 +6,14 @@ use nccl::DeviceBuffer;
 
 use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
 use crate::error::Result;
-use crate::exec::cast::{Cast, Counts};
+use crate::exec::cast::{Cast, LossCounts};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
-use crate::gpu::table::{Job, Jobs, Launch};
+use crate::gpu::table::{Job, Jobs, KernelLaunch};
 
 /// Elements in one buffer that are cast into another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Conversion {
+pub struct CastJob {
     pub cast: Cast,
     pub numel: u64,
     /// Elements among which those are counted that the cast does not keep.
@@ -25,8 +25,8 @@ pub struct Conversion {
 
 /// Those of a table, ready to be done.
 #[derive(Debug)]
-pub struct Conversions {
-    launch: Launch,
+pub struct CastJobs {
+    launch: KernelLaunch,
     lost: Range<usize>,
 }
 
@@ -37,20 +37,20 @@ impl Arithmetic {
     /// Where they leave their buffers.
     pub(in crate::gpu) fn conversions(
         &self,
-        jobs: &[Conversion],
+        jobs: &[CastJob],
         from: &impl DeviceBuffer,
         into: &impl DeviceBuffer,
         table: &mut Vec<u8>,
-    ) -> Conversions {
+    ) -> CastJobs {
         table.resize(table.len().next_multiple_of(8), 0);
         let mut listed = Jobs::behind(table, BLOCK_UNITS);
         for (nth, job) in jobs.iter().enumerate() {
             listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * LOST) as u64), table);
         }
-        let launch = Launch { kernel: self.cast.clone(), jobs: listed };
+        let launch = KernelLaunch { kernel: self.cast.clone(), jobs: listed };
         let begin = table.len();
         table.resize(begin + jobs.len() * LOST, 0);
-        Conversions { launch, lost: begin..table.len() }
+        CastJobs { launch, lost: begin..table.len() }
     }
 }
 
@@ -58,7 +58,7 @@ impl Arithmetic {
 const RECORD: usize = 72;
 const LOST: usize = 16;
 
-impl Conversion {
+impl CastJob {
     /// As `struct Conversion` of the kernel.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
@@ -76,7 +76,7 @@ impl Conversion {
     }
 }
 
-impl Conversions {
+impl CastJobs {
     /// Do them on a stream.
     ///
     /// # Safety
@@ -92,7 +92,7 @@ impl Conversions {
     }
 
     /// Of what it told: by job.
-    pub fn counts(told_bytes: &[u8]) -> impl Iterator<Item = Counts> + '_ {
-        told(told_bytes).map(|[overflows, nans]| Counts { overflows, nans })
+    pub fn counts(told_bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
+        told(told_bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
     }
 }

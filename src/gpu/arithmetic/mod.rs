@@ -21,10 +21,10 @@ use std::iter::zip;
 use cudarc::driver::CudaFunction;
 use nccl::DeviceBuffer;
 
-pub use conversion::Conversion;
-pub(super) use conversion::Conversions;
-pub use reduction::Reduction;
-pub(super) use reduction::Reductions;
+pub use conversion::CastJob;
+pub(super) use conversion::CastJobs;
+pub use reduction::ReductionJob;
+pub(super) use reduction::ReductionJobs;
 
 use super::device::Device;
 use super::kernels::ARITHMETIC;

@@ -9,15 +9,15 @@ use nccl::DeviceBuffer;
 use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
 use crate::catalog::Dtype;
 use crate::error::Result;
-use crate::exec::reduce::{Fault, Reducer};
+use crate::exec::reduce::{ReduceError, Reducer};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
-use crate::gpu::table::{Job, Jobs, Launch};
+use crate::gpu::table::{Job, Jobs, KernelLaunch};
 use crate::layout::ReduceOp;
 
 /// Summands in one buffer whose value goes to another, or elsewhere in the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reduction {
+pub struct ReductionJob {
     pub reducer: Reducer,
     /// How many there are, one at least.
     pub parts: u32,
@@ -31,8 +31,8 @@ pub struct Reduction {
 
 /// Those of a table, ready to be done.
 #[derive(Debug)]
-pub struct Reductions {
-    launch: Launch,
+pub struct ReductionJobs {
+    launch: KernelLaunch,
     tell_outcomes: CudaFunction,
     reducers: Vec<Reducer>,
     outcomes: Range<usize>,
@@ -45,20 +45,20 @@ impl Arithmetic {
     /// Where they leave their buffers.
     pub(in crate::gpu) fn reductions(
         &self,
-        jobs: &[Reduction],
+        jobs: &[ReductionJob],
         from: &impl DeviceBuffer,
         into: &impl DeviceBuffer,
         table: &mut Vec<u8>,
-    ) -> Reductions {
+    ) -> ReductionJobs {
         table.resize(table.len().next_multiple_of(8), 0);
         let mut listed = Jobs::behind(table, BLOCK_UNITS);
         for (nth, job) in jobs.iter().enumerate() {
             listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * OUTCOME) as u64), table);
         }
-        let launch = Launch { kernel: self.reduce.clone(), jobs: listed };
+        let launch = KernelLaunch { kernel: self.reduce.clone(), jobs: listed };
         let begin = table.len();
         jobs.iter().for_each(|_| table.extend([NONE, 0, 0].map(u64::to_le_bytes).as_flattened()));
-        Reductions {
+        ReductionJobs {
             launch,
             tell_outcomes: self.tell_outcomes.clone(),
             reducers: jobs.iter().map(|job| job.reducer).collect(),
@@ -73,7 +73,7 @@ const OUTCOME: usize = 24;
 /// No element is wrong.
 const NONE: u64 = u64::MAX;
 
-impl Reduction {
+impl ReductionJob {
     /// As `struct Reduction` of the kernel.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
         let Self { reducer, parts, numel, .. } = *self;
@@ -143,7 +143,7 @@ fn op(op: ReduceOp) -> u32 {
     }
 }
 
-impl Reductions {
+impl ReductionJobs {
     /// Do them on a stream.
     ///
     /// # Safety
@@ -155,7 +155,7 @@ impl Reductions {
             return Ok(());
         }
         let jobs = Jobs { blocks: self.launch.jobs.count, block_units: 1, ..self.launch.jobs };
-        let launch = Launch { kernel: self.tell_outcomes.clone(), jobs };
+        let launch = KernelLaunch { kernel: self.tell_outcomes.clone(), jobs };
         // SAFETY: promised by the caller.
         unsafe { launch.run(stream, table) }
     }
@@ -169,7 +169,7 @@ impl Reductions {
     ///
     /// # Errors
     /// As the host has it, of the first element of the job that has no value.
-    pub fn outcome(&self, told_bytes: &[u8]) -> Result<(), (usize, Fault)> {
+    pub fn outcome(&self, told_bytes: &[u8]) -> Result<(), (usize, ReduceError)> {
         for (job, (reducer, told)) in zip(&self.reducers, told(told_bytes)).enumerate() {
             let [element, low, high] = told;
             if element != NONE {

@@ -6,9 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::catalog::Dtype;
-use crate::exec::cast::{Cast, Counts};
-use crate::exec::reduce::{Fault, Reducer};
-use crate::gpu::{Conversion, Reduction, Trial};
+use crate::exec::cast::{Cast, LossCounts};
+use crate::exec::reduce::{ReduceError, Reducer};
+use crate::gpu::{CastJob, ReductionJob, TransferTrial};
 use crate::layout::ReduceOp;
 
 const PROMPT: [(&str, &str); 1] = [("GPU_STAND_IN_DELAY_US", "0")];
@@ -125,7 +125,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
 }
 
 /// By the host.
-fn reduced(job: &Reduction, memory: &[u8]) -> Result<Vec<u8>, Fault> {
+fn reduced(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);
     for part in 0..job.parts as usize {
@@ -136,14 +136,14 @@ fn reduced(job: &Reduction, memory: &[u8]) -> Result<Vec<u8>, Fault> {
 }
 
 /// A device that has some memory to compute from, and room for so many bytes.
-fn trial(from: &[u8], into: usize) -> (Gpu, Trial) {
+fn trial(from: &[u8], into: usize) -> (Gpu, TransferTrial) {
     let gpu = open(kernels(), 0).unwrap();
-    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
+    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
     trial.bring(from).unwrap();
     (gpu, trial)
 }
 
-fn fetched(trial: &Trial, len: usize) -> Vec<u8> {
+fn fetched(trial: &TransferTrial, len: usize) -> Vec<u8> {
     let mut got = vec![0xa5; len];
     trial.fetch(&mut got).unwrap();
     got
@@ -163,7 +163,7 @@ fn job() -> impl Strategy<Value = Job> {
 }
 
 /// Jobs with what they are about, and how long what they write into is.
-fn laid_out(jobs: &[Job]) -> (Vec<Reduction>, Vec<u8>, usize) {
+fn laid_out(jobs: &[Job]) -> (Vec<ReductionJob>, Vec<u8>, usize) {
     let (mut memory, mut end) = (Vec::new(), 0_usize);
     let mut reductions = Vec::new();
     for &(reducer, parts, numel, seed, [summands, target]) in jobs {
@@ -173,7 +173,7 @@ fn laid_out(jobs: &[Job]) -> (Vec<Reduction>, Vec<u8>, usize) {
         memory.extend(elements(reducer.dtype(), numel * parts as usize, seed));
         let target = end.next_multiple_of(16) + target;
         end = target + len;
-        reductions.push(Reduction { reducer, parts, numel: numel as u64, summands, target });
+        reductions.push(ReductionJob { reducer, parts, numel: numel as u64, summands, target });
     }
     (reductions, memory, end)
 }
@@ -213,10 +213,10 @@ fn faults() {
     (summands[1][4100], summands[1][1700], summands[2][1700]) = (1, 5, -3);
     let memory = i64s(&summands.concat());
     let (gpu, mut trial) = trial(&memory, 3 * 40_000);
-    let mut outcome = |jobs: &[Reduction]| trial.reduce(gpu.arithmetic().unwrap(), jobs, 1).unwrap();
-    let job = |reducer, parts, target| Reduction { reducer, parts, numel: 5000, summands: 0, target };
-    let sum = Fault::Overflow { dtype: Dtype::I64, op: ReduceOp::Sum, value: i128::from(i64::MAX) + 2 };
-    let remainder = Fault::Remainder { value: i128::from(i64::MAX), divisor: 2 };
+    let mut outcome = |jobs: &[ReductionJob]| trial.reduce(gpu.arithmetic().unwrap(), jobs, 1).unwrap();
+    let job = |reducer, parts, target| ReductionJob { reducer, parts, numel: 5000, summands: 0, target };
+    let sum = ReduceError::Overflow { dtype: Dtype::I64, op: ReduceOp::Sum, value: i128::from(i64::MAX) + 2 };
+    let remainder = ReduceError::Remainder { value: i128::from(i64::MAX), divisor: 2 };
     assert_eq!(outcome(&[job(reducer(ReduceOp::Max, 1), 3, 0)]), Ok(()));
     assert_eq!(
         outcome(&[job(reducer(ReduceOp::Max, 1), 3, 0), job(reducer(ReduceOp::Sum, 1), 3, 40_000)]),
@@ -225,10 +225,10 @@ fn faults() {
     let both = [job(reducer(ReduceOp::Avg, 2), 2, 0), job(reducer(ReduceOp::Sum, 1), 3, 40_000)];
     assert_eq!(outcome(&both), Err((0, remainder)), "the first of its job, and the first job");
     // Too much for 128 bits, unless it is multiplied by 0.
-    let product = Fault::Overflow { dtype: Dtype::I64, op: ReduceOp::Product, value: i128::MAX };
-    let most = Reduction { numel: 1, ..job(reducer(ReduceOp::Product, 1), 3, 0) };
+    let product = ReduceError::Overflow { dtype: Dtype::I64, op: ReduceOp::Product, value: i128::MAX };
+    let most = ReductionJob { numel: 1, ..job(reducer(ReduceOp::Product, 1), 3, 0) };
     assert_eq!(outcome(&[most]), Err((0, product)));
-    assert_eq!(outcome(&[Reduction { numel: 5000, ..most }]).unwrap_err().0, 0);
+    assert_eq!(outcome(&[ReductionJob { numel: 5000, ..most }]).unwrap_err().0, 0);
 }
 
 /// Casts the whole of it on the device, and compares with the host.
@@ -237,7 +237,7 @@ fn same(cast: Cast, source: &[u8]) {
     let mut wanted = vec![0; numel * size(cast.to())];
     let counts = cast.convert(source, &mut wanted);
     let (gpu, mut trial) = trial(source, wanted.len());
-    let job = Conversion { cast, numel: numel as u64, counted: 0..numel as u64, source: 0, target: 0 };
+    let job = CastJob { cast, numel: numel as u64, counted: 0..numel as u64, source: 0, target: 0 };
     assert_eq!(trial.convert(gpu.arithmetic().unwrap(), &[job], 1).unwrap(), [counts], "{cast:?}");
     let got = fetched(&trial, wanted.len());
     if got != wanted {
@@ -308,10 +308,10 @@ proptest! {
             let within = |at: u64| usize::try_from(at).unwrap().min(numel) * size(from);
             let own = &elements[within(counted.start)..within(counted.end)];
             counts.push(cast.convert(own, &mut vec![0; own.len() / size(from) * size(to)]));
-            jobs.push(Conversion { cast, numel: numel as u64, counted, source, target });
+            jobs.push(CastJob { cast, numel: numel as u64, counted, source, target });
         }
         let (gpu, mut trial) = trial(&memory, wanted.len());
-        let got: Vec<Counts> = trial.convert(gpu.arithmetic().unwrap(), &jobs, 1).unwrap();
+        let got: Vec<LossCounts> = trial.convert(gpu.arithmetic().unwrap(), &jobs, 1).unwrap();
         prop_assert_eq!(got, counts);
         prop_assert!(fetched(&trial, wanted.len()) == wanted, "{:?}", jobs);
     }

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::exchange::StridedCopy;
 use crate::gpu::copies::Nest;
-use crate::gpu::{DeviceBytes, Trial};
-use crate::plan::lower::Level;
+use crate::gpu::{DeviceBytes, TransferTrial};
+use crate::plan::lower::LoopLevel;
 
 #[test]
 fn copies_by_the_kernel_are_those_of_hosts_stand_in() {
@@ -36,11 +36,11 @@ pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
 
 fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u64, u64)) -> (StridedCopy, u64, u64) {
     let run_bytes = run * itemsize;
-    let mut levels = vec![Level { count: 1, source_step: 0, target_step: 0 }; turns.len()];
+    let mut levels = vec![LoopLevel { count: 1, source_step: 0, target_step: 0 }; turns.len()];
     let (mut source_span, mut target_span) = (run_bytes, run_bytes);
     for (nth, (count, _, gap)) in turns.iter().enumerate().rev() {
         let step = target_span + gap * itemsize;
-        levels[nth] = Level { count: *count, source_step: 0, target_step: step };
+        levels[nth] = LoopLevel { count: *count, source_step: 0, target_step: step };
         target_span = step * count;
     }
     for nth in order {
@@ -56,7 +56,7 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
 
 /// What the device has after all of them, one behind the other.
 fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
-    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
+    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
     let mut got = vec![0; target_len];
     trial.bring(source).unwrap();
     trial.copy(copies, 1).unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::comm::{Communicator, Part, Patience};
+use crate::comm::{Communicator, Part, WaitNotices};
 use crate::exchange::records::Records;
 use crate::exec::Stop;
 use crate::gpu::stream::Stream;
@@ -51,7 +51,7 @@ fn met() -> (Gpu, Nccl) {
     let index: u32 = std::env::var("RANK").unwrap().parse().unwrap();
     let folder = AnchoredPath::new(Path::new(&std::env::var_os("FOLDER").unwrap())).join("run");
     let part = Part { index, of: 2 };
-    let records = Records::meet(&folder, part, Patience::silent(PATIENCE), &Stop::default()).unwrap();
+    let records = Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap();
     let gpu = open(kernels(), index).unwrap();
     let peers = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(records)).unwrap();
     (gpu, peers)

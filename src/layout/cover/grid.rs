@@ -24,7 +24,7 @@ use crate::layout::{Dims, Intervals, Tile, unravel};
 /// One tile for every combination of one class per axis.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
-    axes: SmallVec<[Axis; 4]>,
+    axes: SmallVec<[GridAxis; 4]>,
     /// The tile of each cell, row-major.
     cells: Vec<usize>,
 }
@@ -32,11 +32,11 @@ pub(super) struct Grid {
 impl Grid {
     /// `None` when the tiles are no grid, complete or not, and some other proof is needed.
     pub(super) fn prove(shape: &[u64], tiles: &[Numbered<'_>]) -> Option<Result<Self, CoverError>> {
-        let mut axes: SmallVec<[Axis; 4]> = SmallVec::new();
+        let mut axes: SmallVec<[GridAxis; 4]> = SmallVec::new();
         let mut cells: Vec<(u64, usize)> = (0..tiles.len()).map(|at| (0, at)).collect();
         let mut count: u64 = 1;
         for (dim, &n) in shape.iter().enumerate() {
-            let (axis, classes) = Axis::new(n, tiles.iter().map(|(_, tile)| &tile.dims()[dim]))?;
+            let (axis, classes) = GridAxis::new(n, tiles.iter().map(|(_, tile)| &tile.dims()[dim]))?;
             let extent = axis.classes.len() as u64;
             count = count.checked_mul(extent)?;
             cells.iter_mut().zip(classes).for_each(|((cell, _), class)| *cell = *cell * extent + u64::from(class));
@@ -78,13 +78,13 @@ impl Grid {
 
 /// The classes of one dim, by their first index.
 #[derive(Clone, Debug)]
-struct Axis {
+struct GridAxis {
     classes: Vec<Intervals>,
     /// Whether every class is one interval, so that their ends ascend as well.
     single: bool,
 }
 
-impl Axis {
+impl GridAxis {
     /// The classes, and which of them each tile has; `None` when two of the classes are different and not disjoint. What
     /// no class holds of the dim becomes one more class, whose cells will be found to be missing.
     fn new<'a>(n: u64, held: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {

@@ -50,11 +50,11 @@ pub enum CoverError {
 /// Tiles that are known to cover a shape exactly once, and where each lies.
 #[derive(Clone, Debug)]
 pub struct Cover {
-    index: Index,
+    index: CoverIndex,
 }
 
 #[derive(Clone, Debug)]
-enum Index {
+enum CoverIndex {
     /// A tensor without elements needs no tiles.
     Nothing,
     /// One tile holds everything.
@@ -81,16 +81,16 @@ impl Cover {
             check_bounds(shape, index, tile)?;
         }
         let index = match numel(shape) {
-            Some(0) => Index::Nothing,
+            Some(0) => CoverIndex::Nothing,
             Some(_)
                 if let [(index, tile)] = held.as_slice()
                     && is_whole(shape, tile) =>
             {
-                Index::Whole(*index)
+                CoverIndex::Whole(*index)
             }
             Some(numel) => match Grid::prove(shape, &held) {
-                Some(grid) => Index::Grid(grid?),
-                None => Index::Slabs(Slabs::prove(shape, numel, &held)?),
+                Some(grid) => CoverIndex::Grid(grid?),
+                None => CoverIndex::Slabs(Slabs::prove(shape, numel, &held)?),
             },
             // No storage holds 2^64 elements, so whatever the tiles claim, most of it is missing.
             None => {
@@ -104,11 +104,11 @@ impl Cover {
     pub fn overlapping<'a>(&'a self, tile: &Tile) -> impl Iterator<Item = usize> + use<'a> {
         let mut found = Found::new();
         match &self.index {
-            Index::Nothing => {}
+            CoverIndex::Nothing => {}
             _ if tile.is_empty() => {}
-            Index::Whole(index) => found.push(*index),
-            Index::Grid(grid) => grid.overlapping(tile, &mut found),
-            Index::Slabs(slabs) => slabs.overlapping(tile, &mut found),
+            CoverIndex::Whole(index) => found.push(*index),
+            CoverIndex::Grid(grid) => grid.overlapping(tile, &mut found),
+            CoverIndex::Slabs(slabs) => slabs.overlapping(tile, &mut found),
         }
         found.sort_unstable();
         found.into_iter()

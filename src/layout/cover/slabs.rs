@@ -26,22 +26,22 @@ const MAX_DEPTH: usize = 32;
 /// Slabs within slabs, down to tiles.
 #[derive(Clone, Debug)]
 pub(super) struct Slabs {
-    root: Node,
+    root: SlabNode,
 }
 
 #[derive(Clone, Debug)]
-enum Node {
+enum SlabNode {
     /// One tile, which fills its slab.
     One(usize),
     /// Tiles that no cut separates.
     Swept(Vec<(usize, Tile)>),
     /// Slabs along a dim, ascending and disjoint.
-    Cut { dim: usize, slabs: Vec<(Range<u64>, Node)> },
+    Cut { dim: usize, slabs: Vec<(Range<u64>, SlabNode)> },
 }
 
 impl Slabs {
     pub(super) fn prove(shape: &[u64], numel: u64, tiles: &[Numbered<'_>]) -> Result<Self, CoverError> {
-        let root = Node::build(shape.len(), &mut tiles.to_vec(), 0)?;
+        let root = SlabNode::build(shape.len(), &mut tiles.to_vec(), 0)?;
         // Disjoint and within bounds, so the sum is at most the tensor's own.
         if tiles.iter().map(|(_, tile)| tile.numel()).sum::<u64>() < numel {
             return Err(CoverError::Gap { region: gap::first(shape, tiles) });
@@ -55,7 +55,7 @@ impl Slabs {
     }
 }
 
-impl Node {
+impl SlabNode {
     fn build(ndim: usize, tiles: &mut [Numbered<'_>], depth: usize) -> Result<Self, CoverError> {
         if let [(index, _)] = tiles {
             return Ok(Self::One(*index));

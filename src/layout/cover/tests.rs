@@ -74,7 +74,7 @@ fn hostile_numbers_are_errors() {
 #[test]
 fn a_hole_in_a_grid_is_named() {
     let mut tiles = grid(3, 4);
-    assert!(matches!(Cover::prove(&[9, 8], &tiles).unwrap().index, Index::Grid(_)));
+    assert!(matches!(Cover::prove(&[9, 8], &tiles).unwrap().index, CoverIndex::Grid(_)));
     tiles.remove(6);
     assert_eq!(error(&[9, 8], &tiles), CoverError::Gap { region: region(&[3, 4], &[3, 2]) });
     tiles.drain(1..4);
@@ -99,7 +99,7 @@ fn an_overlap_names_both_tiles_and_the_place() {
 fn a_pinwheel_is_swept() {
     let mut tiles = pinwheel();
     let cover = Cover::prove(&[3, 3], &tiles).unwrap();
-    assert!(matches!(cover.index, Index::Slabs(_)));
+    assert!(matches!(cover.index, CoverIndex::Slabs(_)));
     assert_eq!(cover.overlapping(&tile(&[0, 0], &[2, 2])).collect::<Vec<_>>(), [0, 3, 4]);
     tiles.pop();
     assert_eq!(error(&[3, 3], &tiles), CoverError::Gap { region: region(&[1, 1], &[1, 1]) });
@@ -110,7 +110,7 @@ fn interleaved_tiles_are_a_grid() {
     let stripes = |first: u64| Intervals::progression(first, 10, 1_000, 1);
     let tiles: Vec<Tile> = (0..10).map(|first| Tile::new([stripes(first), Intervals::full(3)])).collect();
     let cover = Cover::prove(&[10_000, 3], &tiles).unwrap();
-    assert!(matches!(cover.index, Index::Grid(_)));
+    assert!(matches!(cover.index, CoverIndex::Grid(_)));
     assert_eq!(cover.overlapping(&tile(&[17, 0], &[2, 1])).collect::<Vec<_>>(), [7, 8]);
     assert_eq!(cover.overlapping(&tiles[4]).collect::<Vec<_>>(), [4]);
     assert_eq!(error(&[10_000, 3], &tiles[1..]), CoverError::Gap { region: region(&[0, 0], &[1, 3]) });
@@ -138,6 +138,6 @@ fn large_covers_are_not_quadratic() {
     cells[77] = tile(&[0, 154], &[1, 2]);
     cells.push(tile(&[1, 154], &[2, 2]));
     let cover = Cover::prove(&[384, 256], &cells).unwrap();
-    assert!(matches!(cover.index, Index::Slabs(_)));
+    assert!(matches!(cover.index, CoverIndex::Slabs(_)));
     assert_eq!(cover.overlapping(&tile(&[0, 153], &[3, 2])).collect::<Vec<_>>(), [76, 77, 16_384]);
 }

@@ -2,12 +2,12 @@
 
 use std::fmt::Display;
 
-use super::node::{Entry, Node, Value};
+use super::node::{FileEntry, FileNode, FileValue};
 use crate::layout::LayoutError;
 
 /// The place of something in a layout file, for messages.
 #[derive(Clone, Copy, Debug)]
-pub struct At<'a> {
+pub struct FilePosition<'a> {
     /// Of the file.
     pub name: &'a str,
     pub line: usize,
@@ -15,7 +15,7 @@ pub struct At<'a> {
     pub what: &'a str,
 }
 
-impl At<'_> {
+impl FilePosition<'_> {
     /// `layout.toml line 12: rules "**.norm"`
     pub fn said(&self) -> String {
         let what = if self.what.is_empty() { String::new() } else { format!(": {}", self.what) };
@@ -39,21 +39,21 @@ impl At<'_> {
         }
     }
 
-    fn expected(&self, expected: &str, found: &Value) -> LayoutError {
+    fn expected(&self, expected: &str, found: &FileValue) -> LayoutError {
         self.wrong(format!("expected {expected}, found {}", found.kind()), None)
     }
 }
 
 /// A table of which every key is known.
 pub struct Fields<'a> {
-    pub at: At<'a>,
-    entries: &'a [Entry],
+    pub at: FilePosition<'a>,
+    entries: &'a [FileEntry],
 }
 
 impl<'a> Fields<'a> {
     /// # Errors
     /// Where it is no table, or has a key that is none of `keys`.
-    pub fn of(at: At<'a>, node: &'a Node, keys: &[&str]) -> Result<Self, LayoutError> {
+    pub fn of(at: FilePosition<'a>, node: &'a FileNode, keys: &[&str]) -> Result<Self, LayoutError> {
         let entries = table(at, node)?;
         match entries.iter().find(|entry| !keys.contains(&entry.key.as_str())) {
             None => Ok(Self { at, entries }),
@@ -64,37 +64,37 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub fn get(&self, key: &str) -> Option<&'a Entry> {
+    pub fn get(&self, key: &str) -> Option<&'a FileEntry> {
         self.entries.iter().find(|entry| entry.key == key)
     }
 
     /// A text, and its place.
-    pub fn text(&self, key: &'a str) -> Result<Option<(At<'a>, &'a str)>, LayoutError> {
+    pub fn text(&self, key: &'a str) -> Result<Option<(FilePosition<'a>, &'a str)>, LayoutError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         let what = if self.at.what.is_empty() { key } else { self.at.what };
-        let at = At { what, ..self.at }.on(entry.line);
+        let at = FilePosition { what, ..self.at }.on(entry.line);
         text(at, &entry.value, key).map(|text| Some((at, text)))
     }
 }
 
 /// The entries of a table.
-pub fn table<'a>(at: At<'_>, node: &'a Node) -> Result<&'a [Entry], LayoutError> {
+pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEntry], LayoutError> {
     match &node.value {
-        Value::Table(entries) => Ok(entries),
+        FileValue::Table(entries) => Ok(entries),
         other => Err(at.on(node.line).expected("a table", other)),
     }
 }
 
-pub fn list<'a>(at: At<'_>, node: &'a Node, of: &str) -> Result<&'a [Node], LayoutError> {
+pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], LayoutError> {
     match &node.value {
-        Value::List(items) => Ok(items),
+        FileValue::List(items) => Ok(items),
         other => Err(at.on(node.line).expected(&format!("a list of {of}"), other)),
     }
 }
 
-pub fn numbers(at: At<'_>, node: &Node, of: &str) -> Result<Vec<u64>, LayoutError> {
-    let number = |item: &Node| match &item.value {
-        Value::Number(number) => number
+pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, LayoutError> {
+    let number = |item: &FileNode| match &item.value {
+        FileValue::Number(number) => number
             .as_u64()
             .ok_or_else(|| at.on(item.line).wrong(format!("expected a list of {of}, found {number} in it"), None)),
         other => Err(at.on(item.line).expected(&format!("a list of {of}"), other)),
@@ -102,9 +102,9 @@ pub fn numbers(at: At<'_>, node: &Node, of: &str) -> Result<Vec<u64>, LayoutErro
     list(at, node, of)?.iter().map(number).collect()
 }
 
-pub fn text<'a>(at: At<'_>, node: &'a Node, key: &str) -> Result<&'a str, LayoutError> {
+pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&'a str, LayoutError> {
     match &node.value {
-        Value::Text(text) => Ok(text),
+        FileValue::Text(text) => Ok(text),
         other => Err(at.expected(&format!("`{key}` to be text"), other)),
     }
 }

@@ -45,10 +45,10 @@ use super::parallelize::StyleRule;
 use super::rules::Rule;
 use super::strided::follow;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
-use fields::At;
+use fields::FilePosition;
 pub use fields::did_you_mean;
 pub use print::{document, toml};
-use written::Written;
+use written::WrittenLayout;
 
 /// Files beyond this are not layouts.
 pub const MAX_BYTES: u64 = 16 << 20;
@@ -58,30 +58,30 @@ pub const MAX_BYTES: u64 = 16 << 20;
 pub struct LayoutFile {
     /// Of the file, for messages.
     name: String,
-    mesh: Option<Said<DeviceMesh>>,
-    fallback: Option<Said<Vec<PlacementSpec>>>,
+    mesh: Option<Positioned<DeviceMesh>>,
+    fallback: Option<Positioned<Vec<PlacementSpec>>>,
     /// How dims are cut where no rule says otherwise; the command line may put another one here.
     pub split: Option<Split>,
-    rules: Vec<Written>,
-    pub plan: PlanSaid,
+    rules: Vec<WrittenLayout>,
+    pub plan: DeclaredPlan,
     /// The document of `flat_layout.json`, and where it stands.
-    pub flat: Option<Said<Json>>,
+    pub flat: Option<Positioned<Json>>,
 }
 
 /// What is said of a parallelize plan.
 #[derive(Clone, Debug, Default)]
-pub struct PlanSaid {
+pub struct DeclaredPlan {
     /// A built-in plan.
-    pub name: Option<Said<String>>,
+    pub name: Option<Positioned<String>>,
     /// Before those of the built-in plan.
     pub styles: Vec<StyleRule>,
     /// Names of mesh dims.
-    pub tp: Option<Said<String>>,
-    pub fsdp: Option<Said<String>>,
-    pub replicate: Option<Said<String>>,
+    pub tp: Option<Positioned<String>>,
+    pub fsdp: Option<Positioned<String>>,
+    pub replicate: Option<Positioned<String>>,
 }
 
-impl PlanSaid {
+impl DeclaredPlan {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self { name, styles, tp, fsdp, replicate } = self;
@@ -91,22 +91,22 @@ impl PlanSaid {
 
 /// Something that is said, and where.
 #[derive(Clone, Debug)]
-pub struct Said<T> {
+pub struct Positioned<T> {
     pub value: T,
     name: String,
     line: usize,
     what: &'static str,
 }
 
-impl<T> Said<T> {
+impl<T> Positioned<T> {
     /// `layout.toml line 3: tp`
     #[must_use]
     pub fn place(&self) -> String {
         self.at().said()
     }
 
-    fn at(&self) -> At<'_> {
-        At { name: &self.name, line: self.line, what: self.what }
+    fn at(&self) -> FilePosition<'_> {
+        FilePosition { name: &self.name, line: self.line, what: self.what }
     }
 
     /// An error about it, with its place.
@@ -122,7 +122,7 @@ impl LayoutFile {
     /// # Errors
     /// `File` naming place and problem.
     pub fn parse(name: &str, text: &str) -> Result<Self, LayoutError> {
-        let at = At { name, line: 1, what: "" };
+        let at = FilePosition { name, line: 1, what: "" };
         if text.len() as u64 > MAX_BYTES {
             return Err(at.wrong(format!("expected at most {MAX_BYTES} bytes, found {}", text.len()), None));
         }
@@ -188,7 +188,7 @@ impl LayoutFile {
         if let Some(fallback) = &self.fallback {
             written::check(fallback.at(), &fallback.value.clone().into(), mesh)?;
         }
-        let PlanSaid { tp, fsdp, replicate, .. } = &self.plan;
+        let DeclaredPlan { tp, fsdp, replicate, .. } = &self.plan;
         for said in [tp, fsdp, replicate].into_iter().flatten() {
             written::dim(said.at(), &said.value, mesh)?;
         }

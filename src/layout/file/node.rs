@@ -14,37 +14,37 @@ const MAX_DEPTH: usize = 64;
 
 /// Something that is said, and where.
 #[derive(Clone, Debug)]
-pub struct Node {
+pub struct FileNode {
     /// From 1.
     pub line: usize,
-    pub value: Value,
+    pub value: FileValue,
 }
 
 #[derive(Clone, Debug)]
-pub enum Value {
+pub enum FileValue {
     Text(String),
     Number(Number),
     Truth(bool),
     Null,
-    List(Vec<Node>),
-    Table(Vec<Entry>),
+    List(Vec<FileNode>),
+    Table(Vec<FileEntry>),
 }
 
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct FileEntry {
     pub line: usize,
     pub key: String,
-    pub value: Node,
+    pub value: FileNode,
 }
 
 /// Why a text is no document.
 #[derive(Debug)]
-pub struct Fault {
+pub struct ParseFault {
     pub line: usize,
     pub problem: String,
 }
 
-impl Value {
+impl FileValue {
     /// For `expected text, found a list`.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -58,27 +58,27 @@ impl Value {
     }
 }
 
-impl Node {
+impl FileNode {
     /// Without lines.
     pub fn json(&self) -> Json {
         match &self.value {
-            Value::Text(text) => Json::String(text.clone()),
-            Value::Number(number) => Json::Number(number.clone()),
-            Value::Truth(truth) => Json::Bool(*truth),
-            Value::Null => Json::Null,
-            Value::List(items) => items.iter().map(Node::json).collect(),
-            Value::Table(entries) => entries.iter().map(|entry| (entry.key.clone(), entry.value.json())).collect(),
+            FileValue::Text(text) => Json::String(text.clone()),
+            FileValue::Number(number) => Json::Number(number.clone()),
+            FileValue::Truth(truth) => Json::Bool(*truth),
+            FileValue::Null => Json::Null,
+            FileValue::List(items) => items.iter().map(FileNode::json).collect(),
+            FileValue::Table(entries) => entries.iter().map(|entry| (entry.key.clone(), entry.value.json())).collect(),
         }
     }
 }
 
 /// Where lines begin.
-struct Lines<'t> {
+struct LineIndex<'t> {
     text: &'t str,
     ends: Vec<usize>,
 }
 
-impl<'t> Lines<'t> {
+impl<'t> LineIndex<'t> {
     fn of(text: &'t str) -> Self {
         Self { text, ends: text.match_indices('\n').map(|(at, _)| at).collect() }
     }
@@ -94,45 +94,45 @@ impl<'t> Lines<'t> {
 }
 
 /// The tree of a TOML document.
-pub fn of_toml(text: &str) -> Result<Node, Fault> {
-    let lines = Lines::of(text);
+pub fn of_toml(text: &str) -> Result<FileNode, ParseFault> {
+    let lines = LineIndex::of(text);
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| lines.at(span.start));
-        Fault { line, problem: error.message().replace('\n', ", ") }
+        ParseFault { line, problem: error.message().replace('\n', ", ") }
     })?;
-    Ok(Node { line: 1, value: toml_table(&lines, table.into_inner())? })
+    Ok(FileNode { line: 1, value: toml_table(&lines, table.into_inner())? })
 }
 
-fn toml_table(lines: &Lines<'_>, table: DeTable<'_>) -> Result<Value, Fault> {
-    let mut entries: Vec<(usize, Entry)> = Vec::new();
+fn toml_table(lines: &LineIndex<'_>, table: DeTable<'_>) -> Result<FileValue, ParseFault> {
+    let mut entries: Vec<(usize, FileEntry)> = Vec::new();
     for (key, value) in table {
         let at = key.span().start;
         let value = toml_node(lines, value)?;
-        entries.push((at, Entry { line: lines.at(at), key: key.into_inner().into_owned(), value }));
+        entries.push((at, FileEntry { line: lines.at(at), key: key.into_inner().into_owned(), value }));
     }
     entries.sort_by_key(|(at, _)| *at);
-    Ok(Value::Table(entries.into_iter().map(|(_, entry)| entry).collect()))
+    Ok(FileValue::Table(entries.into_iter().map(|(_, entry)| entry).collect()))
 }
 
-fn toml_node(lines: &Lines<'_>, value: Spanned<DeValue<'_>>) -> Result<Node, Fault> {
+fn toml_node(lines: &LineIndex<'_>, value: Spanned<DeValue<'_>>) -> Result<FileNode, ParseFault> {
     let line = lines.at(value.span().start);
     let none =
-        |what: &str| Fault { line, problem: format!("expected text, a number, a list or a table, found {what}") };
+        |what: &str| ParseFault { line, problem: format!("expected text, a number, a list or a table, found {what}") };
     let value = match value.into_inner() {
-        DeValue::String(text) => Value::Text(text.into_owned()),
-        DeValue::Integer(number) => Value::Number(integer(&number).ok_or_else(|| none("a number beyond 64 bits"))?),
+        DeValue::String(text) => FileValue::Text(text.into_owned()),
+        DeValue::Integer(number) => FileValue::Number(integer(&number).ok_or_else(|| none("a number beyond 64 bits"))?),
         DeValue::Float(number) => {
             let number = number.as_str().parse().ok().and_then(Number::from_f64);
-            Value::Number(number.ok_or_else(|| none("a number that is none"))?)
+            FileValue::Number(number.ok_or_else(|| none("a number that is none"))?)
         }
-        DeValue::Boolean(truth) => Value::Truth(truth),
+        DeValue::Boolean(truth) => FileValue::Truth(truth),
         DeValue::Datetime(_) => return Err(none("a date")),
         DeValue::Array(items) => {
-            Value::List(items.into_iter().map(|item| toml_node(lines, item)).collect::<Result<_, _>>()?)
+            FileValue::List(items.into_iter().map(|item| toml_node(lines, item)).collect::<Result<_, _>>()?)
         }
         DeValue::Table(table) => toml_table(lines, table)?,
     };
-    Ok(Node { line, value })
+    Ok(FileNode { line, value })
 }
 
 fn integer(number: &DeInteger<'_>) -> Option<Number> {
@@ -142,76 +142,76 @@ fn integer(number: &DeInteger<'_>) -> Option<Number> {
 }
 
 /// The tree of a JSON document.
-pub fn of_json(text: &str) -> Result<Node, Fault> {
-    let lines = Lines::of(text);
+pub fn of_json(text: &str) -> Result<FileNode, ParseFault> {
+    let lines = LineIndex::of(text);
     let whole: &RawValue = serde_json::from_str(text).map_err(|error| fault(1, &error))?;
     json_node(&lines, whole, MAX_DEPTH)
 }
 
-fn fault(first_line: usize, error: &serde_json::Error) -> Fault {
+fn fault(first_line: usize, error: &serde_json::Error) -> ParseFault {
     let text = error.to_string();
     let end = text.rfind(" at line ").unwrap_or(text.len());
-    Fault { line: first_line + error.line().saturating_sub(1), problem: text[..end].to_owned() }
+    ParseFault { line: first_line + error.line().saturating_sub(1), problem: text[..end].to_owned() }
 }
 
 /// Level by level: what is borrowed raw tells where it stands.
-fn json_node(lines: &Lines<'_>, raw: &RawValue, depth: usize) -> Result<Node, Fault> {
+fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<FileNode, ParseFault> {
     let source = raw.get();
     let line = lines.of_part(source);
     let fault = |error| fault(line, &error);
-    let deeper = depth.checked_sub(1).ok_or(Fault { line, problem: format!("nested more than {MAX_DEPTH} deep") });
+    let deeper = depth.checked_sub(1).ok_or(ParseFault { line, problem: format!("nested more than {MAX_DEPTH} deep") });
     let value = match source.as_bytes().first() {
         Some(b'{') => {
-            let Raw(raw) = serde_json::from_str(source).map_err(fault)?;
-            let mut entries: Vec<Entry> = Vec::with_capacity(raw.len());
+            let RawObject(raw) = serde_json::from_str(source).map_err(fault)?;
+            let mut entries: Vec<FileEntry> = Vec::with_capacity(raw.len());
             let mut seen = std::collections::HashSet::new();
             let deeper = deeper?;
             for (key, value) in raw {
                 let line = lines.of_part(key.get());
                 let key: String = serde_json::from_str(key.get()).map_err(fault)?;
                 if !seen.insert(key.clone()) {
-                    return Err(Fault { line, problem: format!("`{key}` is said twice") });
+                    return Err(ParseFault { line, problem: format!("`{key}` is said twice") });
                 }
-                entries.push(Entry { line, key, value: json_node(lines, value, deeper)? });
+                entries.push(FileEntry { line, key, value: json_node(lines, value, deeper)? });
             }
-            Value::Table(entries)
+            FileValue::Table(entries)
         }
         Some(b'[') => {
             let items: Vec<&RawValue> = serde_json::from_str(source).map_err(fault)?;
             let deeper = deeper?;
-            Value::List(items.into_iter().map(|item| json_node(lines, item, deeper)).collect::<Result<_, _>>()?)
+            FileValue::List(items.into_iter().map(|item| json_node(lines, item, deeper)).collect::<Result<_, _>>()?)
         }
         _ => match serde_json::from_str(source).map_err(fault)? {
-            Json::String(text) => Value::Text(text),
-            Json::Number(number) => Value::Number(number),
-            Json::Bool(truth) => Value::Truth(truth),
-            _ => Value::Null,
+            Json::String(text) => FileValue::Text(text),
+            Json::Number(number) => FileValue::Number(number),
+            Json::Bool(truth) => FileValue::Truth(truth),
+            _ => FileValue::Null,
         },
     };
-    Ok(Node { line, value })
+    Ok(FileNode { line, value })
 }
 
 /// An object as it stands in the text.
-struct Raw<'t>(Vec<(&'t RawValue, &'t RawValue)>);
+struct RawObject<'t>(Vec<(&'t RawValue, &'t RawValue)>);
 
-impl<'t> Deserialize<'t> for Raw<'t> {
+impl<'t> Deserialize<'t> for RawObject<'t> {
     fn deserialize<D: Deserializer<'t>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'t> Visitor<'t> for Entries {
-            type Value = Raw<'t>;
+        struct FileEntries;
+        impl<'t> Visitor<'t> for FileEntries {
+            type Value = RawObject<'t>;
 
             fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 formatter.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'t>>(self, mut map: A) -> Result<Raw<'t>, A::Error> {
+            fn visit_map<A: MapAccess<'t>>(self, mut map: A) -> Result<RawObject<'t>, A::Error> {
                 let mut entries = Vec::new();
                 while let Some(entry) = map.next_entry()? {
                     entries.push(entry);
                 }
-                Ok(Raw(entries))
+                Ok(RawObject(entries))
             }
         }
-        deserializer.deserialize_map(Entries)
+        deserializer.deserialize_map(FileEntries)
     }
 }

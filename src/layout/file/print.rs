@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::layout::rules::{Fallback, Layout, Lies, Rule, Spec};
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::{DeviceMesh, comma_list};
 
 /// A layout in the grammar. A fallback that is the source's is not said.
 #[must_use]
-pub fn document(layout: &Layout) -> Json {
+pub fn document(layout: &MeshLayout) -> Json {
     let mut document = Map::new();
     let mesh = &layout.mesh;
     document.insert("mesh".into(), mesh.names().map_or_else(|| json!(mesh.shape()), |_| json!(mesh.to_string())));
@@ -32,7 +32,7 @@ pub fn document(layout: &Layout) -> Json {
 fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
     let mut document = Map::new();
     document.insert("tensors".into(), json!(rule.pattern.as_str()));
-    let Lies::Shared(Spec { placements: list, splits, slice }) = &rule.lies else {
+    let PlacementChoice::Shared(PlacementList { placements: list, splits, slice }) = &rule.lies else {
         document.insert("placements".into(), json!("plain"));
         return Json::Object(document);
     };

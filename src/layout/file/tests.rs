@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::layout::rules::{Fallback, Layout, Lies, Spec};
+use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList};
 use crate::layout::{MeshDim, Pattern, comma_list};
 
 const WHOLE: &str = r#"
@@ -80,11 +80,11 @@ fn everything_that_can_be_said_is_understood() {
     let rules = file.rules(&mesh).unwrap();
     assert_eq!(rules[0].said, "l.toml line 19: rules \"**.norm.weight\"");
     let spec = |index: usize| match &rules[index].lies {
-        Lies::Shared(spec) => spec.clone(),
-        Lies::Plain => panic!("rule {index} is plain"),
+        PlacementChoice::Shared(spec) => spec.clone(),
+        PlacementChoice::Plain => panic!("rule {index} is plain"),
     };
     assert_eq!(spec(0).slice, Some(vec![MeshDim(0)]));
-    assert_eq!(rules[1].lies, Lies::Plain);
+    assert_eq!(rules[1].lies, PlacementChoice::Plain);
     assert_eq!(spec(2).splits, [Split::Chunk, Split::Sizes([3, 1, 0, 2].into())]);
     assert_eq!(file.flat.unwrap().value["world_size"], 8);
 }
@@ -113,7 +113,7 @@ fn json_says_the_same() {
     let mesh = toml.mesh(None).unwrap().unwrap();
     assert_eq!(json.mesh(None).unwrap().unwrap(), mesh);
     assert_eq!((json.split.clone(), json.fallback(None)), (toml.split.clone(), toml.fallback(None)));
-    let rules = |file: &LayoutFile| -> Vec<(String, Lies)> {
+    let rules = |file: &LayoutFile| -> Vec<(String, PlacementChoice)> {
         file.rules(&mesh).unwrap().into_iter().map(|rule| (rule.pattern.to_string(), rule.lies)).collect()
     };
     assert_eq!(rules(&json), rules(&toml));
@@ -310,7 +310,7 @@ fn split_factors_follow_a_mesh_that_is_given() {
     let on = |text: &str| {
         let mesh = DeviceMesh::parse(text).unwrap();
         let rules = file.rules(&mesh).unwrap();
-        let Lies::Shared(spec) = &rules[0].lies else { panic!("plain") };
+        let PlacementChoice::Shared(spec) = &rules[0].lies else { panic!("plain") };
         [comma_list(&file.fallback(Some(&mesh)).unwrap()), comma_list(&spec.placements)]
     };
     assert_eq!(on("dp=2,tp=2"), ["_S(0,2),S(0)", "_S(1,2),S(1)"]);
@@ -324,8 +324,8 @@ fn rules_with_sizes_keep_the_split_of_the_layout_elsewhere() {
         parse("split = \"makani\"\n[[rules]]\ntensors = \"w\"\nplacements = \"S(0),S(1)\"\nsizes = { tp = [1, 2] }");
     let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
     let splits = |file: &LayoutFile| match &file.rules(&mesh).unwrap()[0].lies {
-        Lies::Shared(spec) => spec.splits.clone(),
-        Lies::Plain => Vec::new(),
+        PlacementChoice::Shared(spec) => spec.splits.clone(),
+        PlacementChoice::Plain => Vec::new(),
     };
     assert_eq!(splits(&file), [Split::Makani, Split::Sizes([1, 2].into())]);
     file.split = Some(Split::Balanced);
@@ -333,16 +333,16 @@ fn rules_with_sizes_keep_the_split_of_the_layout_elsewhere() {
 }
 
 /// A layout as a rule of one line, to compare.
-fn lines(layout: &Layout) -> Vec<String> {
+fn lines(layout: &MeshLayout) -> Vec<String> {
     let rules = layout.rules.iter().map(|rule| format!("{} {:?}", rule.pattern, rule.lies));
     rules.chain([format!("{:?} {:?} {:?}", layout.mesh, layout.fallback, layout.split)]).collect()
 }
 
-fn read_back(name: &str, text: &str) -> Layout {
+fn read_back(name: &str, text: &str) -> MeshLayout {
     let file = LayoutFile::parse(name, text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     let mesh = file.mesh(None).unwrap().unwrap();
     let fallback = Fallback::Placements(file.fallback(None).unwrap());
-    Layout::new(mesh.clone(), file.rules(&mesh).unwrap(), fallback, file.split).unwrap()
+    MeshLayout::new(mesh.clone(), file.rules(&mesh).unwrap(), fallback, file.split).unwrap()
 }
 
 #[test]
@@ -351,11 +351,11 @@ fn what_is_printed_is_read() {
     let list = |text: &str| crate::layout::parse_placements(text).unwrap();
     let spec = |text: &str, splits: &[Split], slice: Option<&[usize]>| {
         let slice = slice.map(|dims| dims.iter().map(|dim| MeshDim(*dim)).collect());
-        Lies::Shared(Spec { placements: list(text), splits: splits.to_vec(), slice })
+        PlacementChoice::Shared(PlacementList { placements: list(text), splits: splits.to_vec(), slice })
     };
     let sizes = Split::Sizes([7, 0].into());
     let rules = vec![
-        rule("a \"quoted\\\" \u{7}\u{202e}\u{7f}.権重.*", Lies::Plain),
+        rule("a \"quoted\\\" \u{7}\u{202e}\u{7f}.権重.*", PlacementChoice::Plain),
         rule("w", spec("_S(0,2),R", &[], Some(&[0]))),
         rule("x", spec("P(max),R", &[], None)),
         rule("v", spec("R,S(-1)", &[Split::Chunk, Split::Chunk], None)),
@@ -365,12 +365,12 @@ fn what_is_printed_is_read() {
     let ranks = [0, 2, 1, 3].map(crate::layout::Rank).to_vec();
     let mesh = mesh.with_ranks(ranks).unwrap();
     let fallback = Fallback::Placements(list("S(0),R"));
-    let layout = Layout::new(mesh, rules, fallback.clone(), Some(Split::Balanced)).unwrap();
+    let layout = MeshLayout::new(mesh, rules, fallback.clone(), Some(Split::Balanced)).unwrap();
     let text = toml(&document(&layout));
     assert_eq!(lines(&read_back("l.toml", &text)), lines(&layout), "{text}");
     assert_eq!(lines(&read_back("l.json", &document(&layout).to_string())), lines(&layout));
     let unnamed = DeviceMesh::new([1_u64, 2].as_slice(), [0, 1].map(crate::layout::Rank).to_vec(), None).unwrap();
-    let layout = Layout::new(unnamed, vec![], fallback, None).unwrap();
+    let layout = MeshLayout::new(unnamed, vec![], fallback, None).unwrap();
     let text = toml(&document(&layout));
     assert_eq!(text, "mesh = [1, 2]\nplacements = \"S(0),R\"\n");
     assert_eq!(lines(&read_back("l.toml", &text)), lines(&layout));

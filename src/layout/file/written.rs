@@ -1,21 +1,21 @@
 //! Rules as they are written, and what they mean on a mesh: names of dims become dims, sizes become splits.
 
-use super::fields::{At, did_you_mean};
-use crate::layout::rules::{Lies, Rule, Spec};
+use super::fields::{FilePosition, did_you_mean};
+use crate::layout::rules::{PlacementChoice, PlacementList, Rule};
 use crate::layout::strided::follow;
 use crate::layout::{DeviceMesh, LayoutError, MeshDim, Pattern, PlacementSpec, Split};
 
 #[derive(Clone, Debug)]
-pub struct Written {
+pub struct WrittenLayout {
     pub line: usize,
     /// `rules "**.norm.weight"`
     pub what: String,
     pub pattern: Pattern,
-    pub lies: WrittenLies,
+    pub lies: WrittenPlacements,
 }
 
 #[derive(Clone, Debug)]
-pub enum WrittenLies {
+pub enum WrittenPlacements {
     Plain,
     Shared(WrittenSpec),
 }
@@ -31,7 +31,7 @@ pub struct WrittenSpec {
     pub sizes: Vec<(usize, String, Vec<u64>)>,
 }
 
-impl Written {
+impl WrittenLayout {
     /// On a mesh, which takes the place of the file's `own`. Tensors without a split of their own have that of the layout.
     pub fn on(
         &self,
@@ -40,13 +40,13 @@ impl Written {
         mesh: &DeviceMesh,
         split: Option<&Split>,
     ) -> Result<Rule, LayoutError> {
-        let at = At { name, line: self.line, what: &self.what };
+        let at = FilePosition { name, line: self.line, what: &self.what };
         let lies = match &self.lies {
-            WrittenLies::Plain => Lies::Plain,
-            WrittenLies::Shared(spec) => {
+            WrittenPlacements::Plain => PlacementChoice::Plain,
+            WrittenPlacements::Shared(spec) => {
                 let mut spec = spec.on(at, mesh, split)?;
                 spec.placements = follow(&spec.placements, own, mesh);
-                Lies::Shared(spec)
+                PlacementChoice::Shared(spec)
             }
         };
         Ok(Rule { pattern: self.pattern.clone(), lies, said: at.said() })
@@ -54,9 +54,9 @@ impl Written {
 }
 
 impl WrittenSpec {
-    fn on(&self, at: At<'_>, mesh: &DeviceMesh, split: Option<&Split>) -> Result<Spec, LayoutError> {
+    fn on(&self, at: FilePosition<'_>, mesh: &DeviceMesh, split: Option<&Split>) -> Result<PlacementList, LayoutError> {
         let slice = self.slice.as_ref().map(|(line, names)| slice(at.on(*line), names, mesh)).transpose()?;
-        let spec = Spec { placements: self.placements.clone(), splits: self.splits(at, mesh, split)?, slice };
+        let spec = PlacementList { placements: self.placements.clone(), splits: self.splits(at, mesh, split)?, slice };
         check(at, &spec, mesh)?;
         for (line, name, sizes) in &self.sizes {
             let dim = dim(at.on(*line), name, mesh)?;
@@ -68,10 +68,15 @@ impl WrittenSpec {
         }
         // A slice of all dims is the mesh itself.
         let slice = spec.slice.filter(|dims| dims.len() < mesh.ndim());
-        Ok(Spec { slice, ..spec })
+        Ok(PlacementList { slice, ..spec })
     }
 
-    fn splits(&self, at: At<'_>, mesh: &DeviceMesh, of_all: Option<&Split>) -> Result<Vec<Split>, LayoutError> {
+    fn splits(
+        &self,
+        at: FilePosition<'_>,
+        mesh: &DeviceMesh,
+        of_all: Option<&Split>,
+    ) -> Result<Vec<Split>, LayoutError> {
         let mut splits = match &self.split {
             None if self.sizes.is_empty() => return Ok(Vec::new()),
             None => vec![of_all.cloned().unwrap_or_default(); mesh.ndim()],
@@ -96,11 +101,11 @@ impl WrittenSpec {
     }
 }
 
-pub fn check(at: At<'_>, spec: &Spec, mesh: &DeviceMesh) -> Result<(), LayoutError> {
+pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
     spec.check(mesh).map_err(at.within())
 }
 
-fn slice(at: At<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Vec<MeshDim>, LayoutError> {
+fn slice(at: FilePosition<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Vec<MeshDim>, LayoutError> {
     let dims: Vec<MeshDim> = names.iter().map(|name| dim(at, name, mesh)).collect::<Result<_, _>>()?;
     if dims.windows(2).all(|pair| pair[0] < pair[1]) {
         return Ok(dims);
@@ -109,7 +114,7 @@ fn slice(at: At<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Vec<MeshDim>
     Err(at.wrong(problem, None))
 }
 
-pub fn dim(at: At<'_>, name: &str, mesh: &DeviceMesh) -> Result<MeshDim, LayoutError> {
+pub fn dim(at: FilePosition<'_>, name: &str, mesh: &DeviceMesh) -> Result<MeshDim, LayoutError> {
     mesh.dim_by_name(name).ok_or_else(|| {
         let names: Vec<&str> = mesh.names().unwrap_or_default().iter().map(String::as_str).collect();
         let hint = match names.as_slice() {

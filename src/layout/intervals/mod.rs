@@ -23,21 +23,21 @@ use std::{fmt, ops::Range};
 
 use smallvec::{SmallVec, smallvec};
 
+pub use walk::{CommonRange, Segments};
 pub(super) use walk::{Piece, Pieces};
-pub use walk::{Segment, Segments};
 
 /// `count` intervals of `len` elements, the first at `start`, one every `step`.
 ///
 /// `step > len`, and 0 where there is only one interval.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Run {
+struct IntervalRun {
     start: u64,
     step: u64,
     count: u64,
     len: u64,
 }
 
-impl Run {
+impl IntervalRun {
     fn interval(&self, k: u64) -> Range<u64> {
         let start = self.start + k * self.step;
         start..start + self.len
@@ -62,7 +62,7 @@ impl Run {
 /// What a shard holds of one dim: disjoint intervals in ascending order, compressed into runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Intervals {
-    runs: SmallVec<[Run; 1]>,
+    runs: SmallVec<[IntervalRun; 1]>,
 }
 
 impl Intervals {
@@ -76,7 +76,7 @@ impl Intervals {
     pub fn single(start: u64, len: u64) -> Self {
         match len.min(u64::MAX - start) {
             0 => Self::empty(),
-            len => Self { runs: smallvec![Run { start, step: 0, count: 1, len }] },
+            len => Self { runs: smallvec![IntervalRun { start, step: 0, count: 1, len }] },
         }
     }
 
@@ -93,14 +93,14 @@ impl Intervals {
         if len == step || count <= 1 {
             return Self::single(start, count * len);
         }
-        let runs = if len == 0 { smallvec![] } else { smallvec![Run { start, step, count, len }] };
+        let runs = if len == 0 { smallvec![] } else { smallvec![IntervalRun { start, step, count, len }] };
         Self { runs }
     }
 
     /// The number of elements.
     #[must_use]
     pub fn len(&self) -> u64 {
-        self.runs.iter().map(Run::numel).sum()
+        self.runs.iter().map(IntervalRun::numel).sum()
     }
 
     #[must_use]
@@ -138,7 +138,7 @@ impl Intervals {
     /// How many of the elements have a smaller index: the position of `index`, or of the next one that is held.
     #[must_use]
     pub fn before(&self, index: u64) -> u64 {
-        let of_run = |run: &Run| {
+        let of_run = |run: &IntervalRun| {
             let Some(past) = index.checked_sub(run.start) else { return 0 };
             let whole = past.checked_div(run.step).unwrap_or(0).min(run.count - 1);
             whole * run.len + (past - whole * run.step).min(run.len)
@@ -188,7 +188,7 @@ impl Intervals {
                 run.step = interval.start - run.start;
                 run.count = 2;
             }
-            _ => self.runs.push(Run { start: interval.start, step: 0, count: 1, len }),
+            _ => self.runs.push(IntervalRun { start: interval.start, step: 0, count: 1, len }),
         }
     }
 
@@ -206,7 +206,7 @@ impl Intervals {
     }
 
     /// Pushes every interval of a run, all but the first few at once.
-    fn push_run(&mut self, run: &Run) {
+    fn push_run(&mut self, run: &IntervalRun) {
         for k in 0..run.count {
             let interval = run.interval(k);
             match self.runs.last_mut() {
@@ -247,7 +247,7 @@ impl Intervals {
                 continue;
             }
             taken.push(start..run.interval(first).end);
-            taken.push_run(&Run { start: run.interval(first + 1).start, count: last - first - 1, ..*run });
+            taken.push_run(&IntervalRun { start: run.interval(first + 1).start, count: last - first - 1, ..*run });
             taken.push(run.interval(last).start..end);
         }
         taken
@@ -263,7 +263,7 @@ impl Intervals {
         let mut taken = Self::empty();
         if let Some(Range { start, .. }) = self.as_single() {
             for run in &positions.runs {
-                taken.push_run(&Run { start: start + run.start, ..*run });
+                taken.push_run(&IntervalRun { start: start + run.start, ..*run });
             }
             return taken;
         }

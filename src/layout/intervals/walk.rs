@@ -8,21 +8,21 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Intervals, Run};
+use super::{IntervalRun, Intervals};
 
 /// A stretch that two lists have in common: where it lies in each, and how long it is.
 ///
 /// In `0:2+4:6` and `1:5` the common indices 1 and 4 are two segments, `{left: 1, right: 0,
 /// len: 1}` and `{left: 2, right: 3, len: 1}`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct CommonRange {
     pub left: u64,
     pub right: u64,
     pub len: u64,
 }
 
 /// Segments that ascend in both lists. Most often there is one, which needs no allocation.
-pub type Segments = SmallVec<[Segment; 1]>;
+pub type Segments = SmallVec<[CommonRange; 1]>;
 
 /// A maximal interval and the position of its first element in the list.
 #[derive(Clone, Debug)]
@@ -34,14 +34,14 @@ pub(in crate::layout) struct Piece {
 /// The pieces of a list from some point on.
 #[derive(Clone, Debug)]
 pub(in crate::layout) struct Pieces<'a> {
-    runs: &'a [Run],
+    runs: &'a [IntervalRun],
     /// The next interval of the first run.
     next: u64,
     position: u64,
 }
 
 impl<'a> Pieces<'a> {
-    pub(super) fn new(runs: &'a [Run]) -> Self {
+    pub(super) fn new(runs: &'a [IntervalRun]) -> Self {
         Self { runs, next: 0, position: 0 }
     }
 
@@ -92,12 +92,12 @@ impl Intervals {
     pub fn intersect(&self, other: &Self) -> Segments {
         if let (Some(a), Some(b)) = (self.as_single(), other.as_single()) {
             let (start, end) = (a.start.max(b.start), a.end.min(b.end));
-            let common = || Segment { left: start - a.start, right: start - b.start, len: end - start };
+            let common = || CommonRange { left: start - a.start, right: start - b.start, len: end - start };
             return (start < end).then(common).into_iter().collect();
         }
         if self == other {
             // One segment, however many intervals it is made of.
-            let all = Segment { left: 0, right: 0, len: self.len() };
+            let all = CommonRange { left: 0, right: 0, len: self.len() };
             return if self.is_empty() { smallvec![] } else { smallvec![all] };
         }
         let mut segments = Segments::new();
@@ -124,7 +124,7 @@ impl Intervals {
         pieces.next().is_some_and(|piece| piece.range.start < range.end)
     }
 
-    fn common<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (Range<u64>, Segment)> + 'a {
+    fn common<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (Range<u64>, CommonRange)> + 'a {
         let (mut lefts, mut rights) = (self.pieces(), other.pieces());
         let (mut left, mut right) = (lefts.next(), rights.next());
         std::iter::from_fn(move || {
@@ -134,7 +134,7 @@ impl Intervals {
                 let found = (start < end).then(|| {
                     let left = a.position + (start - a.range.start);
                     let right = b.position + (start - b.range.start);
-                    (start..end, Segment { left, right, len: end - start })
+                    (start..end, CommonRange { left, right, len: end - start })
                 });
                 // The piece that ends first is done, and so is all of its list before the other's.
                 if a.range.end <= b.range.end {
@@ -157,8 +157,8 @@ impl Intervals {
 mod tests {
     use super::*;
 
-    fn segment(left: u64, right: u64, len: u64) -> Segment {
-        Segment { left, right, len }
+    fn segment(left: u64, right: u64, len: u64) -> CommonRange {
+        CommonRange { left, right, len }
     }
 
     #[test]

@@ -8,20 +8,22 @@ use std::collections::HashMap;
 use indexmap::IndexMap;
 
 use super::super::{DeviceMesh, Pattern};
-use super::{By, Family, Laid, Part, Plan, PlanError, Style, StyleRule};
+use super::{
+    Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, StyleRule,
+};
 
 /// A tensor of the model.
 #[derive(Clone, Debug)]
 pub struct Parameter<'a> {
     pub name: String,
     pub shape: &'a [u64],
-    pub sizes: Sizes,
-    pub kind: Kind,
+    pub sizes: ShapeOrigin,
+    pub kind: ParameterKind,
 }
 
 /// Of what a shape is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sizes {
+pub enum ShapeOrigin {
     OfWhole,
     /// Of what some rank has: how far it is cut cannot be told from it.
     OfPart,
@@ -29,7 +31,7 @@ pub enum Sizes {
 
 /// Whether it is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ParameterKind {
     Parameter,
     /// A plain tensor, unless a style names it.
     Buffer,
@@ -37,7 +39,7 @@ pub enum Kind {
 
 /// What the order of parameters is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ParameterOrder {
     /// That of registration, as in a state dict.
     Registered,
     Unknown,
@@ -46,13 +48,13 @@ pub enum Order {
 /// A rule, and what it may do.
 pub(super) struct Candidate {
     pub rule: StyleRule,
-    pub origin: Origin,
+    pub origin: RuleOrigin,
     pub note: Option<&'static str>,
 }
 
 /// Where a rule is from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(super) enum RuleOrigin {
     /// Somebody said it: it has to name something.
     Told,
     /// Attention and MLPs of a built-in plan: some of them have to.
@@ -69,13 +71,17 @@ impl Candidate {
 
     /// Whether it gives its own style to this parameter.
     pub fn names(&self, parameter: &str) -> bool {
-        self.rule.style != Style::Pairwise
+        self.rule.style != ParallelStyle::Pairwise
             && (self.names_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
 
     /// What a parameter is that it names.
-    fn part(&self, parameter: &str) -> Part {
-        if self.rule.pattern.matches(parameter) { Part::by_itself(parameter) } else { Part::of_module(parameter) }
+    fn part(&self, parameter: &str) -> ParameterRole {
+        if self.rule.pattern.matches(parameter) {
+            ParameterRole::by_itself(parameter)
+        } else {
+            ParameterRole::of_module(parameter)
+        }
     }
 }
 
@@ -84,28 +90,33 @@ fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
-impl Plan {
+impl ParallelizePlan {
     /// How each of these lies, in their order.
     ///
     /// # Errors
     /// `PlanError` for rules that name nothing, a plan of another family, and pairs in an order that is not known.
-    pub fn bind(&self, mesh: &DeviceMesh, parameters: &[Parameter<'_>], order: Order) -> Result<Vec<Laid>, PlanError> {
+    pub fn bind(
+        &self,
+        mesh: &DeviceMesh,
+        parameters: &[Parameter<'_>],
+        order: ParameterOrder,
+    ) -> Result<Vec<ParameterPlacement>, PlanError> {
         let candidates = self.candidates(mesh)?;
-        let mut found: Vec<Option<(&Candidate, Style)>> = vec![None; parameters.len()];
+        let mut found: Vec<Option<(&Candidate, ParallelStyle)>> = vec![None; parameters.len()];
         let mut layers_are_there = false;
         for candidate in &candidates {
             let named = match candidate.rule.style {
-                Style::Pairwise => pairs(candidate, parameters, order)?,
+                ParallelStyle::Pairwise => pairs(candidate, parameters, order)?,
                 style => {
                     let names = |at: &usize| candidate.names(&parameters[*at].name);
                     (0..parameters.len()).filter(names).map(|at| (at, style)).collect()
                 }
             };
-            if named.is_empty() && candidate.origin == Origin::Told {
+            if named.is_empty() && candidate.origin == RuleOrigin::Told {
                 let StyleRule { pattern, said, .. } = &candidate.rule;
                 return Err(PlanError::Unmatched { said: said.clone(), pattern: pattern.to_string() });
             }
-            layers_are_there |= candidate.origin == Origin::Layers && !named.is_empty();
+            layers_are_there |= candidate.origin == RuleOrigin::Layers && !named.is_empty();
             for (at, style) in named {
                 found[at].get_or_insert((candidate, style));
             }
@@ -114,15 +125,17 @@ impl Plan {
             return Err(PlanError::OtherFamily { plan: family.name, alike: super::alike(parameters) });
         }
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
-        let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
-            Some((candidate, style)) if style != Style::None => {
+        let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, ParallelStyle)>)| match found {
+            Some((candidate, style)) if style != ParallelStyle::None => {
                 let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter);
-                Laid { note: candidate.note, ..laid }
+                ParameterPlacement { note: candidate.note, ..laid }
             }
-            _ if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
-                Laid { shared: None, by: By::Buffer, uncut: None, note: None }
+            _ if parameter.kind == ParameterKind::Buffer || is_buffer(&buffers, parameter) => {
+                ParameterPlacement { shared: None, by: PlacementSource::Buffer, uncut: None, note: None }
             }
-            Some((_, style)) => Laid { by: By::Style(style), ..self.roles.unstyled(mesh, parameter.shape) },
+            Some((_, style)) => {
+                ParameterPlacement { by: PlacementSource::Style(style), ..self.roles.unstyled(mesh, parameter.shape) }
+            }
             None => self.roles.unstyled(mesh, parameter.shape),
         };
         Ok(parameters.iter().zip(found).map(lay).collect())
@@ -130,7 +143,7 @@ impl Plan {
 
     /// What was told, then what is built in.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
-        let told = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: Origin::Told, note: None };
+        let told = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::Told, note: None };
         let mut candidates: Vec<Candidate> = self.styles.iter().map(told).collect();
         if let Some(family) = self.family {
             candidates.extend(family.candidates());
@@ -140,7 +153,7 @@ impl Plan {
             (Some(first), None) => {
                 let plan = || self.family.map(|family| format!("plan {}", family.name));
                 let said =
-                    Some(first).filter(|first| first.origin == Origin::Told).map(|first| first.rule.said.clone());
+                    Some(first).filter(|first| first.origin == RuleOrigin::Told).map(|first| first.rule.said.clone());
                 let said = said.or_else(plan).unwrap_or_default();
                 Err(PlanError::NoTensorDim { said, mesh: mesh.to_string() })
             }
@@ -155,8 +168,12 @@ fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
 }
 
 /// What a pairwise rule gives to whom.
-fn pairs(candidate: &Candidate, parameters: &[Parameter<'_>], order: Order) -> Result<Vec<(usize, Style)>, PlanError> {
-    const IN_TURN: [Style; 2] = [Style::Colwise { blocks: 1 }, Style::Rowwise { blocks: 1 }];
+fn pairs(
+    candidate: &Candidate,
+    parameters: &[Parameter<'_>],
+    order: ParameterOrder,
+) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
+    const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
     // Children that have a 2-d weight.
     let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for parameter in parameters.iter().filter(|parameter| parameter.shape.len() == 2) {
@@ -166,9 +183,9 @@ fn pairs(candidate: &Candidate, parameters: &[Parameter<'_>], order: Order) -> R
         }
     }
     let said = || candidate.rule.said.clone();
-    let mut styles: HashMap<&str, Style> = HashMap::new();
+    let mut styles: HashMap<&str, ParallelStyle> = HashMap::new();
     for (module, linears) in &mut modules {
-        if linears.len() > 1 && order == Order::Unknown && !sort_by_number(linears) {
+        if linears.len() > 1 && order == ParameterOrder::Unknown && !sort_by_number(linears) {
             let children = linears.iter().map(|linear| own_name(linear).to_owned()).collect();
             return Err(PlanError::UnknownOrder { said: said(), module: shown(module), children });
         }

@@ -9,54 +9,54 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
 
 use super::super::Pattern;
-use super::bind::{Candidate, Origin, Parameter};
-use super::{Style, StyleRule};
+use super::bind::{Candidate, Parameter, RuleOrigin};
+use super::{ParallelStyle, StyleRule};
 
 /// The plan of a model family.
 #[derive(Debug)]
 pub struct Family {
     pub name: &'static str,
     /// Attention and MLPs: what tells families apart.
-    pub layers: &'static [&'static [Row]],
+    pub layers: &'static [&'static [FamilyRow]],
     /// Embeddings, norms and the head.
-    pub around: &'static [Row],
+    pub around: &'static [FamilyRow],
 }
 
 /// What some modules are given.
 #[derive(Debug)]
-pub struct Row {
+pub struct FamilyRow {
     pub pattern: &'static str,
-    pub style: Style,
+    pub style: ParallelStyle,
     pub note: Option<&'static str>,
 }
 
-const fn row(pattern: &'static str, style: Style) -> Row {
-    Row { pattern, style, note: None }
+const fn row(pattern: &'static str, style: ParallelStyle) -> FamilyRow {
+    FamilyRow { pattern, style, note: None }
 }
 
-const fn noted(pattern: &'static str, style: Style, note: &'static str) -> Row {
-    Row { pattern, style, note: Some(note) }
+const fn noted(pattern: &'static str, style: ParallelStyle, note: &'static str) -> FamilyRow {
+    FamilyRow { pattern, style, note: Some(note) }
 }
 
-const COLWISE: Style = Style::Colwise { blocks: 1 };
-const ROWWISE: Style = Style::Rowwise { blocks: 1 };
-const GATE_AND_UP: Style = Style::Colwise { blocks: 2 };
+const COLWISE: ParallelStyle = ParallelStyle::Colwise { blocks: 1 };
+const ROWWISE: ParallelStyle = ParallelStyle::Rowwise { blocks: 1 };
+const GATE_AND_UP: ParallelStyle = ParallelStyle::Colwise { blocks: 2 };
 
-const ATTENTION: &[Row] = &[
+const ATTENTION: &[FamilyRow] = &[
     row("layers.*.self_attn.{q_proj,k_proj,v_proj}", COLWISE),
     row("layers.*.self_attn.o_proj", ROWWISE),
     noted(
         "layers.*.self_attn.qkv_proj",
-        Style::Replicate,
+        ParallelStyle::Replicate,
         "q, k and v in one, of sizes that the names do not tell: whole on the dim of tensor parallelism",
     ),
     row("layers.*.attention.{wq,wk,wv}", COLWISE),
     row("layers.*.attention.wo", ROWWISE),
 ];
 
-const QK_NORMS: &[Row] = &[row("layers.*.self_attn.{q_norm,k_norm}", Style::Sequence)];
+const QK_NORMS: &[FamilyRow] = &[row("layers.*.self_attn.{q_norm,k_norm}", ParallelStyle::Sequence)];
 
-const MLP: &[Row] = &[
+const MLP: &[FamilyRow] = &[
     row("layers.*.mlp.{gate_proj,up_proj}", COLWISE),
     row("layers.*.mlp.gate_up_proj", GATE_AND_UP),
     row("layers.*.mlp.down_proj", ROWWISE),
@@ -64,34 +64,34 @@ const MLP: &[Row] = &[
     row("layers.*.feed_forward.w2", ROWWISE),
 ];
 
-const EXPERTS: &[Row] = &[
-    row("layers.*.{mlp,block_sparse_moe}.gate", Style::Replicate),
+const EXPERTS: &[FamilyRow] = &[
+    row("layers.*.{mlp,block_sparse_moe}.gate", ParallelStyle::Replicate),
     row("layers.*.{mlp,block_sparse_moe}.experts.gate_up_proj", GATE_AND_UP),
     row("layers.*.{mlp,block_sparse_moe}.experts.down_proj", ROWWISE),
 ];
 
-const EXPERTS_OF_MIXTRAL: &[Row] = &[
+const EXPERTS_OF_MIXTRAL: &[FamilyRow] = &[
     row("layers.*.{mlp,block_sparse_moe}.experts.*.{w1,w3}", COLWISE),
     row("layers.*.{mlp,block_sparse_moe}.experts.*.w2", ROWWISE),
 ];
 
-const EXPERTS_OF_QWEN: &[Row] =
+const EXPERTS_OF_QWEN: &[FamilyRow] =
     &[row("layers.*.mlp.experts.*.{gate_proj,up_proj}", COLWISE), row("layers.*.mlp.experts.*.down_proj", ROWWISE)];
 
-const SHARED_EXPERT: &[Row] = &[
+const SHARED_EXPERT: &[FamilyRow] = &[
     row("layers.*.mlp.shared_expert.{gate_proj,up_proj}", COLWISE),
     row("layers.*.mlp.shared_expert.down_proj", ROWWISE),
-    row("layers.*.mlp.shared_expert_gate", Style::Replicate),
+    row("layers.*.mlp.shared_expert_gate", ParallelStyle::Replicate),
 ];
 
-const AROUND_LLAMA: &[Row] = &[
-    row("{embed_tokens,tok_embeddings}", Style::RowwiseEmbedding),
-    row("layers.*.{input_layernorm,post_attention_layernorm,attention_norm,ffn_norm}", Style::Sequence),
-    row("norm", Style::Sequence),
+const AROUND_LLAMA: &[FamilyRow] = &[
+    row("{embed_tokens,tok_embeddings}", ParallelStyle::RowwiseEmbedding),
+    row("layers.*.{input_layernorm,post_attention_layernorm,attention_norm,ffn_norm}", ParallelStyle::Sequence),
+    row("norm", ParallelStyle::Sequence),
     row("{lm_head,output}", COLWISE),
 ];
 
-const LAYERS_OF_NEOX: &[Row] = &[
+const LAYERS_OF_NEOX: &[FamilyRow] = &[
     noted(
         "layers.*.attention.query_key_value",
         COLWISE,
@@ -103,25 +103,25 @@ const LAYERS_OF_NEOX: &[Row] = &[
     row("layers.*.mlp.dense_4h_to_h", ROWWISE),
 ];
 
-const AROUND_NEOX: &[Row] = &[
-    row("embed_in", Style::RowwiseEmbedding),
-    row("layers.*.{input_layernorm,post_attention_layernorm}", Style::Sequence),
-    row("final_layer_norm", Style::Sequence),
+const AROUND_NEOX: &[FamilyRow] = &[
+    row("embed_in", ParallelStyle::RowwiseEmbedding),
+    row("layers.*.{input_layernorm,post_attention_layernorm}", ParallelStyle::Sequence),
+    row("final_layer_norm", ParallelStyle::Sequence),
     row("{embed_out,lm_head}", COLWISE),
 ];
 
-const LAYERS_OF_GPT2: &[Row] = &[
-    row("h.*.attn.c_attn", Style::ColwiseConv1d { blocks: 3 }),
-    row("h.*.attn.c_proj", Style::RowwiseConv1d { blocks: 1 }),
-    row("h.*.mlp.c_fc", Style::ColwiseConv1d { blocks: 1 }),
-    row("h.*.mlp.c_proj", Style::RowwiseConv1d { blocks: 1 }),
+const LAYERS_OF_GPT2: &[FamilyRow] = &[
+    row("h.*.attn.c_attn", ParallelStyle::ColwiseConv1d { blocks: 3 }),
+    row("h.*.attn.c_proj", ParallelStyle::RowwiseConv1d { blocks: 1 }),
+    row("h.*.mlp.c_fc", ParallelStyle::ColwiseConv1d { blocks: 1 }),
+    row("h.*.mlp.c_proj", ParallelStyle::RowwiseConv1d { blocks: 1 }),
 ];
 
-const AROUND_GPT2: &[Row] = &[
-    row("wte", Style::RowwiseEmbedding),
-    row("wpe", Style::Replicate),
-    row("h.*.{ln_1,ln_2}", Style::Sequence),
-    row("ln_f", Style::Sequence),
+const AROUND_GPT2: &[FamilyRow] = &[
+    row("wte", ParallelStyle::RowwiseEmbedding),
+    row("wpe", ParallelStyle::Replicate),
+    row("h.*.{ln_1,ln_2}", ParallelStyle::Sequence),
+    row("ln_f", ParallelStyle::Sequence),
     row("lm_head", COLWISE),
 ];
 
@@ -161,9 +161,9 @@ impl Family {
 
     /// Its rules.
     pub(super) fn candidates(&self) -> Vec<Candidate> {
-        let layers = self.layers.iter().flat_map(|rows| rows.iter()).map(|row| (row, Origin::Layers));
-        let rows = layers.chain(self.around.iter().map(|row| (row, Origin::Around)));
-        let candidate = |(row, origin): (&Row, Origin)| {
+        let layers = self.layers.iter().flat_map(|rows| rows.iter()).map(|row| (row, RuleOrigin::Layers));
+        let rows = layers.chain(self.around.iter().map(|row| (row, RuleOrigin::Around)));
+        let candidate = |(row, origin): (&FamilyRow, RuleOrigin)| {
             let pattern = parse(&format!("**.{}", row.pattern));
             let said = format!("plan {}: {}", self.name, row.pattern);
             Candidate { rule: StyleRule { pattern, style: row.style, said }, origin, note: row.note }
@@ -189,7 +189,7 @@ pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     let mut best = ((1, Reverse(usize::MAX)), Vec::new());
     for family in Family::all() {
         let mut layers = family.candidates();
-        layers.retain(|candidate| candidate.origin == Origin::Layers);
+        layers.retain(|candidate| candidate.origin == RuleOrigin::Layers);
         let named = names.iter().filter(|name| layers.iter().any(|candidate| candidate.names(name))).count();
         let is_idle = |candidate: &&Candidate| !names.iter().any(|name| candidate.names(name));
         let likeness = (named, Reverse(layers.iter().filter(is_idle).count()));

@@ -37,58 +37,58 @@ mod tests;
 
 use std::fmt;
 
-use super::shards::Shared;
+use super::shards::SharedTensor;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 
-pub use bind::{Kind, Order, Parameter, Sizes};
+pub use bind::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
 pub use family::{Family, alike};
-pub use roles::{Draft, RoleNames, Roles};
-pub use style::{Part, Style};
+pub use roles::{MeshRoles, RoleNames, UnboundPlan};
+pub use style::{ParallelStyle, ParameterRole};
 
 /// A style and the modules that have it.
 #[derive(Clone, Debug)]
 pub struct StyleRule {
     /// Of the module itself, or of a parameter that has none of its own (stacked experts).
     pub pattern: Pattern,
-    pub style: Style,
+    pub style: ParallelStyle,
     /// Where it was said, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.
     pub said: String,
 }
 
 /// Styles, and the mesh dims they are for.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct ParallelizePlan {
     /// Each has to name something. The first that names a parameter wins.
     pub styles: Vec<StyleRule>,
     /// A built-in plan behind them, of which not everything need be there.
     pub family: Option<&'static Family>,
-    pub roles: Roles,
+    pub roles: MeshRoles,
 }
 
 /// How a parameter comes to lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Laid {
+pub struct ParameterPlacement {
     /// `None` for a plain tensor on every rank.
-    pub shared: Option<Shared>,
-    pub by: By,
+    pub shared: Option<SharedTensor>,
+    pub by: PlacementSource,
     /// Where it was not cut that would have been.
-    pub uncut: Option<Uncut>,
+    pub uncut: Option<UncutReason>,
     /// What a built-in plan takes for granted.
     pub note: Option<&'static str>,
 }
 
 /// Who decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
-    Style(Style),
+pub enum PlacementSource {
+    Style(ParallelStyle),
     /// No style names it: FSDP, or nobody.
     Nobody,
     /// It is no parameter.
     Buffer,
 }
 
-impl fmt::Display for By {
+impl fmt::Display for PlacementSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Style(style) => style.fmt(f),
@@ -100,7 +100,7 @@ impl fmt::Display for By {
 
 /// Why a mesh dim has all of a tensor that is made of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Uncut {
+pub enum UncutReason {
     /// The dim of tensor parallelism: blocks of a whole number of elements there are none.
     OddBlocks { blocks: u64, size: u64 },
     /// The dim of FSDP, which no placement puts behind that of tensor parallelism where that takes a part of each block.

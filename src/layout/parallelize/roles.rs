@@ -7,30 +7,33 @@
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
 
-use super::super::shards::Shared;
+use super::super::shards::SharedTensor;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
-use super::{By, Family, Laid, Parameter, Part, Plan, PlanError, Sizes, Style, StyleRule, Uncut};
+use super::{
+    Family, ParallelStyle, ParallelizePlan, Parameter, ParameterPlacement, ParameterRole, PlacementSource, PlanError,
+    ShapeOrigin, StyleRule, UncutReason,
+};
 
 /// A plan that has met no mesh: mesh dims have names in it.
 #[derive(Clone, Debug, Default)]
-pub struct Draft {
+pub struct UnboundPlan {
     pub styles: Vec<StyleRule>,
     pub family: Option<&'static Family>,
     pub names: RoleNames,
 }
 
-impl Draft {
+impl UnboundPlan {
     /// # Errors
     /// As [`Roles::of`].
-    pub fn on(&self, mesh: &DeviceMesh) -> Result<Plan, PlanError> {
-        let roles = Roles::of(mesh, &self.names)?;
-        Ok(Plan { styles: self.styles.clone(), family: self.family, roles })
+    pub fn on(&self, mesh: &DeviceMesh) -> Result<ParallelizePlan, PlanError> {
+        let roles = MeshRoles::of(mesh, &self.names)?;
+        Ok(ParallelizePlan { styles: self.styles.clone(), family: self.family, roles })
     }
 }
 
 /// Which mesh dim does what.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Roles {
+pub struct MeshRoles {
     pub tp: Option<MeshDim>,
     pub fsdp: Option<MeshDim>,
     /// Copies.
@@ -53,7 +56,7 @@ const REPLICATE: [&str; 2] = ["dp_replicate", "replicate"];
 
 const DIM0: TensorDim = TensorDim(0);
 
-impl Roles {
+impl MeshRoles {
     /// By the names that are given, else by those that are usual.
     ///
     /// # Errors
@@ -98,7 +101,13 @@ impl Roles {
     }
 
     /// How a parameter lies that has a style.
-    pub(super) fn styled(self, mesh: &DeviceMesh, style: Style, part: Part, parameter: &Parameter<'_>) -> Laid {
+    pub(super) fn styled(
+        self,
+        mesh: &DeviceMesh,
+        style: ParallelStyle,
+        part: ParameterRole,
+        parameter: &Parameter<'_>,
+    ) -> ParameterPlacement {
         let shape = parameter.shape;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
         let (cut, mut uncut) = cut(style, part, parameter, self.fsdp);
@@ -114,13 +123,13 @@ impl Roles {
         };
         if let Some(fsdp) = self.fsdp.filter(|_| !shape.is_empty()) {
             placements[fsdp.0] = of_fsdp;
-            uncut = uncut.or((of_fsdp == Placement::Replicate).then_some(Uncut::BlocksWithinFsdp));
+            uncut = uncut.or((of_fsdp == Placement::Replicate).then_some(UncutReason::BlocksWithinFsdp));
         }
-        Laid { shared: Some(placements.into()), by: By::Style(style), uncut, note: None }
+        ParameterPlacement { shared: Some(placements.into()), by: PlacementSource::Style(style), uncut, note: None }
     }
 
     /// How one lies that has none: as `fully_shard` leaves it, which knows the dims of FSDP only.
-    pub(super) fn unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> Laid {
+    pub(super) fn unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
         let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
         dims.sort_unstable();
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
@@ -129,23 +138,28 @@ impl Roles {
         }
         let is_shared = !dims.is_empty();
         let slice = (dims.len() < mesh.ndim()).then_some(dims);
-        let shared = is_shared.then(|| Shared { slice, ..Shared::from(placements) });
-        Laid { shared, by: By::Nobody, uncut: None, note: None }
+        let shared = is_shared.then(|| SharedTensor { slice, ..SharedTensor::from(placements) });
+        ParameterPlacement { shared, by: PlacementSource::Nobody, uncut: None, note: None }
     }
 }
 
 /// What the mesh dim of tensor parallelism does to a parameter.
-fn cut(style: Style, part: Part, parameter: &Parameter<'_>, fsdp: Option<MeshDim>) -> (Placement, Option<Uncut>) {
+fn cut(
+    style: ParallelStyle,
+    part: ParameterRole,
+    parameter: &Parameter<'_>,
+    fsdp: Option<MeshDim>,
+) -> (Placement, Option<UncutReason>) {
     let Parameter { shape, sizes, .. } = parameter;
     let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
     let (blocks, size) = (style.blocks(), shape[dim.0]);
     // A part has as much of each block as of the others, until FSDP cuts it once more.
-    let is_cut_across = *sizes == Sizes::OfPart && dim == DIM0 && fsdp.is_some();
+    let is_cut_across = *sizes == ShapeOrigin::OfPart && dim == DIM0 && fsdp.is_some();
     match blocks {
         1 => (Placement::Shard(dim), None),
         _ if size.is_multiple_of(blocks) || is_cut_across => {
             (Placement::StridedShard { dim, split_factor: blocks }, None)
         }
-        _ => (Placement::Replicate, Some(Uncut::OddBlocks { blocks, size })),
+        _ => (Placement::Replicate, Some(UncutReason::OddBlocks { blocks, size })),
     }
 }

@@ -8,7 +8,7 @@ use super::super::{LayoutError, TensorDim};
 
 /// What becomes of the parameters of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Style {
+pub enum ParallelStyle {
     /// `blocks` weights in one, each cut by itself; 1 for an ordinary one.
     Colwise {
         blocks: u64,
@@ -33,7 +33,7 @@ pub enum Style {
 
 /// What a parameter is to its module, which its name tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum ParameterRole {
     Weight,
     Bias,
     /// What else a module has: scales of quantised weights. `RowwiseParallel` leaves them whole, `ColwiseParallel` cuts
@@ -41,7 +41,7 @@ pub enum Part {
     Other,
 }
 
-impl Part {
+impl ParameterRole {
     /// Of a module that has a style.
     #[must_use]
     pub fn of_module(name: &str) -> Self {
@@ -60,7 +60,7 @@ impl Part {
     }
 }
 
-impl Style {
+impl ParallelStyle {
     /// Every name, as in a layout file.
     pub const NAMES: [&'static str; 10] = [
         "colwise",
@@ -79,19 +79,19 @@ impl Style {
     ///
     /// A vector that is no bias belongs to the outputs, as a bias does (scales of quantised weights).
     #[must_use]
-    pub fn dim(self, part: Part, ndim: usize) -> Option<TensorDim> {
-        let part = if ndim == 1 { Part::Bias } else { part };
+    pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
+        let part = if ndim == 1 { ParameterRole::Bias } else { part };
         let from_the_end = match (self, part) {
-            (Self::Rowwise { .. } | Self::RowwiseConv1d { .. }, Part::Other) => return None,
+            (Self::Rowwise { .. } | Self::RowwiseConv1d { .. }, ParameterRole::Other) => return None,
             (
                 Self::Colwise { .. } | Self::RowwiseEmbedding | Self::RowwiseConv1d { .. },
-                Part::Weight | Part::Other,
+                ParameterRole::Weight | ParameterRole::Other,
             ) => 2,
             (
                 Self::Rowwise { .. } | Self::ColwiseEmbedding | Self::ColwiseConv1d { .. },
-                Part::Weight | Part::Other,
+                ParameterRole::Weight | ParameterRole::Other,
             )
-            | (Self::Colwise { .. } | Self::ColwiseConv1d { .. }, Part::Bias) => 1,
+            | (Self::Colwise { .. } | Self::ColwiseConv1d { .. }, ParameterRole::Bias) => 1,
             _ => return None,
         };
         ndim.checked_sub(from_the_end).map(TensorDim)
@@ -131,14 +131,14 @@ impl Style {
     }
 }
 
-impl fmt::Display for Style {
+impl fmt::Display for ParallelStyle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())?;
         if self.blocks() > 1 { write!(f, "({})", self.blocks()) } else { Ok(()) }
     }
 }
 
-impl FromStr for Style {
+impl FromStr for ParallelStyle {
     type Err = LayoutError;
 
     /// `colwise`, `colwise(3)`; underscores may stand for hyphens.
@@ -177,21 +177,25 @@ mod tests {
 
     #[test]
     fn styles_parse_as_they_print() {
-        for name in Style::NAMES {
-            assert_eq!(name.parse::<Style>().unwrap().to_string(), name);
+        for name in ParallelStyle::NAMES {
+            assert_eq!(name.parse::<ParallelStyle>().unwrap().to_string(), name);
         }
-        let fused: Style = " Colwise_Conv1d(3) ".parse().unwrap();
-        assert_eq!((fused, fused.to_string()), (Style::ColwiseConv1d { blocks: 3 }, "colwise-conv1d(3)".to_owned()));
+        let fused: ParallelStyle = " Colwise_Conv1d(3) ".parse().unwrap();
+        assert_eq!(
+            (fused, fused.to_string()),
+            (ParallelStyle::ColwiseConv1d { blocks: 3 }, "colwise-conv1d(3)".to_owned())
+        );
         for text in ["", "colwise(0)", "colwise(", "colwise(x)", "pairwise(2)", "column", "sequence(2)"] {
-            assert!(text.parse::<Style>().is_err(), "{text}");
+            assert!(text.parse::<ParallelStyle>().is_err(), "{text}");
         }
     }
 
     #[test]
     fn weights_and_biases_are_cut_as_the_table_says() {
-        let cut = |style: &str, part, ndim| style.parse::<Style>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
-        let dim = |style: &str, name: &str, ndim| cut(style, Part::of_module(name), ndim);
-        let alone = |style: &str, name: &str, ndim| cut(style, Part::by_itself(name), ndim);
+        let cut =
+            |style: &str, part, ndim| style.parse::<ParallelStyle>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
+        let dim = |style: &str, name: &str, ndim| cut(style, ParameterRole::of_module(name), ndim);
+        let alone = |style: &str, name: &str, ndim| cut(style, ParameterRole::by_itself(name), ndim);
         for (style, weight, bias) in [
             ("colwise", Some(0), Some(0)),
             ("rowwise", Some(1), None),

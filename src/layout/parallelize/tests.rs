@@ -9,9 +9,9 @@ fn rule(pattern: &str, style: &str) -> StyleRule {
     StyleRule { pattern: Pattern::parse(pattern).unwrap(), style: style.parse().unwrap(), said: pattern.to_owned() }
 }
 
-fn plan(mesh: &DeviceMesh, rules: &[(&str, &str)]) -> Plan {
-    let roles = Roles::of(mesh, &RoleNames::default()).unwrap();
-    Plan { styles: rules.iter().map(|(pattern, style)| rule(pattern, style)).collect(), family: None, roles }
+fn plan(mesh: &DeviceMesh, rules: &[(&str, &str)]) -> ParallelizePlan {
+    let roles = MeshRoles::of(mesh, &RoleNames::default()).unwrap();
+    ParallelizePlan { styles: rules.iter().map(|(pattern, style)| rule(pattern, style)).collect(), family: None, roles }
 }
 
 fn parameters<'a>(named: &[(&str, &'a [u64])]) -> Vec<Parameter<'a>> {
@@ -20,21 +20,26 @@ fn parameters<'a>(named: &[(&str, &'a [u64])]) -> Vec<Parameter<'a>> {
         .map(|(name, shape)| Parameter {
             name: (*name).to_owned(),
             shape,
-            sizes: Sizes::OfWhole,
-            kind: Kind::Parameter,
+            sizes: ShapeOrigin::OfWhole,
+            kind: ParameterKind::Parameter,
         })
         .collect()
 }
 
 /// As `_S(0,2),S(0)`, with the dims of a slice behind it; `plain`.
-fn text(laid: &Laid) -> String {
+fn text(laid: &ParameterPlacement) -> String {
     let Some(shared) = &laid.shared else { return String::from("plain") };
     let list: Vec<String> = shared.placements.iter().map(ToString::to_string).collect();
     let slice: Vec<String> = shared.slice.iter().flatten().map(|MeshDim(dim)| format!(" on {dim}")).collect();
     list.join(",") + &slice.concat()
 }
 
-fn lay(at: &str, rules: &[(&str, &str)], named: &[(&str, &[u64])], order: Order) -> Result<Vec<String>, PlanError> {
+fn lay(
+    at: &str,
+    rules: &[(&str, &str)],
+    named: &[(&str, &[u64])],
+    order: ParameterOrder,
+) -> Result<Vec<String>, PlanError> {
     let mesh = mesh(at);
     let laid = plan(&mesh, rules).bind(&mesh, &parameters(named), order)?;
     Ok(laid.iter().map(text).collect())
@@ -44,7 +49,7 @@ const LINEAR: &[(&str, &[u64])] = &[("a.weight", &[4, 6]), ("a.bias", &[4])];
 
 #[test]
 fn fsdp_takes_dim_0_of_what_is_left() {
-    let of = |mesh: &str, style: &str| lay(mesh, &[("a", style)], LINEAR, Order::Unknown).unwrap();
+    let of = |mesh: &str, style: &str| lay(mesh, &[("a", style)], LINEAR, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("tp=2", "colwise"), ["S(0)", "S(0)"]);
     assert_eq!(of("tp=2", "rowwise"), ["S(1)", "R"]);
     assert_eq!(of("dp=3,tp=2", "colwise"), ["_S(0,2),S(0)", "_S(0,2),S(0)"]);
@@ -60,22 +65,22 @@ fn fsdp_takes_dim_0_of_what_is_left() {
 #[test]
 fn what_no_style_names_is_left_to_fsdp() {
     let named: &[(&str, &[u64])] = &[("a.weight", &[4, 6]), ("b.weight", &[4]), ("b.scale", &[])];
-    let of = |mesh: &str| lay(mesh, &[("a", "rowwise")], named, Order::Unknown).unwrap();
+    let of = |mesh: &str| lay(mesh, &[("a", "rowwise")], named, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("tp=2"), ["S(1)", "plain", "plain"]);
     assert_eq!(of("dp=3,tp=2"), ["S(0),S(1)", "S(0),R on 0", "R,R on 0"]);
     assert_eq!(of("dp_replicate=2,dp_shard=3,tp=2"), ["R,S(0),S(1)", "R,S(0),R on 0 on 1", "R,R,R on 0 on 1"]);
     assert_eq!(of("tp=2,dp_shard=3,dp_replicate=2")[1], "R,S(0),R on 1 on 2");
     // Also where a later pattern names it.
     let left = [("b", "none"), ("*", "rowwise")];
-    assert_eq!(lay("dp=3,tp=2", &left, named, Order::Unknown).unwrap(), of("dp=3,tp=2"));
+    assert_eq!(lay("dp=3,tp=2", &left, named, ParameterOrder::Unknown).unwrap(), of("dp=3,tp=2"));
     // Without a plan.
-    assert_eq!(lay("dp=4", &[], named, Order::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
-    assert_eq!(lay("dp_replicate=2,dp=4", &[], named, Order::Unknown).unwrap()[0], "R,S(0)");
+    assert_eq!(lay("dp=4", &[], named, ParameterOrder::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
+    assert_eq!(lay("dp_replicate=2,dp=4", &[], named, ParameterOrder::Unknown).unwrap()[0], "R,S(0)");
     // What is no parameter is left alone, unless a style names it.
     let mesh = mesh("dp=3,tp=2");
     let mut buffers = parameters(named);
-    buffers.iter_mut().for_each(|parameter| parameter.kind = Kind::Buffer);
-    let laid = plan(&mesh, &[("a", "rowwise")]).bind(&mesh, &buffers, Order::Unknown).unwrap();
+    buffers.iter_mut().for_each(|parameter| parameter.kind = ParameterKind::Buffer);
+    let laid = plan(&mesh, &[("a", "rowwise")]).bind(&mesh, &buffers, ParameterOrder::Unknown).unwrap();
     assert_eq!(laid.iter().map(text).collect::<Vec<_>>(), ["S(0),S(1)", "plain", "plain"]);
 }
 
@@ -84,17 +89,17 @@ fn weights_in_one_are_cut_each_by_itself_or_not_at_all() {
     let named: &[(&str, &[u64])] = &[("a.weight", &[9, 6]), ("a.bias", &[9]), ("b.weight", &[8, 6])];
     let of = |at: &str, style: &str| {
         let mesh = mesh(at);
-        let laid = plan(&mesh, &[("*", style)]).bind(&mesh, &parameters(named), Order::Unknown).unwrap();
+        let laid = plan(&mesh, &[("*", style)]).bind(&mesh, &parameters(named), ParameterOrder::Unknown).unwrap();
         laid.iter().map(|laid| (text(laid), laid.uncut)).collect::<Vec<_>>()
     };
-    let odd = Some(Uncut::OddBlocks { blocks: 3, size: 8 });
+    let odd = Some(UncutReason::OddBlocks { blocks: 3, size: 8 });
     let lies = |text: &str, whole| (text.to_owned(), whole);
     // 3 of 9 do not divide over 2 ranks, which is no matter; 8 has no thirds.
     assert_eq!(of("tp=2", "colwise(3)"), [lies("_S(0,3)", None), lies("_S(0,3)", None), lies("R", odd)]);
     assert_eq!(of("tp=2", "rowwise(3)"), [lies("_S(1,3)", None), lies("R", None), lies("_S(1,3)", None)]);
     assert_eq!(of("tp=2", "colwise-conv1d(3)")[..2], [lies("_S(1,3)", None), lies("_S(0,3)", None)]);
     // FSDP would have to go second and be written first.
-    let within = Some(Uncut::BlocksWithinFsdp);
+    let within = Some(UncutReason::BlocksWithinFsdp);
     assert_eq!(
         of("dp=2,tp=2", "colwise(3)"),
         [lies("R,_S(0,3)", within), lies("R,_S(0,3)", within), lies("S(0),R", odd)]
@@ -108,13 +113,13 @@ fn weights_in_one_are_cut_each_by_itself_or_not_at_all() {
 fn patterns_name_modules_or_parameters_and_the_first_wins() {
     let named: &[(&str, &[u64])] =
         &[("l.0.a.weight", &[4, 4]), ("l.0.a.b.weight", &[4, 4]), ("l.0.experts.up", &[3, 4, 4])];
-    let of = |rules: &[(&str, &str)]| lay("tp=2", rules, named, Order::Unknown);
+    let of = |rules: &[(&str, &str)]| lay("tp=2", rules, named, ParameterOrder::Unknown);
     assert_eq!(of(&[("l.*.a", "colwise")]).unwrap(), ["S(0)", "plain", "plain"], "not what is below it");
     assert_eq!(of(&[("l.*.experts.up", "colwise")]).unwrap(), ["plain", "plain", "S(1)"]);
     assert_eq!(of(&[("l.0.a", "rowwise"), ("**", "colwise")]).unwrap(), ["S(1)", "S(0)", "S(1)"]);
     let error = of(&[("l.*.a", "colwise"), ("l.*.c", "colwise")]).unwrap_err();
     assert!(matches!(&error, PlanError::Unmatched { pattern, .. } if pattern == "l.*.c"), "{error}");
-    assert_eq!(lay("tp=2", &[(".", "colwise")], &[("weight", &[4, 4])], Order::Unknown).unwrap(), ["S(0)"]);
+    assert_eq!(lay("tp=2", &[(".", "colwise")], &[("weight", &[4, 4])], ParameterOrder::Unknown).unwrap(), ["S(0)"]);
 }
 
 const MLP: &[(&str, &[u64])] = &[
@@ -130,15 +135,15 @@ const MLP: &[(&str, &[u64])] = &[
 fn pairs_go_by_the_order_of_registration() {
     let of = |order| lay("tp=2", &[("mlp", "pairwise")], MLP, order);
     // The norm is no linear module, and the third one has nobody to be paired with.
-    assert_eq!(of(Order::Registered).unwrap(), ["S(0)", "S(0)", "plain", "S(1)", "R", "plain"]);
-    let error = of(Order::Unknown).unwrap_err();
+    assert_eq!(of(ParameterOrder::Registered).unwrap(), ["S(0)", "S(0)", "plain", "S(1)", "R", "plain"]);
+    let error = of(ParameterOrder::Unknown).unwrap_err();
     assert!(matches!(error, PlanError::UnknownOrder { .. }), "{error}");
     assert!(error.to_string().contains("up, down, last"), "{error}");
     // The last one may have a style of its own.
     let rules = [("mlp", "pairwise"), ("mlp.last", "rowwise")];
-    assert_eq!(lay("tp=2", &rules, MLP, Order::Registered).unwrap()[5], "S(1)");
+    assert_eq!(lay("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[5], "S(1)");
     let rules = [("mlp.up", "replicate"), ("mlp", "pairwise")];
-    assert_eq!(lay("tp=2", &rules, MLP, Order::Registered).unwrap()[..4], ["R", "R", "plain", "S(1)"]);
+    assert_eq!(lay("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[..4], ["R", "R", "plain", "S(1)"]);
 }
 
 #[test]
@@ -151,18 +156,18 @@ fn children_of_sequential_are_in_the_order_of_their_numbers() {
         ("2.weight", &[4, 4]),
         ("0.weight", &[4, 4]),
     ];
-    let of = |rule: &str| lay("tp=2", &[(rule, "pairwise")], named, Order::Unknown).unwrap();
+    let of = |rule: &str| lay("tp=2", &[(rule, "pairwise")], named, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("net"), ["S(1)", "S(0)", "S(1)", "S(0)", "plain", "plain"]);
     assert_eq!(of("."), ["plain", "plain", "plain", "plain", "S(1)", "S(0)"]);
 }
 
 #[test]
 fn pairs_need_two() {
-    let error = lay("tp=2", &[("*", "pairwise")], &[("mlp.up.weight", &[4, 4])], Order::Unknown).unwrap_err();
+    let error = lay("tp=2", &[("*", "pairwise")], &[("mlp.up.weight", &[4, 4])], ParameterOrder::Unknown).unwrap_err();
     assert!(matches!(&error, PlanError::NoPair { module, found: 1, .. } if module == "mlp"), "{error}");
-    let error = lay("tp=2", &[("mlp.up", "pairwise")], MLP, Order::Registered).unwrap_err();
+    let error = lay("tp=2", &[("mlp.up", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
     assert!(matches!(&error, PlanError::NoPair { found: 0, .. }), "{error}");
-    let error = lay("tp=2", &[("mlpp", "pairwise")], MLP, Order::Registered).unwrap_err();
+    let error = lay("tp=2", &[("mlpp", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
     assert!(matches!(&error, PlanError::Unmatched { .. }), "{error}");
 }
 
@@ -171,7 +176,7 @@ fn mesh_dims_are_known_by_name_or_told() {
     let of = |at: &str, tp: &str, fsdp: &str, replicate: &str| {
         let name = |name: &str| (!name.is_empty()).then(|| name.to_owned());
         let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), idle: Vec::new() };
-        let roles = Roles::of(&mesh(at), &given)?;
+        let roles = MeshRoles::of(&mesh(at), &given)?;
         Ok([roles.tp, roles.fsdp, roles.replicate].map(|dim| dim.map(|MeshDim(dim)| dim)))
     };
     let error = |at: &str, tp: &str, fsdp: &str| of(at, tp, fsdp, "").map_err(|error: PlanError| error.to_string());
@@ -186,23 +191,30 @@ fn mesh_dims_are_known_by_name_or_told() {
         "mesh dim pp of dp=2,pp=2: a plan does not know what it is for"
     );
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().starts_with("mesh dim dp of"));
-    assert_eq!(error("dp=2,tp=2", "dp", "dp").unwrap_err(), "mesh dim dp: expected one use, found options::tp and options::fsdp");
+    assert_eq!(
+        error("dp=2,tp=2", "dp", "dp").unwrap_err(),
+        "mesh dim dp: expected one use, found options::tp and options::fsdp"
+    );
     let unnamed = DeviceMesh::new([2_u64].as_slice(), vec![crate::layout::Rank(0), crate::layout::Rank(1)], None);
-    assert!(matches!(Roles::of(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
+    assert!(matches!(MeshRoles::of(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
 }
 
 #[test]
 fn styles_and_tensor_parallelism_need_each_other() {
-    assert!(matches!(lay("dp=2", &[("a", "colwise")], LINEAR, Order::Unknown), Err(PlanError::NoTensorDim { .. })));
-    assert!(matches!(lay("tp=2", &[], LINEAR, Order::Unknown), Err(PlanError::NoStyles { .. })));
+    assert!(matches!(
+        lay("dp=2", &[("a", "colwise")], LINEAR, ParameterOrder::Unknown),
+        Err(PlanError::NoTensorDim { .. })
+    ));
+    assert!(matches!(lay("tp=2", &[], LINEAR, ParameterOrder::Unknown), Err(PlanError::NoStyles { .. })));
 }
 
 #[test]
 fn a_plan_of_another_family_is_refused() {
     let mesh = mesh("tp=2");
     let bind = |family: &str, named: &[(&str, &[u64])]| {
-        let plan = Plan { family: Family::named(family), ..plan(&mesh, &[]) };
-        plan.bind(&mesh, &parameters(named), Order::Unknown).map(|laid| laid.iter().map(text).collect::<Vec<_>>())
+        let plan = ParallelizePlan { family: Family::named(family), ..plan(&mesh, &[]) };
+        plan.bind(&mesh, &parameters(named), ParameterOrder::Unknown)
+            .map(|laid| laid.iter().map(text).collect::<Vec<_>>())
     };
     let alike = |family: &str, named: &[(&str, &[u64])]| match bind(family, named) {
         Err(PlanError::OtherFamily { alike, .. }) => alike,
@@ -230,7 +242,7 @@ fn a_plan_of_another_family_is_refused() {
 fn built_in_plans_are_sound() {
     for family in Family::all() {
         assert!(!family.candidates().is_empty() && Family::named(family.name).is_some());
-        assert!(family.candidates().iter().all(|candidate| candidate.rule.style != Style::Pairwise));
+        assert!(family.candidates().iter().all(|candidate| candidate.rule.style != ParallelStyle::Pairwise));
     }
     assert!(Family::named("llama9").is_none());
 }

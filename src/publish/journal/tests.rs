@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
-use super::super::recovery::Known;
+use super::super::recovery::CompletedWork;
 use super::*;
-use crate::catalog::{Dtype, OutputFile, Sum};
+use crate::catalog::{ChecksumSpan, Dtype, OutputFile};
 use crate::exec::CastLosses;
-use crate::exec::cast::Counts;
+use crate::exec::cast::LossCounts;
 
 /// Two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second none.
 fn files() -> Vec<OutputFile> {
@@ -18,7 +18,7 @@ fn files() -> Vec<OutputFile> {
         file
     };
     let mut files = vec![file("a"), file("sub/b")];
-    let sum = |range, site| Sum { range, sites: [site].into_iter().collect() };
+    let sum = |range, site| ChecksumSpan { range, sites: [site].into_iter().collect() };
     files[0].sums = vec![sum(100..300, 20), sum(300..900, 24)];
     files
 }
@@ -40,26 +40,26 @@ fn parts(range: &Range<usize>) -> Vec<SumPart> {
 }
 
 /// With the digest of what the first file holds.
-fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> Entry {
+fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> FinishedRange {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
-    Entry { file, range, digest, sums, lost: CastLosses::new() }
+    FinishedRange { file, range, digest, sums, lost: CastLosses::new() }
 }
 
-fn record(entries: Vec<Entry>) -> Record {
-    Record { entries, ..Record::default() }
+fn record(entries: Vec<FinishedRange>) -> JournalRecord {
+    JournalRecord { entries, ..JournalRecord::default() }
 }
 
-fn full_record() -> Record {
-    let entry = Entry { lost: lost(3), ..entry(0, 50..400, parts(&(50..400))) };
-    Record { entries: vec![entry], carried: vec![0, 2], ..Record::default() }
+fn full_record() -> JournalRecord {
+    let entry = FinishedRange { lost: lost(3), ..entry(0, 50..400, parts(&(50..400))) };
+    JournalRecord { entries: vec![entry], carried: vec![0, 2], ..JournalRecord::default() }
 }
 
 fn lost(overflows: u64) -> CastLosses {
-    [((Dtype::F32, Dtype::Bf16), Counts { overflows, nans: u64::MAX })].into()
+    [((Dtype::F32, Dtype::Bf16), LossCounts { overflows, nans: u64::MAX })].into()
 }
 
-fn write(folder: &Path, name: &str, records: &[Record]) -> PathBuf {
+fn write(folder: &Path, name: &str, records: &[JournalRecord]) -> PathBuf {
     let mut journal = Journal::create(&in_folder(folder, name)).unwrap();
     records.iter().for_each(|record| journal.append(record, None).unwrap());
     folder.join(name)
@@ -70,19 +70,22 @@ fn in_folder(folder: &Path, name: &str) -> AnchoredPath {
 }
 
 fn done(folder: &Path) -> Vec<(u32, Range<u64>)> {
-    Known::read(&AnchoredPath::new(folder), &files(), 3, false).unwrap().done.iter().collect()
+    CompletedWork::read(&AnchoredPath::new(folder), &files(), 3, false).unwrap().done.iter().collect()
 }
 
 #[test]
 fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(), Known::default());
+    assert_eq!(
+        CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(),
+        CompletedWork::default()
+    );
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
-    let entries = vec![Entry { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
-    let more = Record { entries, carried: vec![1], ..Record::default() };
+    let entries = vec![FinishedRange { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
+    let more = JournalRecord { entries, carried: vec![1], ..JournalRecord::default() };
     write(folder.path(), "a.journal", &[more]);
     fs::write(folder.path().join("c.lease"), "{}").unwrap();
-    let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
+    let known = CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 50..1000), (1, 0..10)]);
     assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     assert_eq!(known.lost, lost(7));
@@ -141,7 +144,7 @@ fn a_record_that_cannot_be_is_damage() {
         record(vec![entry(0, 0..1000, vec![at(250, 0)])]),
         record(vec![entry(0, 0..1000, vec![at(250, 20), at(260, 20)])]),
         record(vec![entry(0, 0..1000, vec![at(250, u64::MAX)])]),
-        Record { carried: vec![3], ..Record::default() },
+        JournalRecord { carried: vec![3], ..JournalRecord::default() },
     ];
     for wrong in wrong {
         let folder = tempfile::tempdir().unwrap();
@@ -156,9 +159,13 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
     // Nor is what casts met in it counted twice.
-    let again = Entry { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
-    write(folder.path(), "b.journal", &[record(vec![again, Entry { lost: lost(2), ..entry(1, 5..6, vec![]) }])]);
-    let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
+    let again = FinishedRange { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
+    write(
+        folder.path(),
+        "b.journal",
+        &[record(vec![again, FinishedRange { lost: lost(2), ..entry(1, 5..6, vec![]) }])],
+    );
+    let known = CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
     assert_eq!(known.sums[&0], [part(100..200)]);
     assert_eq!(known.lost, lost(2));
@@ -167,9 +174,9 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
 #[test]
 fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
     let folder = tempfile::tempdir().unwrap();
-    let entries = vec![Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
+    let entries = vec![FinishedRange { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
     write(folder.path(), "a.journal", &[record(entries)]);
-    let known = || Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
+    let known = || CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     let mut at = in_folder(folder.path(), "b.journal");
     for round in 0..3 {
         let first = known().taken.iter().find(|taken| taken.file == 0).unwrap().clone();
@@ -178,14 +185,14 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
         // Whoever does it again may be doubted as well.
-        let again = Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
+        let again = FinishedRange { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
         let name = format!("c{round}.journal");
         write(folder.path(), &name, &[record(vec![again])]);
         at = in_folder(folder.path(), &name);
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(0, 0..400), (1, 5..6)]);
         assert_eq!(known().lost, lost(1));
     }
-    let wrong = Doubt { journal: "a.journal".into(), file: 2, start: 0 };
+    let wrong = InvalidatedEntry { journal: "a.journal".into(), file: 2, start: 0 };
     doubt(&at, vec![wrong], true).unwrap();
     assert_eq!(known().done.len_bytes(), 401);
 }
@@ -193,7 +200,7 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
 #[test]
 fn what_is_doubted_is_done_by_nobody_else_either() {
     let folder = tempfile::tempdir().unwrap();
-    let known = || Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
+    let known = || CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     // One that was taken for dead, and those that took over: all have recorded some of the same bytes.
     write(folder.path(), "a.journal", &[record(vec![entry(1, 0..40, vec![]), entry(1, 40..60, vec![])])]);
     write(folder.path(), "b.journal", &[record(vec![entry(1, 30..50, vec![]), entry(1, 50..55, vec![])])]);
@@ -216,7 +223,10 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     assert_eq!((boot_of(false), boot_of(true)), (this_boot(), None));
     assert_eq!(done(folder.path()), [(1, 20..25)]);
     // Whoever publishes what is on disk cannot take it from there.
-    assert_eq!(Known::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(), Known::default());
+    assert_eq!(
+        CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(),
+        CompletedWork::default()
+    );
 }
 
 /// The whole of 0..1000 in pieces, in any order.
@@ -236,7 +246,7 @@ proptest! {
     fn strips_in_any_order_and_batches_come_together(pieces in pieces(), records in 1_usize..5) {
         let folder = tempfile::tempdir().unwrap();
         let mut journal = Journal::create(&in_folder(folder.path(), "a.journal")).unwrap();
-        let mut batch = Record::default();
+        let mut batch = JournalRecord::default();
         for of_record in pieces.chunks(pieces.len().div_ceil(records)) {
             for piece in of_record {
                 batch.entries.push(entry(0, piece.start as u64..piece.end as u64, parts(piece)));
@@ -251,7 +261,7 @@ proptest! {
             }
             journal.append(&record, None).unwrap();
         }
-        let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 0, false).unwrap();
+        let known = CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 0, false).unwrap();
         prop_assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 0..1000)]);
         prop_assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     }

@@ -13,14 +13,14 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
 
 /// The second one takes the seal over while the first one holds it.
 fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
-    let name = LeaseName { role: Role::Seal, generation };
+    let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
     Seal { staging, lease }
 }
 
 #[test]
 fn one_seals_and_the_other_waits() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
     assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
     let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
@@ -38,7 +38,7 @@ fn one_seals_and_the_other_waits() {
 
 #[test]
 fn a_seal_that_is_given_up_is_taken_by_another() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
     drop(first.try_seal(&Stop::default()).unwrap().unwrap());
     assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
@@ -49,15 +49,15 @@ fn a_seal_that_is_given_up_is_taken_by_another() {
 /// On another node, it may be dead: who went away in doubt could leave all of it unpublished.
 #[test]
 fn one_that_seals_elsewhere_is_watched() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
-    let name = LeaseName { role: Role::Seal, generation: 0 };
-    env.foreign_lease(name, Phase::Working);
+    let name = LeaseName { role: LeaseRole::Seal, generation: 0 };
+    env.foreign_lease(name, LeasePhase::Working);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(FAST.look.1 * 3);
             let process = Process { boot: "another".into(), ..Process::this() };
-            let record = Record { process, beat: 4, phase: Phase::Working, done_bytes: 5, failure: None };
+            let record = LeaseRecord { process, beat: 4, phase: LeasePhase::Working, done_bytes: 5, failure: None };
             fs::write(env.partial().join(format!("{name}.lease")), record.to_bytes()).unwrap();
         });
         assert!(second.try_seal(&Stop::default()).unwrap().is_none(), "it beats");
@@ -73,10 +73,10 @@ fn one_that_seals_elsewhere_is_watched() {
 fn of_two_that_publish_both_succeed() {
     for round in 0..60 {
         let overwrite = round % 2 == 0;
-        let shape = if round % 3 == 0 { Shape::Folder } else { Shape::File };
+        let shape = if round % 3 == 0 { DestinationKind::Folder } else { DestinationKind::File };
         let mut env = TestEnv::new(shape);
         env.claim.overwrite = overwrite;
-        if overwrite && shape == Shape::File {
+        if overwrite && shape == DestinationKind::File {
             write(&env.out(), "old");
         } else if overwrite {
             fs::create_dir(env.out()).unwrap();
@@ -89,7 +89,7 @@ fn of_two_that_publish_both_succeed() {
                 scope.spawn(|| seal.publish(round % 4 == 0).unwrap());
             }
         });
-        let file = if shape == Shape::File { env.out() } else { env.out().join("out") };
+        let file = if shape == DestinationKind::File { env.out() } else { env.out().join("out") };
         assert_eq!(read(&file), "new", "round {round}");
         drop((first, second));
         assert_eq!(env.names(), ["out"], "round {round}");
@@ -99,7 +99,7 @@ fn of_two_that_publish_both_succeed() {
 /// A file that somebody else put into the folder of the output is never published in the place of the output.
 #[test]
 fn file_beside_the_one_output_is_not_published() {
-    let env = TestEnv::new(Shape::File);
+    let env = TestEnv::new(DestinationKind::File);
     let (first, _second) = two_seals(&env);
     let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
     fs::write(first.folder().path().join("a-planted-file"), "planted").unwrap();
@@ -110,7 +110,7 @@ fn file_beside_the_one_output_is_not_published() {
 /// What died after its commit is tidied up by whoever comes, and not mistaken for work that is left.
 #[test]
 fn a_published_partial_is_no_work() {
-    for shape in [Shape::Folder, Shape::File] {
+    for shape in [DestinationKind::Folder, DestinationKind::File] {
         let mut env = TestEnv::new(shape);
         env.claim.resume = true;
         let (first, second) = two_seals(&env);
@@ -124,7 +124,7 @@ fn a_published_partial_is_no_work() {
         drop((first, second));
         assert_eq!(env.names(), ["out"]);
     }
-    for shape in [Shape::Folder, Shape::File] {
+    for shape in [DestinationKind::Folder, DestinationKind::File] {
         let mut env = TestEnv::new(shape);
         env.claim.resume = true;
         let (first, second) = two_seals(&env);
@@ -136,8 +136,8 @@ fn a_published_partial_is_no_work() {
         drop((first, second));
         let begun = env.begin_as(&Claim { part: Part { index: 1, of: 2 }, ..env.claim.clone() });
         match begun {
-            Ok(Begun::Done) => assert!(has_mark),
-            Ok(Begun::Work(_)) => panic!("it is done"),
+            Ok(Beginning::Done) => assert!(has_mark),
+            Ok(Beginning::Work(_)) => panic!("it is done"),
             Err(error) => assert!(!has_mark, "{error}"),
         }
         assert_eq!(env.names(), ["out"]);
@@ -146,7 +146,7 @@ fn a_published_partial_is_no_work() {
 
 #[test]
 fn somebody_elses_result_is_not_ours() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let (first, _second) = two_seals(&env);
     fs::remove_dir_all(env.partial()).unwrap();
     fs::create_dir(env.out()).unwrap();

@@ -8,7 +8,7 @@ use crate::fault;
 fn the_child() {
     let Ok(task) = std::env::var("STAGING_TEST") else { return };
     let [what, root, shape] = task.lines().collect::<Vec<_>>().try_into().unwrap();
-    let shape = if shape == "File" { Shape::File } else { Shape::Folder };
+    let shape = if shape == "File" { DestinationKind::File } else { DestinationKind::Folder };
     let flags = |word: &str| what.split(' ').any(|flag| flag == word);
     let claim = Claim {
         overwrite: flags("overwrite"),
@@ -18,7 +18,7 @@ fn the_child() {
         sync: true,
         ..claim()
     };
-    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let out = Path::new(root).join("out");
     let staging = work(acquire::acquire(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
     write(&staging.folder().path().join("out"), "new");
@@ -31,12 +31,12 @@ fn the_child() {
 }
 
 fn content(env: &TestEnv) -> Option<String> {
-    let file = if env.shape == Shape::File { env.out() } else { env.out().join("out") };
+    let file = if env.shape == DestinationKind::File { env.out() } else { env.out().join("out") };
     fs::read_to_string(file).ok()
 }
 
 fn put_old(env: &TestEnv) {
-    if env.shape == Shape::Folder {
+    if env.shape == DestinationKind::Folder {
         fs::create_dir(env.out()).unwrap();
         write(&env.out().join("out"), "old");
     } else {
@@ -46,7 +46,7 @@ fn put_old(env: &TestEnv) {
 
 #[test]
 fn a_killed_process_is_dead_at_once() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     let mut child = env.in_child("hang", "");
     in_time(|| env.data().join("out").exists().then_some(()));
     env.claim.resume = true;
@@ -64,7 +64,7 @@ fn a_killed_process_is_dead_at_once() {
 #[test]
 fn a_draft_that_came_late_goes_with_whoever_goes() {
     for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         env.claim.part = part;
         let staging = env.begin().unwrap();
         fs::create_dir_all(env.out().with_file_name(".out.dtshard-new-1f0c96a2b7d4").join("work-1f0c96a2b7d4"))
@@ -77,7 +77,7 @@ fn a_draft_that_came_late_goes_with_whoever_goes() {
 /// Old or new is at the destination or comes back to it, nothing is ever half, and one more run ends it all.
 #[test]
 fn killed_at_every_point() {
-    for shape in [Shape::Folder, Shape::File] {
+    for shape in [DestinationKind::Folder, DestinationKind::File] {
         for (what, is_there) in [("resume", false), ("resume overwrite", true), ("restart overwrite", true)] {
             for point in fault::POINTS {
                 let mut env = TestEnv::new(shape);
@@ -103,8 +103,8 @@ fn killed_at_every_point() {
                 }
                 env.claim = Claim { resume: true, overwrite: is_there, ..claim() };
                 match env.begin_as(&env.claim) {
-                    Ok(Begun::Done) => {}
-                    Ok(Begun::Work(staging)) => {
+                    Ok(Beginning::Done) => {}
+                    Ok(Beginning::Work(staging)) => {
                         write(&staging.folder().path().join("out"), "new");
                         publish(&staging);
                     }

@@ -28,7 +28,7 @@ fn who_may_join() {
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Admission::Watch);
     // A sibling has resumed already.
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(3, 4, 0), Alive)]), Admission::Join { generation: 0 });
-    let seal = LeaseName { role: Role::Seal, generation: 0 };
+    let seal = LeaseName { role: LeaseRole::Seal, generation: 0 };
     assert_eq!(verdict(&[(seal, Dead)]), Admission::Join { generation: 0 });
 }
 
@@ -36,14 +36,14 @@ fn who_may_join() {
 fn what_to_do_while_waiting() {
     use OtherState::{Finished, NotStarted, Stopped, Working};
     let decided = |sealer, states: &[OtherState]| {
-        let other = |(index, state): (u32, &OtherState)| Other {
+        let other = |(index, state): (u32, &OtherState)| OtherPart {
             part: Part { index, of: 4 },
             state: *state,
             done_bytes: 0,
             journal: None,
             failure: None,
         };
-        let others: Vec<Other> = (0..).zip(states).map(other).collect();
+        let others: Vec<OtherPart> = (0..).zip(states).map(other).collect();
         match decide(sealer, &others) {
             Decision::GiveUp(missing) => Err(missing.parts),
             decision => Ok(decision),
@@ -62,7 +62,7 @@ fn what_to_do_while_waiting() {
 fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let here = Process::this();
     let record = |process: &Process, beat, phase| {
-        let record = Record { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
+        let record = LeaseRecord { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
         SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
     };
     let torn = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
@@ -70,13 +70,13 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
     let mut life = |seen: &SeenLease, at: u32| watch.state(seen, begun + at * second);
 
-    assert_eq!(life(&record(&here, 0, Phase::Working), 0), LeaseState::Alive);
-    assert_eq!(life(&record(&here, 0, Phase::Finished), 0), LeaseState::Alive);
-    assert_eq!(life(&record(&here, 0, Phase::Stopped), 0), LeaseState::Dead);
+    assert_eq!(life(&record(&here, 0, LeasePhase::Working), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, LeasePhase::Finished), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, LeasePhase::Stopped), 0), LeaseState::Dead);
     let later_with_that_number = Process { start: here.start + 1, ..here.clone() };
-    assert_eq!(life(&record(&later_with_that_number, 0, Phase::Working), 0), LeaseState::Dead);
+    assert_eq!(life(&record(&later_with_that_number, 0, LeasePhase::Working), 0), LeaseState::Dead);
     let no_such = Process { pid: 0x7FFF_FFF0, ..here.clone() };
-    assert_eq!(life(&record(&no_such, 0, Phase::Working), 0), LeaseState::Dead);
+    assert_eq!(life(&record(&no_such, 0, LeasePhase::Working), 0), LeaseState::Dead);
 
     let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
     // Somebody looks every second.
@@ -87,20 +87,20 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
         watch.state(seen, begun + at * second)
     };
     let container = Process { pid_namespace: "pid:[1]".into(), ..here.clone() };
-    assert_eq!(life(&record(&container, 1, Phase::Working), 0), LeaseState::Unsure);
-    assert_eq!(life(&record(&container, 1, Phase::Working), 19), LeaseState::Unsure);
-    assert_eq!(life(&record(&container, 1, Phase::Working), 20), LeaseState::Dead);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 21), LeaseState::Alive);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 40), LeaseState::Alive);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 41), LeaseState::Dead);
-    assert_eq!(life(&record(&container, 2, Phase::Left), 42), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 1, LeasePhase::Working), 0), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, LeasePhase::Working), 19), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, LeasePhase::Working), 20), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, LeasePhase::Working), 21), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, LeasePhase::Working), 40), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, LeasePhase::Working), 41), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, LeasePhase::Left), 42), LeaseState::Dead);
     assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
     assert_eq!(life(&torn, 70), LeaseState::Dead);
 
     // A system that does not tell its boot is like no other, not even like itself.
     let nameless = Process { boot: String::new(), ..here };
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 71), LeaseState::Alive);
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 91), LeaseState::Dead);
+    assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 71), LeaseState::Alive);
+    assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 91), LeaseState::Dead);
 }
 
 /// A look that takes long, or comes late, shows no more than another one.
@@ -108,7 +108,7 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
 fn time_without_a_look_says_nothing() {
     let second = Duration::from_secs(1);
     let process = Process { boot: "another".into(), ..Process::this() };
-    let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0, failure: None };
+    let record = LeaseRecord { process, beat: 1, phase: LeasePhase::Working, done_bytes: 0, failure: None };
     let seen = SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
     let (begun, mut watch) = (Instant::now(), LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE }));
     for at in [0, 25, 1000, 5000] {

@@ -5,7 +5,7 @@ use super::*;
 /// It would be in the way of who does without `--resume`.
 #[test]
 fn what_nothing_is_recorded_in_is_taken_away() {
-    for shape in [Shape::File, Shape::Folder] {
+    for shape in [DestinationKind::File, DestinationKind::Folder] {
         let mut env = TestEnv::new(shape);
         env.claim.resume = true;
         let staging = env.begin().unwrap();
@@ -25,7 +25,7 @@ fn what_nothing_is_recorded_in_is_taken_away() {
 #[test]
 fn the_last_part_that_leaves_takes_it_away() {
     for waits in [true, false] {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         env.claim.parts_wait = waits;
         let [first, second] = [0, 1].map(|index| env.part(index, 3).unwrap());
         first.abandon();
@@ -46,7 +46,7 @@ fn the_last_part_that_leaves_takes_it_away() {
 /// What an earlier run left is no sign that they have come to this one.
 #[test]
 fn those_that_come_back_hear_why_a_part_is_gone() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     (0..2).for_each(|index| env.leave_behind(Part { index, of: 2 }));
     (env.claim.resume, env.claim.run) = (true, Some("job".into()));
     let failing = env.part(1, 2).unwrap();
@@ -63,9 +63,9 @@ fn those_that_come_back_hear_why_a_part_is_gone() {
 /// Somebody elsewhere, who does not say that he is gone.
 #[test]
 fn nothing_is_taken_from_who_may_live() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.parts_wait = false;
-    for phase in [Phase::Working, Phase::Finished] {
+    for phase in [LeasePhase::Working, LeasePhase::Finished] {
         let staging = env.part(0, 2).unwrap();
         env.foreign_lease(lease_of(1, 2, 0), phase);
         staging.abandon();
@@ -73,7 +73,7 @@ fn nothing_is_taken_from_who_may_live() {
         env.claim.resume = true;
     }
     let staging = env.part(0, 2).unwrap();
-    env.foreign_lease(lease_of(1, 2, 0), Phase::Stopped);
+    env.foreign_lease(lease_of(1, 2, 0), LeasePhase::Stopped);
     staging.abandon();
     assert_eq!(env.names(), [""; 0]);
 }
@@ -82,7 +82,7 @@ fn nothing_is_taken_from_who_may_live() {
 #[test]
 fn comings_and_goings() {
     const OF: u32 = 4;
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     (env.claim.resume, env.claim.parts_wait) = (true, false);
     let come_and_go = |index| {
         for _ in 0..50 {

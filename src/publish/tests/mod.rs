@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::lease::{LeaseName, Phase, Record, Role};
+use super::lease::{LeaseName, LeasePhase, LeaseRecord, LeaseRole};
 use super::*;
 use crate::comm::Process;
 use crate::error::Error;
@@ -33,7 +33,7 @@ const FAST: Pace = Pace {
 /// A folder with a destination, and one who wants to write it.
 struct TestEnv {
     root: tempfile::TempDir,
-    shape: Shape,
+    shape: DestinationKind,
     claim: Claim,
     fingerprint: Fingerprint,
     version: &'static str,
@@ -41,7 +41,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn new(shape: Shape) -> Self {
+    fn new(shape: DestinationKind) -> Self {
         Self {
             root: tempfile::tempdir().unwrap(),
             shape,
@@ -71,12 +71,12 @@ impl TestEnv {
         self.work().join("data")
     }
 
-    fn begin_as(&self, claim: &Claim) -> Result<Begun> {
+    fn begin_as(&self, claim: &Claim) -> Result<Beginning> {
         self.begin_with(claim, &Stop::default())
     }
 
-    fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Begun> {
-        let plan = Plan { fingerprint: self.fingerprint, version: self.version, about: &self.about };
+    fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Beginning> {
+        let plan = WorkPlan { fingerprint: self.fingerprint, version: self.version, about: &self.about };
         acquire::acquire(&self.out(), self.shape, claim, &plan, FAST, stop)
     }
 
@@ -101,9 +101,9 @@ impl TestEnv {
     }
 
     /// A lease of a process on another node, which does nothing.
-    fn foreign_lease(&self, name: LeaseName, phase: Phase) {
+    fn foreign_lease(&self, name: LeaseName, phase: LeasePhase) {
         let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
-        let record = Record { process, beat: 3, phase, done_bytes: 5, failure: None };
+        let record = LeaseRecord { process, beat: 3, phase, done_bytes: 5, failure: None };
         let draft = self.partial().join("draft");
         fs::write(&draft, record.to_bytes()).unwrap();
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
@@ -113,7 +113,7 @@ impl TestEnv {
     fn leave_behind(&self, part: Part) {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());
-        let name = if self.shape == Shape::File { "out" } else { "a" };
+        let name = if self.shape == DestinationKind::File { "out" } else { "a" };
         write(&staging.folder().path().join(name), "half");
     }
 
@@ -143,15 +143,15 @@ fn claim() -> Claim {
     }
 }
 
-fn work(begun: Begun) -> Staging {
+fn work(begun: Beginning) -> Staging {
     match begun {
-        Begun::Work(staging) => staging,
-        Begun::Done => panic!("there is work to do"),
+        Beginning::Work(staging) => staging,
+        Beginning::Done => panic!("there is work to do"),
     }
 }
 
 fn lease_of(index: u32, of: u32, generation: u32) -> LeaseName {
-    LeaseName { role: Role::Part(Part { index, of }), generation }
+    LeaseName { role: LeaseRole::Part(Part { index, of }), generation }
 }
 
 fn publish(staging: &Staging) {

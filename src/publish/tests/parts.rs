@@ -23,7 +23,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
 
 /// What a process does from its beginning to its end. A machine with much else to do may start the others late.
 fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
-    let plan = Plan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
     let staging = work(acquire::acquire(&env.out(), env.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
@@ -47,7 +47,7 @@ fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
 #[test]
 fn all_parts_at_once_make_one_result() {
     for _ in 0..20 {
-        let env = TestEnv::new(Shape::Folder);
+        let env = TestEnv::new(DestinationKind::Folder);
         let run = |index| whole_run(&env, &Claim { part: Part { index, of: 4 }, ..claim() });
         for ended in at_once(4, run) {
             ended.unwrap();
@@ -62,7 +62,7 @@ fn all_parts_at_once_make_one_result() {
 #[test]
 fn of_two_for_one_part_one_wins() {
     for _ in 0..50 {
-        let env = TestEnv::new(Shape::Folder);
+        let env = TestEnv::new(DestinationKind::Folder);
         let begun = at_once(2, |_| env.part(1, 2));
         let (won, lost): (Vec<_>, Vec<_>) = begun.into_iter().partition(Result::is_ok);
         assert_eq!((won.len(), lost.len()), (1, 1));
@@ -73,7 +73,7 @@ fn of_two_for_one_part_one_wins() {
 #[test]
 fn of_two_that_take_over_one_wins() {
     for _ in 0..20 {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         env.leave_behind(Part { index: 1, of: 2 });
         env.claim.resume = true;
         let begun = at_once(2, |_| env.part(1, 2));
@@ -87,7 +87,7 @@ fn of_two_that_take_over_one_wins() {
 #[test]
 fn two_divisions_of_the_work_exclude_each_other() {
     for _ in 0..50 {
-        let env = TestEnv::new(Shape::Folder);
+        let env = TestEnv::new(DestinationKind::Folder);
         let begun = at_once(2, |index| env.part(0, index + 1));
         assert!(begun.iter().any(Result::is_err), "both work");
         for lost in begun.iter().filter_map(|begun| begun.as_ref().err()) {
@@ -100,7 +100,7 @@ fn two_divisions_of_the_work_exclude_each_other() {
 
 #[test]
 fn parts_join_and_others_are_refused() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     let first = env.part(0, 2).unwrap();
     let second = env.part(1, 2).unwrap();
     assert_eq!(first.folder().path(), second.folder().path());
@@ -119,7 +119,7 @@ fn parts_join_and_others_are_refused() {
 
 #[test]
 fn another_number_of_parts_goes_on_when_nobody_lives() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 0, of: 2 });
     says(&env.part(0, 3).unwrap_err(), &["did not finish", "options::resume"]);
     env.claim.resume = true;
@@ -132,14 +132,14 @@ fn another_number_of_parts_goes_on_when_nobody_lives() {
 
 #[test]
 fn what_others_do_is_seen() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let first = env.part(0, 3).unwrap();
     let second = env.part(1, 3).unwrap();
     second.done_bytes().store(77, Ordering::Relaxed);
     second.finish().unwrap();
     let other = |index, state, done_bytes| {
         let journal = (state != OtherState::NotStarted).then(|| format!("part-{index}-of-3.0.journal"));
-        Other { part: Part { index, of: 3 }, state, done_bytes, journal, failure: None }
+        OtherPart { part: Part { index, of: 3 }, state, done_bytes, journal, failure: None }
     };
     let third = other(2, OtherState::NotStarted, 0);
     assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third.clone()]);
@@ -151,13 +151,13 @@ fn what_others_do_is_seen() {
 
 #[test]
 fn one_that_was_taken_over_is_told() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
         let stop = Stop::default();
         let staging = env.part_that_stops(1, 2, &stop).unwrap();
         stop.check().unwrap();
         staging.check().unwrap();
-        env.foreign_lease(rival, Phase::Working);
+        env.foreign_lease(rival, LeasePhase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
         // Workers see it between strips.
         says(&in_time(|| stop.check().err()), &words);
@@ -171,9 +171,9 @@ fn one_that_was_taken_over_is_told() {
 
 #[test]
 fn a_lease_from_another_node_is_watched_first() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 2 });
-    env.foreign_lease(lease_of(1, 2, 1), Phase::Working);
+    env.foreign_lease(lease_of(1, 2, 1), LeasePhase::Working);
     env.claim.resume = true;
     let begun = std::time::Instant::now();
     let staging = env.part(1, 2).unwrap();
@@ -181,16 +181,16 @@ fn a_lease_from_another_node_is_watched_first() {
     assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
     drop(staging);
     // One that says goodbye is not waited for.
-    env.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
+    env.foreign_lease(lease_of(1, 2, 3), LeasePhase::Stopped);
     let begun = std::time::Instant::now();
     env.part(1, 2).unwrap();
     assert!(begun.elapsed() < FAST.dead_after);
     // And one that beats is alive.
-    env.foreign_lease(lease_of(1, 2, 5), Phase::Working);
+    env.foreign_lease(lease_of(1, 2, 5), LeasePhase::Working);
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(FAST.look.1 * 3);
-            env.foreign_lease(lease_of(1, 2, 5), Phase::Finished);
+            env.foreign_lease(lease_of(1, 2, 5), LeasePhase::Finished);
         });
         says(&env.part(1, 2).unwrap_err(), &["another run", "n9"]);
     });
@@ -198,18 +198,18 @@ fn a_lease_from_another_node_is_watched_first() {
 
 #[test]
 fn watching_lasts_until_something_is_known() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part::alone());
-    env.foreign_lease(lease_of(0, 1, 1), Phase::Working);
+    env.foreign_lease(lease_of(0, 1, 1), LeasePhase::Working);
     let stop = Stop::default();
-    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (env.shape, env.out(), claim());
     thread::scope(|scope| {
         let waiting = scope.spawn(|| acquire::acquire(&out, shape, &claim, &plan, patient, &stop));
         thread::sleep(Duration::from_millis(100));
         assert!(!waiting.is_finished());
-        env.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
+        env.foreign_lease(lease_of(0, 1, 1), LeasePhase::Stopped);
         says(&waiting.join().unwrap().unwrap_err(), &["did not finish"]);
     });
 }
@@ -217,7 +217,7 @@ fn watching_lasts_until_something_is_known() {
 #[test]
 fn restart_of_a_launch() {
     for _ in 0..10 {
-        let env = TestEnv::new(Shape::Folder);
+        let env = TestEnv::new(DestinationKind::Folder);
         for index in 0..4 {
             env.leave_behind(Part { index, of: 4 });
         }
@@ -235,7 +235,7 @@ fn restart_of_a_launch() {
 
 #[test]
 fn restart_without_a_launch_or_its_first_part() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 2 });
     env.claim.restart = true;
     says(&env.part(0, 2).unwrap_err(), &["options::restart", "remove", ".out.dtshard-partial"]);
@@ -250,7 +250,7 @@ fn restart_without_a_launch_or_its_first_part() {
 #[test]
 fn restarts_at_once() {
     for _ in 0..20 {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         env.leave_behind(Part::alone());
         env.claim.restart = true;
         let begun = at_once(4, |_| env.begin());
@@ -267,7 +267,7 @@ fn restarts_at_once() {
 /// What sleeps while its folder is thrown away and made anew has no name for anything in the new one.
 #[test]
 fn a_sleeper_finds_nothing_of_its_successor() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let sleeper = env.begin().unwrap();
     fs::rename(env.partial(), env.root.path().join("elsewhere")).unwrap();
@@ -276,7 +276,7 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
         assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
-    assert!(partial::output(&sleeper.work, Shape::Folder).unwrap().is_none());
+    assert!(partial::output(&sleeper.work, DestinationKind::Folder).unwrap().is_none());
     assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 
@@ -285,7 +285,7 @@ fn a_sleeper_finds_nothing_of_its_successor() {
 fn two_numbers_of_parts_at_once() {
     let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
     for round in 0..40 {
-        let env = TestEnv::new(Shape::Folder);
+        let env = TestEnv::new(DestinationKind::Folder);
         let start = std::sync::Barrier::new(parts.len());
         let begun: Vec<Result<Staging>> = std::thread::scope(|scope| {
             let run = |(index, of)| {

@@ -6,8 +6,8 @@ use super::*;
 fn a_folder_is_published_whole_or_not_at_all() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("deep/out");
-    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
-    let begin = || work(Staging::begin(&out, Shape::Folder, &claim(), &plan, &Stop::default()).unwrap());
+    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let begin = || work(Staging::begin(&out, DestinationKind::Folder, &claim(), &plan, &Stop::default()).unwrap());
     let staging = begin();
     write(&staging.folder().path().join("a"), "1");
     assert!(!out.exists());
@@ -24,9 +24,9 @@ fn a_folder_is_published_whole_or_not_at_all() {
 
 #[test]
 fn ending_is_not_delayed_by_a_beat() {
-    let env = TestEnv::new(Shape::Folder);
-    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
-    let staging = Staging::begin(&env.out(), Shape::Folder, &env.claim, &plan, &Stop::default());
+    let env = TestEnv::new(DestinationKind::Folder);
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let staging = Staging::begin(&env.out(), DestinationKind::Folder, &env.claim, &plan, &Stop::default());
     let begun = std::time::Instant::now();
     drop(staging);
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
@@ -34,7 +34,7 @@ fn ending_is_not_delayed_by_a_beat() {
 
 #[test]
 fn an_existing_destination_is_kept_unless_overwrite_is_given() {
-    let mut env = TestEnv::new(Shape::File);
+    let mut env = TestEnv::new(DestinationKind::File);
     write(&env.out(), "old");
     env.refused(&["out exists", "options::overwrite"]);
     env.claim.overwrite = true;
@@ -50,7 +50,7 @@ fn an_existing_destination_is_kept_unless_overwrite_is_given() {
 /// Anybody may put a file into the destination while a run is at work.
 #[test]
 fn a_destination_that_may_no_longer_be_replaced_stays() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.overwrite = true;
     env.claim.replace_check = ReplaceCheck::new(|destination| {
         let is_foreign = destination.join("thesis.tex").exists();
@@ -70,7 +70,7 @@ fn a_destination_that_may_no_longer_be_replaced_stays() {
 
 #[test]
 fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.overwrite = true;
     write(&env.out(), "old");
     for content in ["1", "2"] {
@@ -84,11 +84,11 @@ fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
 
 #[test]
 fn an_empty_folder_may_become_a_folder_but_not_a_file() {
-    let mut env = TestEnv::new(Shape::File);
+    let mut env = TestEnv::new(DestinationKind::File);
     fs::create_dir(env.out()).unwrap();
     env.claim.overwrite = true;
     env.refused(&["is a folder", "out/model.pt"]);
-    env.shape = Shape::Folder;
+    env.shape = DestinationKind::Folder;
     env.claim.overwrite = false;
     let staging = env.begin().unwrap();
     write(&staging.folder().path().join("x"), "1");
@@ -98,7 +98,7 @@ fn an_empty_folder_may_become_a_folder_but_not_a_file() {
 
 #[test]
 fn what_appears_meanwhile_is_not_replaced() {
-    let env = TestEnv::new(Shape::File);
+    let env = TestEnv::new(DestinationKind::File);
     let staging = env.begin().unwrap();
     write(&staging.folder().path().join("out"), "new");
     write(&env.out(), "of somebody");
@@ -110,7 +110,7 @@ fn what_appears_meanwhile_is_not_replaced() {
 
 #[test]
 fn an_interrupted_swap_is_finished_or_rolled_back() {
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     let old = env.root.path().join(".out.dtshard-old");
     // Killed between the renames: the old one comes back, and is then refused as any existing destination.
     fs::create_dir(&old).unwrap();
@@ -125,7 +125,7 @@ fn an_interrupted_swap_is_finished_or_rolled_back() {
 
 #[test]
 fn dead_and_live_partials_are_told_apart() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     let live = env.begin().unwrap();
     for (restart, resume) in [(false, false), (true, false), (false, true)] {
         env.claim = Claim { restart, resume, ..claim() };
@@ -162,7 +162,7 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
         write(&path.join("plan.json"), plan);
     };
     for make in [&old_version as &dyn Fn(&Path), &file, &damaged, &straying] {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         make(&env.partial());
         env.refused(&["did not finish", ".out.dtshard-partial", "options::restart"]);
         env.claim.resume = true;
@@ -172,7 +172,7 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
         assert_eq!(env.names(), ["out"]);
     }
     // Nothing is lost with an empty folder.
-    let env = TestEnv::new(Shape::Folder);
+    let env = TestEnv::new(DestinationKind::Folder);
     fs::create_dir(env.partial()).unwrap();
     publish(&env.begin().unwrap());
     assert_eq!(env.names(), ["out"]);
@@ -180,7 +180,7 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
 
 #[test]
 fn a_partial_of_another_plan_is_not_gone_on_with() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part::alone());
     env.claim.resume = true;
     env.version = "2";
@@ -198,7 +198,7 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
 
 #[test]
 fn resume_goes_on_starts_fresh_or_is_done() {
-    let mut env = TestEnv::new(Shape::File);
+    let mut env = TestEnv::new(DestinationKind::File);
     env.claim.resume = true;
     let first = env.begin().unwrap();
     assert!(first.is_kept());
@@ -215,16 +215,19 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     if !plan_xattr::is(&env.out(), env.fingerprint) {
         return; // No attributes there.
     }
-    assert!(matches!(env.begin_as(&env.claim), Ok(Begun::Done)));
+    assert!(matches!(env.begin_as(&env.claim), Ok(Beginning::Done)));
     env.fingerprint = Fingerprint([8; 32]);
-    env.refused(&["out exists: it is finished, and of another source, or made with other options", "options::overwrite"]);
+    env.refused(&[
+        "out exists: it is finished, and of another source, or made with other options",
+        "options::overwrite",
+    ]);
     env.claim.resume = false;
     env.refused(&["out exists\n"]);
 }
 
 #[test]
 fn one_that_is_kept_knows_when_it_was_thrown_away() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let staging = env.begin().unwrap();
     staging.check().unwrap();

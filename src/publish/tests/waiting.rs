@@ -4,7 +4,7 @@ use std::thread;
 
 use super::*;
 
-fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
+fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[OtherPart])) -> Error {
     match staging.wait_published(&Stop::default(), notify).unwrap() {
         Waited::Without(missing) => staging.without(&missing),
         other => panic!("{other:?}"),
@@ -13,7 +13,7 @@ fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
 
 #[test]
 fn a_part_that_does_not_come_or_goes_is_named() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.run = Some("job".into());
     let first = env.part(0, 4).unwrap();
     first.finish().unwrap();
@@ -35,7 +35,7 @@ fn a_part_that_failed_leaves_word() {
     for (run, resume, is_final) in
         [(None, false, true), (None, true, false), (Some("job"), true, true), (Some("job"), false, true)]
     {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         (env.claim.run, env.claim.resume) = (run.map(str::to_owned), resume);
         let failing = env.part(1, 2).unwrap();
         failing.tell(&Error::usage("no space is left", "make some"));
@@ -60,7 +60,7 @@ fn a_part_that_failed_leaves_word() {
 /// As a job that is queued again has the same command.
 #[test]
 fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     (env.claim.run, env.claim.resume) = (Some("job.0".into()), true);
     let failing = env.part(1, 2).unwrap();
     failing.tell(&Error::usage("no space is left", "make some"));
@@ -76,7 +76,7 @@ fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
 #[test]
 fn a_long_word_is_cut() {
     for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
-        let mut env = TestEnv::new(Shape::Folder);
+        let mut env = TestEnv::new(DestinationKind::Folder);
         (env.claim.resume, env.claim.run) = (true, Some("\u{2}".repeat(5000)));
         let staging = env.part(1, 2).unwrap();
         staging.tell(&Error::usage(reason.clone(), ""));
@@ -93,13 +93,13 @@ fn a_long_word_is_cut() {
 /// Of tasks that are started again one after the other, the first finds what the others left when they were ended.
 #[test]
 fn leases_of_an_earlier_run_say_nothing() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 4 });
     let left = env.part(2, 4).unwrap();
     left.finish().unwrap();
     drop(left);
     env.leave_behind(Part { index: 3, of: 4 });
-    env.foreign_lease(lease_of(3, 4, 0), Phase::Finished);
+    env.foreign_lease(lease_of(3, 4, 0), LeasePhase::Finished);
     env.claim.resume = true;
     let first = env.part(0, 4).unwrap();
     first.finish().unwrap();
@@ -113,18 +113,18 @@ fn leases_of_an_earlier_run_say_nothing() {
     assert_eq!(states()[0], OtherState::Stopped);
     // It is in doubt for a while whether the one elsewhere lives; it does not.
     in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
-    env.foreign_lease(lease_of(3, 4, 1), Phase::Finished);
+    env.foreign_lease(lease_of(3, 4, 1), LeasePhase::Finished);
     assert_eq!(states()[2], OtherState::Finished);
 }
 
 /// From another node it takes a beat to see that a process lives. What one did that never moves was done before.
 #[test]
 fn what_moves_elsewhere_is_of_this_run() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 4 });
     env.leave_behind(Part { index: 2, of: 4 });
     for index in [1, 2] {
-        env.foreign_lease(lease_of(index, 4, 0), Phase::Working);
+        env.foreign_lease(lease_of(index, 4, 0), LeasePhase::Working);
     }
     let third = env.part(3, 4).unwrap();
     env.claim.resume = true;
@@ -132,7 +132,7 @@ fn what_moves_elsewhere_is_of_this_run() {
     let journals = || first.others().unwrap().into_iter().map(|other| (other.journal, other.done_bytes));
     let here = (Some(String::from("part-3-of-4.0.journal")), 0);
     // Nothing has been looked at since this one began.
-    env.foreign_lease(lease_of(1, 4, 0), Phase::Finished);
+    env.foreign_lease(lease_of(1, 4, 0), LeasePhase::Finished);
     let moved = (Some(String::from("part-1-of-4.0.journal")), 5);
     assert_eq!(journals().collect::<Vec<_>>(), [moved.clone(), (None, 0), here.clone()]);
     in_time(|| (first.others().unwrap()[1].state == OtherState::NotStarted).then_some(()));
@@ -143,7 +143,7 @@ fn what_moves_elsewhere_is_of_this_run() {
 /// TERM comes to one a moment before it comes to the other, and what was ended may be started again.
 #[test]
 fn one_that_stops_is_given_a_moment() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
     first.finish().unwrap();
@@ -167,7 +167,7 @@ fn one_that_stops_is_given_a_moment() {
 /// The cache of this node hides the partial folder for longer than other processes are watched.
 #[test]
 fn a_partial_folder_that_a_cache_hides_is_waited_for() {
-    let (mut env, said) = (TestEnv::new(Shape::Folder), Arc::new(Mutex::new(0)));
+    let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
     let count = Arc::clone(&said);
     let tell = move |_: &str| *count.lock().unwrap() += 1;
     let (first, again) = (Duration::ZERO, Duration::from_mins(1));
@@ -197,8 +197,8 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
 
 #[test]
 fn suspended_process_is_named_and_taken_over() {
-    let env = TestEnv::new(Shape::Folder);
-    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let env = TestEnv::new(DestinationKind::Folder);
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
     let begin = |index, beat| {
         let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
         let claim = Claim { part: Part { index, of: 2 }, ..claim() };
@@ -218,13 +218,13 @@ fn suspended_process_is_named_and_taken_over() {
 /// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
 #[test]
 fn what_another_one_took_over_is_not_let_go() {
-    let env = TestEnv::new(Shape::Folder);
-    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let env = TestEnv::new(DestinationKind::Folder);
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
     for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
         let begun = acquire::acquire(&env.out(), env.shape, &claim(), &plan, pace, &Stop::default());
         let staging = work(begun.unwrap());
-        env.foreign_lease(rival, Phase::Working);
+        env.foreign_lease(rival, LeasePhase::Working);
         drop(staging);
         assert!(env.data().exists());
         fs::remove_dir_all(env.partial()).unwrap();
@@ -234,7 +234,7 @@ fn what_another_one_took_over_is_not_let_go() {
 /// As of an array whose elements are started when there is room, the last one after all was done without it.
 #[test]
 fn a_part_that_comes_when_all_is_done_is_done() {
-    let mut env = TestEnv::new(Shape::Folder);
+    let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.parts_wait = false;
     publish_alone(&env.part(1, 2).unwrap());
     if !plan_xattr::is(&env.out(), env.fingerprint) {
@@ -243,7 +243,7 @@ fn a_part_that_comes_when_all_is_done_is_done() {
     for overwrite in [false, true] {
         env.claim.overwrite = overwrite;
         let late = Claim { part: Part { index: 0, of: 2 }, ..env.claim.clone() };
-        assert!(matches!(env.begin_as(&late), Ok(Begun::Done)));
+        assert!(matches!(env.begin_as(&late), Ok(Beginning::Done)));
         assert_eq!(env.names(), ["out"]);
     }
     // Whoever is to wait for it, or is alone, means another one.

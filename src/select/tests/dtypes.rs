@@ -25,7 +25,7 @@ fn typed() -> Catalog {
 fn dtypes(rules: &[&str]) -> (BTreeMap<String, Dtype>, Selected) {
     let source = typed();
     let rules = rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
-    let selected = select(&source, &Options { dtypes: rules, ..renaming(&["^extra=more"]) }).unwrap();
+    let selected = select(&source, &NameOptions { dtypes: rules, ..renaming(&["^extra=more"]) }).unwrap();
     let all = model::all_tensors(&selected.catalog.state).into_iter();
     (all.map(|(fqn, id)| (fqn.to_string(), selected.catalog.tensor(id).dtype)).collect(), selected)
 }
@@ -41,7 +41,7 @@ fn a_bare_dtype_is_for_weights() {
     assert_eq!(selected.casts.cast, [(Dtype::F32, Dtype::Bf16, 3), (Dtype::F16, Dtype::Bf16, 1)]);
     assert_eq!(
         selected.casts.kept,
-        [(Kept::Scalar, 1), (Kept::OptimizerState, 6), (Kept::Double, 1), (Kept::NotFloat, 3)]
+        [(KeptReason::Scalar, 1), (KeptReason::OptimizerState, 6), (KeptReason::Double, 1), (KeptReason::NotFloat, 3)]
     );
     assert_eq!(
         selected.notes,
@@ -64,18 +64,19 @@ fn the_first_pattern_decides() {
     assert_eq!(found["optim.state.layers.0.w.exp_avg_sq"], Dtype::F32);
     let (found, selected) = dtypes(&["{ids,scale,mask,quant}=bf16"]);
     assert_eq!((found["model.ids"], found["model.scale"]), (Dtype::I64, Dtype::F32));
-    assert_eq!(selected.casts.kept, [(Kept::Scalar, 1), (Kept::NotFloat, 2)]);
+    assert_eq!(selected.casts.kept, [(KeptReason::Scalar, 1), (KeptReason::NotFloat, 2)]);
 
     // New names count as well as old ones, and any name of a tied tensor.
     let source = catalog(dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]));
     let rules = |rules: &[&str]| rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
-    let options = Options { dtypes: rules(&["new=f16", "b=bf16"]), ..renaming(&["^c=new"]) };
+    let options = NameOptions { dtypes: rules(&["new=f16", "b=bf16"]), ..renaming(&["^c=new"]) };
     let selected = select(&source, &options).unwrap();
     assert_eq!(selected.catalog.tensors.iter().map(|entry| entry.dtype).collect::<Vec<_>>(), [Dtype::Bf16, Dtype::F16]);
     // What is left out is not cast, and not counted.
-    let options = Options { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..Options::default() };
+    let options =
+        NameOptions { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..NameOptions::default() };
     assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
-    let (message, _) = error(&source.state, &Options { dtypes: rules(&["f16", "bf16"]), ..Options::default() });
+    let (message, _) = error(&source.state, &NameOptions { dtypes: rules(&["f16", "bf16"]), ..NameOptions::default() });
     assert_eq!(message, "options::dtype bf16: a second dtype for every tensor");
 }
 

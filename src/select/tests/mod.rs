@@ -4,7 +4,7 @@ mod dtypes;
 mod properties;
 
 use super::*;
-use crate::catalog::{Dict, DictKind, Dtype, Fqn, Holding, Value, model, path};
+use crate::catalog::{Dict, DictKind, Dtype, Fqn, RankValue, Value, model, path};
 use crate::layout::{Dims, Rank};
 use crate::storage::FileId;
 
@@ -59,19 +59,19 @@ fn renames(texts: &[&str]) -> Vec<Rename> {
     texts.iter().map(|text| Rename::parse(text).unwrap()).collect()
 }
 
-fn renaming(texts: &[&str]) -> Options {
-    Options { renames: renames(texts), ..Options::default() }
+fn renaming(texts: &[&str]) -> NameOptions {
+    NameOptions { renames: renames(texts), ..NameOptions::default() }
 }
 
-fn stripping(prefix: &str) -> Options {
-    Options { strip_prefixes: vec![prefix.into()], ..Options::default() }
+fn stripping(prefix: &str) -> NameOptions {
+    NameOptions { strip_prefixes: vec![prefix.into()], ..NameOptions::default() }
 }
 
-fn chosen(state: &Value, options: &Options) -> Selected {
+fn chosen(state: &Value, options: &NameOptions) -> Selected {
     select(&catalog(state.clone()), options).unwrap()
 }
 
-fn state(state: &Value, options: &Options) -> Value {
+fn state(state: &Value, options: &NameOptions) -> Value {
     chosen(state, options).catalog.state
 }
 
@@ -81,7 +81,7 @@ fn assert_state(found: &Value, expected: &Value) {
     assert!(found == expected, "found    {found:.2000}\nexpected {expected:.2000}");
 }
 
-fn error(state: &Value, options: &Options) -> (String, String) {
+fn error(state: &Value, options: &NameOptions) -> (String, String) {
     let error = select(&catalog(state.clone()), options).unwrap_err();
     assert_eq!(error.kind(), "usage");
     (error.to_string(), error.hint().unwrap_or_default().to_owned())
@@ -110,8 +110,8 @@ fn odd() -> Value {
     keyed.entries.insert(0, (Value::Int(0), t(0)));
     keyed.entries.push((Value::Tuple(vec![Value::Int(1), Value::None]), t(1)));
     let holdings = vec![
-        Holding { value: Value::Int(1), ranks: vec![Rank(0)] },
-        Holding { value: Value::Int(2), ranks: vec![Rank(1)] },
+        RankValue { value: Value::Int(1), ranks: vec![Rank(0)] },
+        RankValue { value: Value::Int(2), ranks: vec![Rank(1)] },
     ];
     dict(vec![
         ("keyed", Value::Dict(keyed)),
@@ -131,9 +131,9 @@ fn without_a_change_the_state_is_the_same() {
     let bare = [t(0), list(vec![t(0), Value::None]), dict(vec![]), ordered(vec![], &[""]), Value::Int(1)];
     for source in [training(), odd()].into_iter().chain(bare) {
         for options in [
-            Options::default(),
-            Options { wrappers: Wrappers::Cut, ..Options::default() },
-            Options { dtypes: vec![DtypeRule::parse("bf16").unwrap()], ..Options::default() },
+            NameOptions::default(),
+            NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() },
+            NameOptions { dtypes: vec![DtypeRule::parse("bf16").unwrap()], ..NameOptions::default() },
         ] {
             let selected = chosen(&source, &options);
             assert_state(&selected.catalog.state, &source);
@@ -142,14 +142,14 @@ fn without_a_change_the_state_is_the_same() {
     }
     let source = training();
     assert_state(&state(&source, &renaming(&["head=head", "(step)=\\1"])), &source);
-    assert_state(&state(&source, &Options { include: patterns(&["**"]), ..Options::default() }), &source);
+    assert_state(&state(&source, &NameOptions { include: patterns(&["**"]), ..NameOptions::default() }), &source);
     assert_state(&state(&odd(), &renaming(&[r"(.)=\1"])), &odd());
 }
 
 #[test]
 fn wishes_keep_ids_and_shapes_but_no_chunks() {
     let source = catalog(training());
-    let options = Options { root: Root::Model, exclude: patterns(&["head"]), ..Options::default() };
+    let options = NameOptions { root: Root::Model, exclude: patterns(&["head"]), ..NameOptions::default() };
     let selected = select(&source, &options).unwrap();
     assert_eq!(selected.catalog.tensors.len(), source.tensors.len());
     for (wish, entry) in selected.catalog.tensors.iter().zip(&source.tensors) {
@@ -175,7 +175,7 @@ fn wrappers_are_cleaned_everywhere_or_nowhere() {
             ]),
         ),
     ]);
-    let clean = Options { wrappers: Wrappers::Cut, ..Options::default() };
+    let clean = NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() };
     let group = dict(vec![("params", names(&["layers.0.w"]))]);
     let expected = dict(vec![
         ("model", ordered(vec![("layers.0.w", t(0)), ("_orig_mod", t(2))], &["", "layers"])),
@@ -190,7 +190,7 @@ fn wrappers_are_cleaned_everywhere_or_nowhere() {
     let found = state(&source, &clean);
     assert_eq!(tensor_names(&found), ["model.layers.0.w", "model._orig_mod", "optim.state.layers.0.w.exp_avg"]);
     assert_state(&found, &expected);
-    assert_state(&state(&source, &Options::default()), &source);
+    assert_state(&state(&source, &NameOptions::default()), &source);
 
     let twice = dict(vec![("_orig_mod.w", t(0)), ("w", t(1))]);
     let (message, hint) = error(&twice, &clean);
@@ -213,7 +213,7 @@ fn patterns_choose_by_any_name() {
         (&["layers.0", "head"], &["optim.state"], &[0, 2]),
     ];
     for (include, exclude, ids) in cases {
-        let options = Options { include: patterns(include), exclude: patterns(exclude), ..Options::default() };
+        let options = NameOptions { include: patterns(include), exclude: patterns(exclude), ..NameOptions::default() };
         let found: Vec<u32> = state(&training(), &options).tensor_ids().iter().map(|id| id.0).collect();
         assert_eq!(found, ids, "{include:?} {exclude:?}");
     }
@@ -222,7 +222,7 @@ fn patterns_choose_by_any_name() {
 fn params(state: &Value) -> Option<Value> {
     let leaves = path::leaves(state);
     leaves.iter().find_map(|(path, leaf)| match leaf {
-        path::Leaf::Object(value) if path.to_string().ends_with("param_groups.0.params") => Some((*value).clone()),
+        path::StateLeaf::Object(value) if path.to_string().ends_with("param_groups.0.params") => Some((*value).clone()),
         _ => None,
     })
 }
@@ -230,7 +230,7 @@ fn params(state: &Value) -> Option<Value> {
 #[test]
 fn param_groups_follow_the_state_they_are_for() {
     let only = |include: &[&str], exclude: &[&str]| {
-        let options = Options { include: patterns(include), exclude: patterns(exclude), ..Options::default() };
+        let options = NameOptions { include: patterns(include), exclude: patterns(exclude), ..NameOptions::default() };
         params(&state(&training(), &options))
     };
     assert_eq!(only(&[], &["head"]), Some(names(&["layers.0.w", "layers.1.w"])));
@@ -250,7 +250,8 @@ fn numbered_state_stays_and_says_so() {
         ("model", dict(vec![("a.w", t(0)), ("b.w", t(1))])),
         ("optimizer", dict(vec![("state", Value::Dict(by_number.clone())), ("param_groups", list(vec![group]))])),
     ]);
-    let selected = chosen(&source, &Options { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
+    let selected =
+        chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
     let group =
         dict(vec![("params", list(vec![Value::Int(0), Value::Int(1)])), ("param_names", names(&["c.w", "b.w"]))]);
     let expected = dict(vec![
@@ -258,7 +259,7 @@ fn numbered_state_stays_and_says_so() {
         ("optimizer", dict(vec![("state", Value::Dict(by_number)), ("param_groups", list(vec![group]))])),
     ]);
     // `0` occurs in `param_groups.0`, too, which is a list no more then.
-    let unzeroed = chosen(&source, &Options { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
+    let unzeroed = chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
     assert_state(&unzeroed.catalog.state, &expected);
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
     assert_eq!(
@@ -270,15 +271,21 @@ fn numbered_state_stays_and_says_so() {
 #[test]
 fn a_pattern_for_nothing_is_an_error() {
     let cases = [
-        (Options { include: patterns(&["layers.0", "laiers.1.w"]), ..Options::default() }, "options::include laiers.1.w"),
-        (Options { exclude: patterns(&["model.laiers.1.w"]), ..Options::default() }, "options::exclude model.laiers.1.w"),
         (
-            Options { dtypes: vec![DtypeRule::parse("laiers.1.w=f32").unwrap()], ..Options::default() },
+            NameOptions { include: patterns(&["layers.0", "laiers.1.w"]), ..NameOptions::default() },
+            "options::include laiers.1.w",
+        ),
+        (
+            NameOptions { exclude: patterns(&["model.laiers.1.w"]), ..NameOptions::default() },
+            "options::exclude model.laiers.1.w",
+        ),
+        (
+            NameOptions { dtypes: vec![DtypeRule::parse("laiers.1.w=f32").unwrap()], ..NameOptions::default() },
             "options::dtype laiers.1.w=f32",
         ),
         (renaming(&["laiers.1.w=x"]), "options::rename laiers.1.w=x"),
         (stripping("modle.layers."), "options::strip_prefix modle.layers."),
-        (Options { root: Root::At("modle.layers".into()), ..Options::default() }, "options::root modle.layers"),
+        (NameOptions { root: Root::At("modle.layers".into()), ..NameOptions::default() }, "options::root modle.layers"),
     ];
     for (options, start) in cases {
         let (message, hint) = error(&training(), &options);
@@ -287,9 +294,11 @@ fn a_pattern_for_nothing_is_an_error() {
     }
     // An empty dict is no leaf.
     assert!(
-        error(&training(), &Options { exclude: patterns(&["extra.none"]), ..Options::default() }).0.contains("none")
+        error(&training(), &NameOptions { exclude: patterns(&["extra.none"]), ..NameOptions::default() })
+            .0
+            .contains("none")
     );
-    let (_, hint) = error(&dict(vec![]), &Options { include: patterns(&["a"]), ..Options::default() });
+    let (_, hint) = error(&dict(vec![]), &NameOptions { include: patterns(&["a"]), ..NameOptions::default() });
     assert_eq!(hint, "there are no names at all");
 }
 
@@ -302,7 +311,7 @@ fn names_do_not_grow_without_end() {
 
 #[test]
 fn the_model_is_the_root_of_what_is_shipped() {
-    let shipped = |source: &Value| state(source, &Options { root: Root::Model, ..Options::default() });
+    let shipped = |source: &Value| state(source, &NameOptions { root: Root::Model, ..NameOptions::default() });
     assert_state(&shipped(&training()), training().as_dict().unwrap().get("model").unwrap());
 
     // torchtitan: the model at the top, the optimizer flattened.
@@ -317,7 +326,7 @@ fn the_model_is_the_root_of_what_is_shipped() {
         ("train_state", dict(vec![("step", t(3))])),
         ("rng_state", t(4)),
     ]);
-    let selected = chosen(&source, &Options { root: Root::Model, ..Options::default() });
+    let selected = chosen(&source, &NameOptions { root: Root::Model, ..NameOptions::default() });
     assert_state(
         &selected.catalog.state,
         &dict(vec![("layers.0.w", t(0)), ("scaler", t(1)), ("version", Value::Int(2))]),
@@ -346,7 +355,9 @@ fn the_model_is_the_root_of_what_is_shipped() {
 
 #[test]
 fn roots_may_end_within_a_key() {
-    let at = |source: &Value, path: &str| state(source, &Options { root: Root::At(path.into()), ..Options::default() });
+    let at = |source: &Value, path: &str| {
+        state(source, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() })
+    };
     assert_state(&at(&training(), "model"), training().as_dict().unwrap().get("model").unwrap());
     assert_state(&at(&training(), "model.layers"), &ordered(vec![("0.w", t(0)), ("1.w", t(1))], &["", "0", "1"]));
     assert_state(&at(&training(), "model.layers.0."), &ordered(vec![("w", t(0))], &[""]));
@@ -360,10 +371,11 @@ fn roots_may_end_within_a_key() {
         assert_eq!(tensor_names(&at(&flat, path)), [name], "{path}");
     }
     for path in ["m.n.o", "a.bc"] {
-        error(&flat, &Options { root: Root::At(path.into()), ..Options::default() });
+        error(&flat, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
     }
     for path in ["model.layers.0.w", "model.lay", "extra", ""] {
-        let (message, hint) = error(&training(), &Options { root: Root::At(path.into()), ..Options::default() });
+        let (message, hint) =
+            error(&training(), &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
         assert_eq!(message, format!("options::root {path}: there are no tensors under that path"));
         assert!(
             hint.starts_with("the top of the state dict has model, optim, extra; the nearest paths are "),
@@ -374,7 +386,7 @@ fn roots_may_end_within_a_key() {
 
 #[test]
 fn optimizer_state_follows_its_parameter() {
-    let renamed = |options: &Options| {
+    let renamed = |options: &NameOptions| {
         let found = state(&training(), options);
         (tensor_names(&found)[0].clone(), tensor_names(&found)[3].clone(), params(&found).unwrap().to_string())
     };
@@ -399,13 +411,13 @@ fn optimizer_state_follows_its_parameter() {
             "layers.0.weight",
         ),
         (
-            Options { add_prefix: Some("x.".into()), ..renaming(&["layers=l"]) },
+            NameOptions { add_prefix: Some("x.".into()), ..renaming(&["layers=l"]) },
             "x.model.l.0.w",
             "x.optim.state.l.0.w.exp_avg",
             "l.0.w",
         ),
         (
-            Options { nest: Some("a.b".into()), ..renaming(&["layers=l"]) },
+            NameOptions { nest: Some("a.b".into()), ..renaming(&["layers=l"]) },
             "a.b.model.l.0.w",
             "a.b.optim.state.l.0.w.exp_avg",
             "l.0.w",
@@ -425,8 +437,11 @@ fn optimizer_state_follows_its_parameter() {
         ("optimizer", dict(vec![("state.blocks.0.w.exp_avg", t(1)), ("param_groups.blocks.0.w.lr", Value::Int(1))])),
     ]);
     assert_state(&state(&flat, &renaming(&["^layers=blocks"])), &expected);
-    assert_state(&state(&flat, &Options { exclude: patterns(&["layers"]), ..Options::default() }), &dict(vec![]));
-    assert_state(&state(&flat, &Options { include: patterns(&["layers"]), ..Options::default() }), &flat);
+    assert_state(
+        &state(&flat, &NameOptions { exclude: patterns(&["layers"]), ..NameOptions::default() }),
+        &dict(vec![]),
+    );
+    assert_state(&state(&flat, &NameOptions { include: patterns(&["layers"]), ..NameOptions::default() }), &flat);
     let both = |name: &str| {
         let tree = |leaf| dict(vec![(name, list(vec![dict(vec![("w", leaf)])]))]);
         let states = tree(dict(vec![("deep", dict(vec![("exp_avg", t(1))]))]));
@@ -445,7 +460,7 @@ fn optimizer_state_follows_its_parameter() {
     };
     assert_state(&state(&sequential("0.weight"), &renaming(&[r"^model\.0=model.1"])), &sequential("1.weight"));
     assert_state(
-        &state(&sequential("0.weight"), &Options { exclude: patterns(&["0.weight"]), ..Options::default() }),
+        &state(&sequential("0.weight"), &NameOptions { exclude: patterns(&["0.weight"]), ..NameOptions::default() }),
         &dict(vec![]),
     );
     // Parameters that nothing is known of: the whole name.
@@ -454,17 +469,17 @@ fn optimizer_state_follows_its_parameter() {
         dict(vec![("state", dict(vec![(name, dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![group]))])
     };
     assert_state(&state(&alone("layers.0.w"), &renaming(&["layers=blocks"])), &alone("blocks.0.w"));
-    let at = Options { root: Root::At("optim".into()), ..renaming(&["layers=blocks"]) };
+    let at = NameOptions { root: Root::At("optim".into()), ..renaming(&["layers=blocks"]) };
     assert_eq!(tensor_names(&state(&training(), &at))[0], "state.blocks.0.w.exp_avg");
 }
 
 #[test]
 fn containers_are_rebuilt_as_they_were() {
     // Modules follow; a flat dict stays flat; what is nested stays nested.
-    let found = state(&training(), &Options { root: Root::Model, ..renaming(&["layers=net.blocks"]) });
+    let found = state(&training(), &NameOptions { root: Root::Model, ..renaming(&["layers=net.blocks"]) });
     let expected = vec![("net.blocks.0.w", t(0)), ("net.blocks.1.w", t(1)), ("head.w", t(2))];
     assert_state(&found, &ordered(expected, &["", "net.blocks", "net.blocks.0", "net.blocks.1", "head"]));
-    let found = state(&training(), &Options { root: Root::Model, ..renaming(&["^=net."]) });
+    let found = state(&training(), &NameOptions { root: Root::Model, ..renaming(&["^=net."]) });
     assert_eq!(found.as_dict().unwrap().entries[0].0, text("net.layers.0.w"));
 
     let nested = |name: &str| dict(vec![("m", dict(vec![(name, dict(vec![("w", t(0)), ("b", t(1))]))])), ("x", t(2))]);
@@ -474,24 +489,25 @@ fn containers_are_rebuilt_as_they_were() {
     assert_state(&state(&nested("attn"), &renaming(&[r"\.(w|b)$=.in.\1"])), &deeper);
 
     // Prefix and nest.
-    let prefixed = Options {
+    let prefixed = NameOptions {
         add_prefix: Some("model.".into()),
         nest: Some("a.b".into()),
         root: Root::Model,
-        ..Options::default()
+        ..NameOptions::default()
     };
     let expected = vec![("model.layers.0.w", t(0)), ("model.layers.1.w", t(1)), ("model.head.w", t(2))];
     let modules = ["model", "model.layers", "model.layers.0", "model.layers.1", "model.head"];
     let expected = dict(vec![("a", dict(vec![("b", ordered(expected, &modules))]))]);
     assert_state(&state(&training(), &prefixed), &expected);
-    let (message, _) = error(&training(), &Options { nest: Some("a..b".into()), ..Options::default() });
+    let (message, _) = error(&training(), &NameOptions { nest: Some("a..b".into()), ..NameOptions::default() });
     assert_eq!(message, "options::nest a..b: a part of the path is empty");
 }
 
 #[test]
 fn what_is_gone_leaves_no_empty_place() {
-    let exclude =
-        |source: &Value, texts: &[&str]| state(source, &Options { exclude: patterns(texts), ..Options::default() });
+    let exclude = |source: &Value, texts: &[&str]| {
+        state(source, &NameOptions { exclude: patterns(texts), ..NameOptions::default() })
+    };
     let Value::Dict(mut expected) = training() else { unreachable!() };
     expected.entries.pop();
     // The empty dict below `extra` was empty before.
@@ -517,7 +533,7 @@ fn lists_keep_positions_or_become_dicts() {
     let w = |id| dict(vec![("w", t(id))]);
     let source = items(vec![w(0), w(1), w(2)]);
     assert_state(
-        &state(&source, &Options { exclude: patterns(&["l.0"]), ..renaming(&[r"l\.1=l.0"]) }),
+        &state(&source, &NameOptions { exclude: patterns(&["l.0"]), ..renaming(&[r"l\.1=l.0"]) }),
         &items(vec![w(1), Value::None, w(2)]),
     );
     assert_state(
@@ -553,13 +569,13 @@ fn collisions_name_both() {
     assert!(error(&source, &deep).0.contains("more than 256"));
     // One that the file has itself is the file's own affair.
     let twice = dict(vec![("a.b", t(0)), ("a", dict(vec![("b", t(1))]))]);
-    assert_state(&state(&twice, &Options { wrappers: Wrappers::Cut, ..Options::default() }), &twice);
+    assert_state(&state(&twice, &NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() }), &twice);
 }
 
 #[test]
 fn what_is_left_out_is_counted_by_its_top() {
     let selected =
-        chosen(&training(), &Options { root: Root::Model, exclude: patterns(&["head"]), ..Options::default() });
+        chosen(&training(), &NameOptions { root: Root::Model, exclude: patterns(&["head"]), ..NameOptions::default() });
     assert_eq!(selected.left_out.groups, [("model".into(), 1), ("optim".into(), 6)] as [(String, usize); 2]);
     assert_eq!(selected.left_out.tensors[0], "model.head.w");
     assert_eq!(selected.left_out.tensors.len(), 7);
@@ -567,7 +583,7 @@ fn what_is_left_out_is_counted_by_its_top() {
     assert!(selected.left_out.objects.contains(&"optim.param_groups.0.params".to_owned()));
     // One name is enough.
     let tied = dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]);
-    let selected = chosen(&tied, &Options { exclude: patterns(&["a", "c"]), ..Options::default() });
+    let selected = chosen(&tied, &NameOptions { exclude: patterns(&["a", "c"]), ..NameOptions::default() });
     assert_eq!(selected.left_out.tensors, ["c.w"]);
     assert_eq!(selected.left_out.groups, [("c".into(), 1)] as [(String, usize); 1]);
 }
@@ -591,7 +607,7 @@ fn ties_are_listed_under_new_names() {
 #[test]
 fn patterns_match_with_and_without_wrappers_where_names_keep_them() {
     let source = dict(vec![("model", dict(vec![("_orig_mod.w", t(0)), ("_orig_mod.b", t(1))]))]);
-    let matching = |wrappers| Options { wrappers, exclude: patterns(&["model.w"]), ..Options::default() };
+    let matching = |wrappers| NameOptions { wrappers, exclude: patterns(&["model.w"]), ..NameOptions::default() };
     let expected = dict(vec![("model", dict(vec![("_orig_mod.b", t(1))]))]);
     assert_state(&state(&source, &matching(Wrappers::Match)), &expected);
     assert!(error(&source, &matching(Wrappers::Keep)).0.contains("options::exclude model.w"));

@@ -79,10 +79,10 @@ proptest! {
     #[test]
     fn nothing_is_changed_without_options(source in trees(), clean: bool) {
         let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
-        let options = Options { wrappers, ..Options::default() };
+        let options = NameOptions { wrappers, ..NameOptions::default() };
         prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
         // A rename that changes nothing takes everything apart and puts it together again.
-        let options = Options { wrappers, ..renaming(&[r"(.)=\1"]) };
+        let options = NameOptions { wrappers, ..renaming(&[r"(.)=\1"]) };
         prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
     }
 }

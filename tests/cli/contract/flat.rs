@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dtshard::format::torch::{Found, View};
+use dtshard::format::torch::{TensorNode, View};
 use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
@@ -152,10 +152,10 @@ fn check_data(found: &Path, expected: &Path) {
     for file in bytes_of(expected).into_keys().filter(|name| name.extension().is_some_and(|suffix| suffix == "pt")) {
         let [own, real] = [found, expected].map(|root| rank_file::read(&root.join(&file)));
         let stretches = |(files, contents): &rank_file::Opened| -> Vec<Vec<u8>> {
-            let view = |found: &Found| match found {
-                Found::Plain(view) => Some(view.clone()),
-                Found::Sharded { local, .. } => local.first().map(|(_, view)| view.clone()),
-                Found::Distributed { .. } => None,
+            let view = |found: &TensorNode| match found {
+                TensorNode::Plain(view) => Some(view.clone()),
+                TensorNode::Sharded { local, .. } => local.first().map(|(_, view)| view.clone()),
+                TensorNode::Distributed { .. } => None,
             };
             let views = contents.tensors.iter().filter_map(view);
             let mut all: Vec<Vec<u8>> = views.map(|view: View| rank_file::storage(files, contents, &view)).collect();

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dtshard::format::torch::{Found, View};
+use dtshard::format::torch::{TensorNode, View};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
@@ -35,7 +35,7 @@ fn whole_tensors_are_those_of_a_full_state_dict() {
             .tensors
             .iter()
             .filter_map(|found| match found {
-                Found::Plain(view) if view.sizes.is_empty() => Some(view),
+                TensorNode::Plain(view) if view.sizes.is_empty() => Some(view),
                 _ => None,
             })
             .collect();
@@ -226,7 +226,7 @@ fn check_padding(found: &Path, unedited: &Path, change: &[&str], way: &str) {
         assert_eq!(content.len(), old[file].len(), "{way}: {file}");
         let (own, old) = (rank_file::read(&found.join(file)), rank_file::read(&unedited.join(file)));
         for (new, before) in own.1.tensors.iter().zip(&old.1.tensors) {
-            if let (Found::Sharded { local: new, .. }, Found::Sharded { local: before, .. }) = (new, before) {
+            if let (TensorNode::Sharded { local: new, .. }, TensorNode::Sharded { local: before, .. }) = (new, before) {
                 let (Some((_, new)), Some((_, before))) = (new.first(), before.first()) else { continue };
                 let [new, before] =
                     [rank_file::storage(&own.0, &own.1, new), rank_file::storage(&old.0, &old.1, before)];

@@ -194,7 +194,7 @@ fn rank_files_are_for_a_version_of_pytorch() {
         let made = env.make("reshard", "fsdp4/ranks", out, options);
         let checkpoint = dtshard::format::Checkpoint::open(&made.path, &ReadOptions::default()).unwrap();
         let first = checkpoint.files.ids().next().unwrap();
-        torch::Style::of_file(&checkpoint.files, first).unwrap().unwrap().release
+        torch::DTensorStyle::of_file(&checkpoint.files, first).unwrap().unwrap().release
     };
     assert_eq!(release("--mesh dp=2", "own"), torch::Release::V2_13);
     assert_eq!(release("--mesh dp=2 --torch-version v2.9.0+cu124", "old"), torch::Release::V2_5);

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dtshard::catalog::{Catalog, Dtype, Fqn, OutputFile, TensorEntry, TensorId, model};
-use dtshard::exec::{Input, Prepared, Scratch};
-use dtshard::format::torch::{RankLayout, RankTarget, Style, reserve_ranks};
+use dtshard::exec::{Input, PreparedTile, Scratch};
+use dtshard::format::torch::{DTensorStyle, RankLayout, RankTarget, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, resolve};
 use dtshard::layout::{DeviceMesh, parse_placements};
 
@@ -56,7 +56,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     let target = RankTarget {
         mesh: &mesh_of(mesh),
         world_size: mesh_of(mesh).job_size(),
-        style: &Style::default(),
+        style: &DTensorStyle::default(),
         name: &|rank| PathBuf::from(format!("model_world_size_{}_rank_{rank}.pt", mesh.iter().product::<usize>())),
         layout: &mut |fqn, _, _| {
             let list = parse_placements(&text(&by_name[fqn.as_str()].from)).unwrap();
@@ -151,7 +151,7 @@ fn check(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cas
             let wanted = case.target(meshes, same, at);
             let mut bytes = vec![0; wanted.len()];
             if !bytes.is_empty() {
-                let prepared = Prepared::chunk(input, entry, u32::try_from(chunk).unwrap()).unwrap();
+                let prepared = PreparedTile::chunk(input, entry, u32::try_from(chunk).unwrap()).unwrap();
                 prepared.read(input, 0, &mut bytes, &mut Scratch::default()).unwrap();
             }
             assert!(bytes == wanted, "{what}: rank {rank}\n{bytes:x?}\n{wanted:x?}");

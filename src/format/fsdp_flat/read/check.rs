@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::survey::{Beside, FlatPart, FlatState, RankState};
-use super::totals::{self, Misfit};
+use super::survey::{FlatPart, FlatState, PlainTensor, RankState};
+use super::totals::{self, LayoutMismatch};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::modules::module_of;
@@ -18,7 +18,7 @@ use crate::name_list::{FEW, short_list};
 /// # Errors
 /// `Conflict` for the first thing that differs, naming rank file and unit or parameter.
 pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
-    let misfit = Misfit { file: &state.ranks[0].at, source };
+    let misfit = LayoutMismatch { file: &state.ranks[0].at, source };
     if layout.use_orig_params != state.has_views() && layout.params().any(|(_, param)| param.numel() > 0) {
         let says = |yes| if yes { "views of parameters beside flat ones" } else { "flat parameters alone" };
         let expected = format!("{}, as use_orig_params says", says(layout.use_orig_params));
@@ -27,13 +27,13 @@ pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()>
     let flats: Vec<(&FlatUnit, FlatParameter)> = layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
     check_order(state, layout, misfit)?;
     for rank in &state.ranks {
-        check_rank(rank, layout, &flats, Misfit { file: &rank.at, source })?;
+        check_rank(rank, layout, &flats, LayoutMismatch { file: &rank.at, source })?;
     }
     Ok(())
 }
 
 /// Parameters come module by module, in the order in which the modules are registered.
-fn check_order(state: &FlatState, layout: &FlatLayout, misfit: Misfit<'_>) -> Result<()> {
+fn check_order(state: &FlatState, layout: &FlatLayout, misfit: LayoutMismatch<'_>) -> Result<()> {
     let Some(registered) = &state.registered else { return Ok(()) };
     for unit in &layout.units {
         let known =
@@ -54,7 +54,7 @@ fn check_rank(
     rank: &RankState,
     layout: &FlatLayout,
     flats: &[(&FlatUnit, FlatParameter)],
-    misfit: Misfit<'_>,
+    misfit: LayoutMismatch<'_>,
 ) -> Result<()> {
     let bad = |at: &str, expected: String, found: String| Err(misfit.error(at, expected, found));
     if rank.rank >= layout.world_size {
@@ -100,7 +100,7 @@ fn check_part(
     part: &FlatPart,
     layout: &FlatLayout,
     (unit, flat): (&FlatUnit, &FlatParameter),
-    misfit: Misfit<'_>,
+    misfit: LayoutMismatch<'_>,
 ) -> Result<()> {
     let bad = |expected: String, found: String| Err(misfit.error(part.key.as_str(), expected, found));
     let expected = (layout.shard_group_size, layout.world_size);
@@ -146,7 +146,13 @@ fn names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
 }
 
 /// Every parameter, under each of its names, is the view that the layout says.
-fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u64, misfit: Misfit<'_>) -> Result<()> {
+fn check_views(
+    rank: &RankState,
+    unit: &FlatUnit,
+    flat: &FlatParameter,
+    shard: u64,
+    misfit: LayoutMismatch<'_>,
+) -> Result<()> {
     let mut held: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
     let own = flat.shard(shard);
     for piece in flat.pieces(shard) {
@@ -159,8 +165,8 @@ fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u
     for (name, of) in names(unit) {
         let Some(expected) = positions.get(of).map(|index| &held[*index]) else { continue };
         let found = match rank.beside.get(name) {
-            Some(Beside::View { module, range }) if *module == unit.module => Some(Some(range.clone())),
-            Some(Beside::Empty) => Some(None),
+            Some(PlainTensor::View { module, range }) if *module == unit.module => Some(Some(range.clone())),
+            Some(PlainTensor::Empty) => Some(None),
             _ => None,
         };
         if found.as_ref() == Some(expected) {

@@ -12,17 +12,17 @@ use std::collections::HashMap;
 use indexmap::IndexMap;
 
 use super::SeriesFiles;
-use super::optimizer::{OneRank, Place, places};
+use super::optimizer::{OneRank, ParameterSlot, places};
 use super::survey::{flat_module, visit_dicts};
-use super::unflatten::{Held, flat_parameters};
+use super::unflatten::{UnitShard, flat_parameters};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};
 use crate::error::Result;
-use crate::format::torch::Found;
+use crate::format::torch::TensorNode;
 use crate::format::torch::ranks::RankFile;
-use crate::format::torch::reader::Contents;
+use crate::format::torch::reader::ArchiveContents;
 
 /// Where gradients are, that may be of flat parameters: dicts called so, with 1-d tensors in them.
 #[must_use]
@@ -45,10 +45,10 @@ pub fn find(series: &SeriesFiles) -> Vec<Path> {
 }
 
 /// A plain tensor, with its number of dims.
-fn tensor(contents: &Contents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
+fn tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
     let Value::Tensor(id) = value else { return None };
     match &contents.tensors[id.0 as usize] {
-        Found::Plain(view) => Some((*id, view.dtype, view.sizes.len())),
+        TensorNode::Plain(view) => Some((*id, view.dtype, view.sizes.len())),
         _ => None,
     }
 }
@@ -59,7 +59,7 @@ fn tensor(contents: &Contents, value: &Value) -> Option<(TensorId, Dtype, usize)
 /// `Malformed` for a gradient of another size.
 pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Result<()> {
     let places = places(layout);
-    let names = Names { layout, places: &places };
+    let names = GradientNames { layout, places: &places };
     let Some(known) = names.dtypes(files, at) else { return Ok(()) };
     let flats = flat_parameters(layout);
     for file in files {
@@ -76,26 +76,26 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
 }
 
 /// What the keys of gradients mean.
-struct Names<'a> {
+struct GradientNames<'a> {
     layout: &'a FlatLayout,
-    places: &'a HashMap<Fqn, Place>,
+    places: &'a HashMap<Fqn, ParameterSlot>,
 }
 
-impl Names<'_> {
+impl GradientNames<'_> {
     /// The flat parameter, or the parameter beside it, of a key.
-    fn find(&self, key: &Value) -> Option<(Fqn, Place)> {
+    fn find(&self, key: &Value) -> Option<(Fqn, ParameterSlot)> {
         let name = Fqn::from(clean_name(key.as_str()?));
         let place = self.places.get(&name).copied();
         let flat = || {
             let module = flat_module(key.as_str()?)?;
             let unit = self.layout.units.iter().position(|unit| unit.module == module)?;
-            Some(Place::Unit(unit))
+            Some(ParameterSlot::Unit(unit))
         };
         Some((name.clone(), place.or_else(flat)?))
     }
 
     /// What any rank has a gradient of, and its dtype; `None` where the gradients are whole, or sharded by themselves.
-    fn dtypes(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (Place, Dtype)>> {
+    fn dtypes(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (ParameterSlot, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {
             let dict = at.find(&file.contents.value).and_then(Value::as_dict);
@@ -115,9 +115,9 @@ impl Names<'_> {
     fn entries(
         &self,
         stored: &Dict,
-        known: &IndexMap<Fqn, (Place, Dtype)>,
+        known: &IndexMap<Fqn, (ParameterSlot, Dtype)>,
         one: &OneRank<'_>,
-        contents: &mut Contents,
+        contents: &mut ArchiveContents,
     ) -> Result<Vec<(Value, Value)>> {
         let mut own: HashMap<Fqn, &Value> = HashMap::new();
         let mut others = Vec::new();
@@ -131,12 +131,12 @@ impl Names<'_> {
         let mut entries = Vec::new();
         for (name, (place, dtype)) in known {
             match (own.get(name), *place) {
-                (Some(value), Place::Unit(unit)) => entries.extend(one.state_of_unit(contents, unit, value)?),
-                (Some(value), Place::Param(unit, param)) => {
+                (Some(value), ParameterSlot::Unit(unit)) => entries.extend(one.state_of_unit(contents, unit, value)?),
+                (Some(value), ParameterSlot::Param(unit, param)) => {
                     entries.push(one.state_of_param(contents, unit, param, value)?);
                 }
-                (None, Place::Unit(unit)) => {
-                    let Held { unit: params, .. } = one.held(unit);
+                (None, ParameterSlot::Unit(unit)) => {
+                    let UnitShard { unit: params, .. } = one.held(unit);
                     let nothing = one.held(unit).parameters(*dtype, None);
                     entries.extend(
                         params.params.iter().zip(nothing).map(|(param, found)| {
@@ -144,7 +144,7 @@ impl Names<'_> {
                         }),
                     );
                 }
-                (None, Place::Param(unit, param)) => {
+                (None, ParameterSlot::Param(unit, param)) => {
                     let held = one.held(unit);
                     let known = &held.unit.params[param];
                     let found = held.sharded(known, *dtype, Vec::new());

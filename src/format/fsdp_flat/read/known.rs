@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::like::Like;
-use super::recover::{Shapes, recover};
+use super::like::LikeModel;
+use super::recover::{ShapeSource, recover};
 use super::survey::FlatState;
 use crate::catalog::flat::FlatLayout;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::storage::lookup;
 
 /// What is known of a model beyond its files.
 #[derive(Debug)]
-pub enum Known {
+pub enum ModelKnowledge {
     /// A flat layout: one that lay beside the files is that of the files, one that is given that of the model, in
     /// whatever job it was made.
     Document {
@@ -23,11 +23,11 @@ pub enum Known {
         layout: FlatLayout,
         given: bool,
     },
-    Like(Like),
+    Like(LikeModel),
     Nothing,
 }
 
-impl Known {
+impl ModelKnowledge {
     /// # Errors
     /// As reading a flat layout or a checkpoint.
     pub fn find(folder: &Path, knowledge: &FlatKnowledge, states: &[&FlatState]) -> Result<Self> {
@@ -41,7 +41,7 @@ impl Known {
             return Ok(Self::Document { path, layout, given: knowledge.layout.is_some() });
         }
         match &knowledge.like {
-            Some(path) if !states.is_empty() => Ok(Self::Like(Like::open(path)?)),
+            Some(path) if !states.is_empty() => Ok(Self::Like(LikeModel::open(path)?)),
             _ => Ok(Self::Nothing),
         }
     }
@@ -54,8 +54,8 @@ impl Known {
         let shapes = match self {
             Self::Document { layout, given: true, .. } => return of_these_files(layout, states),
             Self::Document { layout, .. } => return Ok(layout.clone()),
-            Self::Like(like) => Shapes::Like(like),
-            Self::Nothing if raw => Shapes::Raw,
+            Self::Like(like) => ShapeSource::Like(like),
+            Self::Nothing if raw => ShapeSource::Raw,
             Self::Nothing => {
                 let (state, at) = (states[0], &states[0].ranks[0].at);
                 let lacking = if state.has_views() { "the shapes" } else { "the names, order and shapes" };

@@ -10,13 +10,13 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, model};
 use crate::error::Result;
-use crate::format::fsdp_flat::order::{self, Order};
+use crate::format::fsdp_flat::order::{self, ElementOrder};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
 
 /// The model of a checkpoint.
 #[derive(Debug)]
-pub struct Like {
+pub struct LikeModel {
     pub path: PathBuf,
     pub format: Format,
     /// By name, without wrappers, in the order of the checkpoint.
@@ -29,12 +29,12 @@ pub struct Like {
 pub struct LikeParam {
     id: TensorId,
     pub shape: Dims,
-    pub order: Order,
+    pub order: ElementOrder,
     /// The first name of the same tensor.
     pub shared_with: Option<Fqn>,
 }
 
-impl Like {
+impl LikeModel {
     /// # Errors
     /// As reading a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
@@ -90,7 +90,10 @@ impl Like {
     #[must_use]
     pub fn by_rows(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| self.format.keeps_order());
-        order::by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == Order::RowMajor)))
+        order::by_rows(
+            &self.path,
+            params.map(|(fqn, param)| (fqn, &*param.shape, param.order == ElementOrder::RowMajor)),
+        )
     }
 
     /// Whether parameters come in the order in which the module registered them.
@@ -104,14 +107,15 @@ impl Like {
 
 fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
     let flat = catalog.flat.iter().flat_map(FlatLayout::params);
-    let known: HashMap<&Fqn, Order> =
-        flat.map(|(_, param)| (&param.fqn, param.stride.clone().map_or(Order::RowMajor, Order::Strides))).collect();
+    let known: HashMap<&Fqn, ElementOrder> = flat
+        .map(|(_, param)| (&param.fqn, param.stride.clone().map_or(ElementOrder::RowMajor, ElementOrder::Strides)))
+        .collect();
     let mut first: HashMap<TensorId, Fqn> = HashMap::new();
     let mut found = IndexMap::new();
     for (name, id) in model::model(&catalog.state).tensors {
         let name = Fqn::from(clean_name(name.as_str()));
         let entry = catalog.tensor(id);
-        let order = known.get(&name).cloned().unwrap_or_else(|| Order::of(entry, format));
+        let order = known.get(&name).cloned().unwrap_or_else(|| ElementOrder::of(entry, format));
         let shared_with = first.get(&id).cloned();
         first.entry(id).or_insert_with(|| name.clone());
         found.entry(name).or_insert(LikeParam { id, shape: entry.shape.clone(), order, shared_with });

@@ -20,13 +20,13 @@ mod unflatten;
 use std::collections::HashSet;
 use std::path::Path;
 
-use crate::catalog::flat::{FlatLayout, FlatUnit, Shared};
+use crate::catalog::flat::{FlatLayout, FlatUnit, SharedName};
 use crate::catalog::{self as state, Fqn};
 use crate::error::{Error, FormatError, Result};
 use crate::format::FlatKnowledge;
 use crate::format::torch::ranks::RankFile;
-use known::Known;
-use like::Like;
+use known::ModelKnowledge;
+use like::LikeModel;
 use survey::{FlatState, survey};
 
 /// The files of all ranks of one series.
@@ -67,18 +67,19 @@ pub fn read(
     };
     let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&beside).collect();
     found.any = !all.is_empty();
-    let known = Known::find(folder, knowledge, &all)?;
+    let known = ModelKnowledge::find(folder, knowledge, &all)?;
     if all.is_empty() {
         match &known {
             // Under NO_SHARD, parameters are whole.
-            Known::Document { layout, .. } if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
+            ModelKnowledge::Document { layout, .. }
+                if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
             // It says how to write.
-            Known::Document { given: true, .. } => return Ok(found),
-            Known::Document { path, .. } => {
+            ModelKnowledge::Document { given: true, .. } => return Ok(found),
+            ModelKnowledge::Document { path, .. } => {
                 found.warnings.push(format!("{} holds no flat parameters for {}", folder.display(), path.display()));
                 return Ok(found);
             }
-            Known::Like(_) | Known::Nothing => return Ok(found),
+            ModelKnowledge::Like(_) | ModelKnowledge::Nothing => return Ok(found),
         }
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
@@ -90,13 +91,13 @@ pub fn read(
     let default = default_order(all.first().copied(), &layout);
     found.warnings.extend(candidates.unflatten(series, &mut layout, default.as_deref(), knowledge)?);
     match known {
-        Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
-        Known::Like(like) => {
+        ModelKnowledge::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
+        ModelKnowledge::Like(like) => {
             found.warnings.extend(assumed_ties(&like, &layout));
             found.warnings.extend(like.by_rows());
             found.layout = Some(layout);
         }
-        Known::Document { .. } => found.layout = Some(layout),
+        ModelKnowledge::Document { .. } => found.layout = Some(layout),
     }
     Ok(found)
 }
@@ -163,10 +164,10 @@ impl Candidates {
 }
 
 /// What was concluded from totals and equal values.
-fn assumed_ties(like: &Like, layout: &FlatLayout) -> Vec<String> {
+fn assumed_ties(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
     let all = layout.units.iter().flat_map(|unit| &unit.shared).filter(|_| !layout.use_orig_params);
     let copies = all.filter(|shared| like.params.get(&shared.fqn).is_some_and(|param| param.shared_with.is_none()));
-    let told = copies.map(|Shared { fqn, with }| {
+    let told = copies.map(|SharedName { fqn, with }| {
         let like = like.path.display();
         format!("{fqn} is taken to be tied to {with}: {like} has the same values, and the files have room for one")
     });

@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path as FilePath;
 
 use super::survey::visit_dicts;
-use super::unflatten::{Held, boxes, flat_parameters};
+use super::unflatten::{UnitShard, boxes, flat_parameters};
 use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::path::key_text;
@@ -19,8 +19,8 @@ use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::refuse;
 use crate::format::torch::ranks::RankFile;
-use crate::format::torch::reader::Contents;
-use crate::format::torch::{Found, Group, View};
+use crate::format::torch::reader::ArchiveContents;
+use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Rank;
 use crate::layout::flat::FlatParameter;
 
@@ -42,7 +42,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
         let ids = state_of(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();
-        ids.iter().all(|id| matches!(&file.contents.tensors[id.0 as usize], Found::Plain(view) if view.sizes.len() < 2))
+        ids.iter()
+            .all(|id| matches!(&file.contents.tensors[id.0 as usize], TensorNode::Plain(view) if view.sizes.len() < 2))
     };
     files.iter().all(flat)
 }
@@ -72,7 +73,7 @@ fn numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
 }
 
 /// What the numbers of an optimizer stand for, a list a group.
-pub struct Numbered {
+pub struct NumberedParameters {
     names: Vec<Vec<Fqn>>,
 }
 
@@ -87,7 +88,7 @@ pub fn unflatten(
     layout: &FlatLayout,
     default: Option<&[Fqn]>,
 ) -> Result<Vec<Vec<Fqn>>> {
-    let numbered = Numbered::new(files, at, layout, default)?;
+    let numbered = NumberedParameters::new(files, at, layout, default)?;
     let flats = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
@@ -117,7 +118,7 @@ pub fn unflatten(
     Ok(numbered.names)
 }
 
-impl Numbered {
+impl NumberedParameters {
     fn new(files: &[RankFile], at: &Path, layout: &FlatLayout, default: Option<&[Fqn]>) -> Result<Self> {
         let mut counts: Option<Vec<usize>> = None;
         for file in files {
@@ -171,19 +172,19 @@ fn shown(at: &Path) -> String {
 
 /// What a number stands for.
 #[derive(Clone, Copy)]
-pub enum Place {
+pub enum ParameterSlot {
     Unit(usize),
     Param(usize, usize),
 }
 
-pub fn places(layout: &FlatLayout) -> HashMap<Fqn, Place> {
+pub fn places(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
     let mut places = HashMap::new();
     for (index, unit) in layout.units.iter().enumerate() {
         if layout.use_orig_params {
             let params = unit.params.iter().enumerate();
-            places.extend(params.map(|(param, known)| (known.fqn.clone(), Place::Param(index, param))));
+            places.extend(params.map(|(param, known)| (known.fqn.clone(), ParameterSlot::Param(index, param))));
         } else {
-            places.insert(unit.key(), Place::Unit(index));
+            places.insert(unit.key(), ParameterSlot::Unit(index));
         }
     }
     places
@@ -193,9 +194,9 @@ pub fn places(layout: &FlatLayout) -> HashMap<Fqn, Place> {
 pub struct OneRank<'a> {
     layout: &'a FlatLayout,
     flats: &'a [FlatParameter],
-    places: &'a HashMap<Fqn, Place>,
+    places: &'a HashMap<Fqn, ParameterSlot>,
     shard: u64,
-    group: Group,
+    group: ProcessGroup,
     path: &'a FilePath,
 }
 
@@ -203,21 +204,21 @@ impl<'a> OneRank<'a> {
     pub fn new(
         layout: &'a FlatLayout,
         flats: &'a [FlatParameter],
-        places: &'a HashMap<Fqn, Place>,
+        places: &'a HashMap<Fqn, ParameterSlot>,
         rank: Rank,
         path: &'a FilePath,
     ) -> Self {
-        let group = Group { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
+        let group = ProcessGroup { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
         Self { layout, flats, places, shard: layout.shard_of(rank.0), group, path }
     }
 }
 
 impl OneRank<'_> {
-    pub fn held(&self, unit: usize) -> Held<'_> {
-        Held { unit: &self.layout.units[unit], flat: &self.flats[unit], shard: self.shard, group: self.group }
+    pub fn held(&self, unit: usize) -> UnitShard<'_> {
+        UnitShard { unit: &self.layout.units[unit], flat: &self.flats[unit], shard: self.shard, group: self.group }
     }
 
-    fn place(&self, name: &Fqn) -> Result<Place> {
+    fn place(&self, name: &Fqn) -> Result<ParameterSlot> {
         let kind = if self.layout.use_orig_params { "a parameter" } else { "a flat parameter" };
         let place = self.places.get(name).copied();
         place.ok_or_else(|| refuse(format!("{name}: the optimizer's order has it, and it is not {kind} of the layout")))
@@ -226,10 +227,10 @@ impl OneRank<'_> {
     /// The state by names. What this rank has none of is there, empty, for all ranks to have one order.
     fn states(
         &self,
-        contents: &mut Contents,
+        contents: &mut ArchiveContents,
         states: &[(Value, Value)],
         used: &BTreeSet<i64>,
-        numbered: &Numbered,
+        numbered: &NumberedParameters,
     ) -> Result<Vec<(Value, Value)>> {
         let by_number: HashMap<i64, &Value> =
             states.iter().filter_map(|(key, value)| Some((key.as_i64()?, value))).collect();
@@ -243,21 +244,26 @@ impl OneRank<'_> {
             let empty = Value::Dict(Dict::default());
             let state = by_number.get(number).copied().unwrap_or(&empty);
             match self.place(name)? {
-                Place::Unit(unit) => entries.extend(self.state_of_unit(contents, unit, state)?),
-                Place::Param(unit, param) => entries.push(self.state_of_param(contents, unit, param, state)?),
+                ParameterSlot::Unit(unit) => entries.extend(self.state_of_unit(contents, unit, state)?),
+                ParameterSlot::Param(unit, param) => entries.push(self.state_of_param(contents, unit, param, state)?),
             }
         }
         Ok(entries)
     }
 
     /// State of a flat parameter, as that of each of its parameters.
-    pub fn state_of_unit(&self, contents: &mut Contents, unit: usize, state: &Value) -> Result<Vec<(Value, Value)>> {
+    pub fn state_of_unit(
+        &self,
+        contents: &mut ArchiveContents,
+        unit: usize,
+        state: &Value,
+    ) -> Result<Vec<(Value, Value)>> {
         let held = self.held(unit);
         let mut made: HashMap<TensorId, Vec<TensorId>> = HashMap::new();
         for id in state.tensor_ids() {
             let tensors = match &contents.tensors[id.0 as usize] {
-                Found::Plain(view) => match view.sizes.as_slice() {
-                    [] => vec![Found::Plain(view.clone()); held.unit.params.len()],
+                TensorNode::Plain(view) => match view.sizes.as_slice() {
+                    [] => vec![TensorNode::Plain(view.clone()); held.unit.params.len()],
                     [len] if *len == held.flat.shard_len() => held.parameters(view.dtype, Some(view)),
                     _ => {
                         let expected = format!("state of {} elements, as its shard has", held.flat.shard_len());
@@ -280,7 +286,7 @@ impl OneRank<'_> {
     /// State of a parameter that stands beside flat ones.
     pub fn state_of_param(
         &self,
-        contents: &mut Contents,
+        contents: &mut ArchiveContents,
         unit: usize,
         param: usize,
         state: &Value,
@@ -298,8 +304,8 @@ impl OneRank<'_> {
         for id in state.tensor_ids() {
             let tensor = match &contents.tensors[id.0 as usize] {
                 // Where nothing is sharded, state has the shape of its parameter.
-                Found::Plain(view) if self.layout.shard_group_size == 1 && view.sizes == known.shape => continue,
-                Found::Plain(view) => match (view.sizes.as_slice(), &piece) {
+                TensorNode::Plain(view) if self.layout.shard_group_size == 1 && view.sizes == known.shape => continue,
+                TensorNode::Plain(view) => match (view.sizes.as_slice(), &piece) {
                     ([], _) => continue,
                     ([len], Some(elements)) if *len == numel => {
                         held.sharded(known, view.dtype, boxes(known, elements.clone(), view, view.offset))
@@ -329,7 +335,7 @@ impl OneRank<'_> {
     }
 
     /// The parameters of each group, by names.
-    fn name_groups(&self, groups: &mut [Value], numbered: &Numbered) {
+    fn name_groups(&self, groups: &mut [Value], numbered: &NumberedParameters) {
         let units: HashMap<Fqn, &FlatUnit> = self.layout.units.iter().map(|unit| (unit.key(), unit)).collect();
         for (group, names) in groups.iter_mut().zip(&numbered.names) {
             let Value::Dict(group) = group else { continue };

@@ -20,7 +20,7 @@ use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::ranks::RankFile;
-use crate::format::torch::{Found, View};
+use crate::format::torch::{TensorNode, View};
 use crate::layout::Region;
 
 /// A state dict with flat parameters, as all ranks have it.
@@ -43,7 +43,7 @@ pub struct RankState {
     /// By module.
     pub flats: IndexMap<Box<str>, FlatPart>,
     /// The other tensors, in the order of the file.
-    pub beside: IndexMap<Fqn, Beside>,
+    pub beside: IndexMap<Fqn, PlainTensor>,
 }
 
 /// What one rank has of a flat parameter.
@@ -62,7 +62,7 @@ pub struct FlatPart {
 
 /// A tensor beside flat parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Beside {
+pub enum PlainTensor {
     /// A stretch of a parameter that is a view of its unit's flat parameter, and where it lies in that.
     View {
         module: Box<str>,
@@ -77,7 +77,7 @@ impl FlatState {
     /// Whether parameters stand beside their flat ones: `use_orig_params`.
     #[must_use]
     pub fn has_views(&self) -> bool {
-        self.ranks.iter().flat_map(|rank| rank.beside.values()).any(|beside| matches!(beside, Beside::View { .. }))
+        self.ranks.iter().flat_map(|rank| rank.beside.values()).any(|beside| matches!(beside, PlainTensor::View { .. }))
     }
 
     /// The names of parameters that are views on any rank, in the order of the state dict.
@@ -85,7 +85,9 @@ impl FlatState {
     pub fn parameters(&self) -> Vec<&Fqn> {
         let mut views: HashSet<&Fqn> = HashSet::new();
         for rank in &self.ranks {
-            views.extend(rank.beside.iter().filter(|(_, is)| matches!(is, Beside::View { .. })).map(|(name, _)| name));
+            views.extend(
+                rank.beside.iter().filter(|(_, is)| matches!(is, PlainTensor::View { .. })).map(|(name, _)| name),
+            );
         }
         let mut seen = HashSet::new();
         // All ranks have all names.
@@ -207,15 +209,15 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
     for (key, value) in &dict.entries {
         let (Some(name), Value::Tensor(id)) = (key.as_str(), value) else { continue };
         match &file.contents.tensors[id.0 as usize] {
-            found @ Found::Sharded { .. } => {
+            found @ TensorNode::Sharded { .. } => {
                 let Some(module) = flat_module(name) else { continue };
                 let part = flat_part(file, name, found)?;
                 if state.flats.insert(module, part).is_some() {
                     return Err(Error::malformed(&file.path, name, "one flat parameter a module", "another one"));
                 }
             }
-            Found::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
-            Found::Distributed { .. } => {}
+            TensorNode::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
+            TensorNode::Distributed { .. } => {}
         }
     }
     if state.flats.is_empty() {
@@ -231,7 +233,7 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
     for (name, view) in plain {
         let numel: u64 = view.sizes.iter().product();
         let beside = match (storages.get(&*view.key), view.sizes.as_slice()) {
-            (_, [0]) => Beside::Empty,
+            (_, [0]) => PlainTensor::Empty,
             (Some((module, range, flat)), [_]) => {
                 let start = view.offset.checked_sub(flat.offset).and_then(|start| start.checked_add(range.start));
                 let end = start.and_then(|start| start.checked_add(numel)).filter(|end| *end <= range.end);
@@ -241,18 +243,18 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
                     let found = format!("{numel} from element {} of the storage", view.offset);
                     return Err(Error::malformed(&file.path, name.as_str(), expected, found));
                 };
-                Beside::View { module: (*module).into(), range: start..end }
+                PlainTensor::View { module: (*module).into(), range: start..end }
             }
-            _ => Beside::Other,
+            _ => PlainTensor::Other,
         };
         state.beside.insert(name, beside);
     }
     Ok(Some(state))
 }
 
-fn flat_part(file: &RankFile, name: &str, found: &Found) -> Result<FlatPart> {
+fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart> {
     let bad = |expected: String, found: String| Err(Error::malformed(&file.path, name, expected, found));
-    let Found::Sharded { dtype, shape, group, local, all, .. } = found else { unreachable!("a ShardedTensor") };
+    let TensorNode::Sharded { dtype, shape, group, local, all, .. } = found else { unreachable!("a ShardedTensor") };
     let [total] = shape.as_slice() else {
         return bad(String::from("a flat parameter of 1 dim"), format!("shape {:?}", shape.as_slice()));
     };
@@ -304,7 +306,7 @@ pub mod tests {
                     listed: Arc::default(),
                 };
                 flats.entry(Box::from(*module)).or_insert(part);
-                beside.insert(Fqn::from(*name), Beside::View { module: (*module).into(), range: range.clone() });
+                beside.insert(Fqn::from(*name), PlainTensor::View { module: (*module).into(), range: range.clone() });
             }
             RankState { file: *rank as usize, rank: *rank, at: format!("rank_{rank}.pt").into(), flats, beside }
         };

@@ -8,13 +8,13 @@ use crate::layout::flat::FlatParameter;
 
 /// A layout and a file of which it is not the layout.
 #[derive(Clone, Copy, Debug)]
-pub struct Misfit<'a> {
+pub struct LayoutMismatch<'a> {
     pub file: &'a Path,
     /// Where the layout is from.
     pub source: &'a str,
 }
 
-impl Misfit<'_> {
+impl LayoutMismatch<'_> {
     /// The error for what the layout says of `name`, and what the file has.
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {
@@ -33,7 +33,7 @@ impl Misfit<'_> {
 ///
 /// # Errors
 /// `Conflict` naming the unit, both totals and the likely cause.
-pub fn check(misfit: Misfit<'_>, unit: &FlatUnit, align: Option<u64>, group: u64, found: u64) -> Result<()> {
+pub fn check(misfit: LayoutMismatch<'_>, unit: &FlatUnit, align: Option<u64>, group: u64, found: u64) -> Result<()> {
     let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
     let total = |align| FlatParameter::new(&numels, align, group).map(|flat| flat.total());
     let Some(expected) = total(align) else {
@@ -87,10 +87,10 @@ fn ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String> {
 mod tests {
     use super::*;
     use crate::catalog::Dtype;
-    use crate::catalog::flat::Shared;
+    use crate::catalog::flat::SharedName;
 
     fn told(unit: &FlatUnit, align: Option<u64>, found: u64) -> Option<String> {
-        let misfit = Misfit { file: Path::new("rank_0.pt"), source: "flat_layout.json" };
+        let misfit = LayoutMismatch { file: Path::new("rank_0.pt"), source: "flat_layout.json" };
         check(misfit, unit, align, 2, found).err().map(|error| error.to_string())
     }
 
@@ -98,7 +98,7 @@ mod tests {
     fn the_likely_cause_of_another_total_is_told() {
         let param = |fqn: &str, shape: &[u64]| FlatParam { fqn: fqn.into(), shape: shape.into(), stride: None };
         let params = vec![param("emb", &[5, 3]), param("bias", &[5]), param("head", &[5, 3])];
-        let shared = vec![Shared { fqn: "tail".into(), with: "emb".into() }];
+        let shared = vec![SharedName { fqn: "tail".into(), with: "emb".into() }];
         let unit = FlatUnit { params, shared, ..FlatUnit::new("", Some(Dtype::F32)) };
         assert_eq!(told(&unit, None, 35), None);
         // 15, 1 of padding, 5, 3 of padding, 15, 1 of padding for 2 shards.

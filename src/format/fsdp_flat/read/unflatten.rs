@@ -13,21 +13,21 @@ use crate::catalog::modules::module_of;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};
 use crate::format::torch::ranks::RankFile;
-use crate::format::torch::{Found, Group, View};
+use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 
 /// What one rank holds of the parameters of a unit.
-pub struct Held<'a> {
+pub struct UnitShard<'a> {
     pub unit: &'a FlatUnit,
     pub flat: &'a FlatParameter,
     pub shard: u64,
-    pub group: Group,
+    pub group: ProcessGroup,
 }
 
-impl Held<'_> {
+impl UnitShard<'_> {
     /// Each parameter, of a tensor that holds the rank's shard.
-    pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<Found> {
+    pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<TensorNode> {
         let mut local: Vec<Vec<_>> = vec![Vec::new(); self.unit.params.len()];
         if let Some(view) = shard {
             let stride = step(view);
@@ -41,10 +41,10 @@ impl Held<'_> {
     }
 
     /// A parameter of which the rank holds these boxes.
-    pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> Found {
+    pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> TensorNode {
         let all = local.iter().map(|(region, _)| region.clone()).collect();
         let stride = param.stride.as_ref().and_then(|stride| permuted_stride(&param.shape, stride));
-        Found::Sharded { dtype, shape: param.shape.clone(), stride, group: self.group, local, all }
+        TensorNode::Sharded { dtype, shape: param.shape.clone(), stride, group: self.group, local, all }
     }
 }
 
@@ -82,10 +82,10 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
         let contents = &mut files[rank.file].contents;
         let mut ids: HashMap<&Fqn, TensorId> = HashMap::new();
         let shard = layout.shard_of(rank.rank);
-        let group = Group { rank: rank.rank, sizes: Some((layout.shard_group_size, layout.world_size)) };
+        let group = ProcessGroup { rank: rank.rank, sizes: Some((layout.shard_group_size, layout.world_size)) };
         for (unit, flat) in layout.units.iter().zip(&flats) {
             let Some(part) = rank.flats.get(&unit.module) else { continue };
-            let held = Held { unit, flat, shard, group };
+            let held = UnitShard { unit, flat, shard, group };
             let found = held.parameters(part.dtype, part.stretch.as_ref().map(|(_, view)| view));
             for (param, found) in unit.params.iter().zip(found) {
                 ids.insert(&param.fqn, contents.push(found));
@@ -155,8 +155,8 @@ mod tests {
             let flat = FlatParameter::new(&numels, align, shards).unwrap();
             let mut seen = 0;
             for shard in 0..shards {
-                let group = Group { rank: 0, sizes: None };
-                let held = Held { unit: &unit, flat: &flat, shard, group };
+                let group = ProcessGroup { rank: 0, sizes: None };
+                let held = UnitShard { unit: &unit, flat: &flat, shard, group };
                 let range = flat.shard(shard);
                 // Storages begin somewhere, and elements may be apart.
                 let (base, apart) = (7, 3);
@@ -164,7 +164,7 @@ mod tests {
                 let strides = [apart].as_slice().into();
                 let view = View { dtype: Dtype::F32, key: "0".into(), storage_bytes: 0, offset: base, sizes, strides };
                 for (index, found) in held.parameters(Dtype::F32, Some(&view)).into_iter().enumerate() {
-                    let Found::Sharded { local, shape, .. } = found else { panic!("a ShardedTensor") };
+                    let TensorNode::Sharded { local, shape, .. } = found else { panic!("a ShardedTensor") };
                     assert!(local.len() < 2 * shape.len().max(1));
                     let strides = unit.params[index].stride.clone();
                     let strides = strides.unwrap_or_else(|| crate::catalog::contiguous_strides(&shape));

@@ -9,7 +9,7 @@
 use indexmap::IndexMap;
 
 use super::groups::{prefix, same_options, unknown};
-use super::params::Names;
+use super::params::ParameterNames;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Path, Value};
@@ -22,7 +22,7 @@ pub fn is_flattened(dict: &Dict) -> bool {
 }
 
 /// The same optimizer with dicts for names, each parameter in a group of its own or all in one.
-pub fn unflattened(dict: &Dict, path: &Path, names: &Names<'_>, layout: &FlatLayout) -> Result<Dict> {
+pub fn unflattened(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();
     let mut others = Vec::new();

@@ -8,22 +8,22 @@
 
 use indexmap::IndexMap;
 
-use super::groups::{Member, of_member};
+use super::groups::{GroupMember, of_member};
 use super::metadata::wrapped_name;
-use super::params::Names;
-use super::plan::{At, Content, Padding, Plan, Role};
-use crate::catalog::path::{Leaf, leaves};
+use super::params::ParameterNames;
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
+use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
 
 /// The dict, with numbers of items for tensors.
-pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) -> Result<Value> {
-    let mut gradients: IndexMap<At, TensorId> = IndexMap::new();
+pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
+    let mut gradients: IndexMap<ParameterIndex, TensorId> = IndexMap::new();
     let mut entries = Vec::new();
     for (key, leaf) in leaves(&Value::Dict(dict.clone())) {
         let name = key.to_string();
         match (leaf, names.find(&name)) {
-            (Leaf::Tensor(id), Some(at)) => {
+            (StateLeaf::Tensor(id), Some(at)) => {
                 let (own, param) = (&plan.source.tensor(id).shape, plan.param(at));
                 if *own != param.shape {
                     let (own, shape) = (own.as_slice(), param.shape.as_slice());
@@ -36,8 +36,10 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
                     None => drop(gradients.insert(at, id)),
                 }
             }
-            (Leaf::Tensor(id), None) => entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
-            (Leaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.whole_value(value))),
+            (StateLeaf::Tensor(id), None) => {
+                entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id))))
+            }
+            (StateLeaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.whole_value(value))),
         }
     }
     let layout = plan.layout;
@@ -45,8 +47,8 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
         let own = gradients.iter().map(|(at, id)| {
             let item = if plan.is_sharded() {
                 let dtype = plan.source.tensor(*id).dtype;
-                let storage = plan.storage(dtype, Content::Slice { at: *at, tensor: *id });
-                plan.item(storage, Role::Gradient(*at))
+                let storage = plan.storage(dtype, StorageContent::Slice { at: *at, tensor: *id });
+                plan.item(storage, TensorRole::Gradient(*at))
             } else {
                 plan.whole_value(&Value::Tensor(*id))
             };
@@ -61,10 +63,14 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
 }
 
 /// The gradients of flat parameters, of all that they hold.
-fn of_units(gradients: &IndexMap<At, TensorId>, path: &Path, plan: &mut Plan<'_>) -> Result<Vec<(Value, Value)>> {
+fn of_units(
+    gradients: &IndexMap<ParameterIndex, TensorId>,
+    path: &Path,
+    plan: &mut FlatPlan<'_>,
+) -> Result<Vec<(Value, Value)>> {
     let mut entries = Vec::new();
     for (unit, known) in plan.layout.units.iter().enumerate() {
-        let params = of_member(Member::Unit(unit), plan);
+        let params = of_member(GroupMember::Unit(unit), plan);
         let tensors: Vec<TensorId> = params.iter().filter_map(|at| gradients.get(at).copied()).collect();
         let Some(first) = tensors.first() else { continue };
         let dtype = plan.source.tensor(*first).dtype;
@@ -75,9 +81,9 @@ fn of_units(gradients: &IndexMap<At, TensorId>, path: &Path, plan: &mut Plan<'_>
         if tensors.iter().any(|id| plan.source.tensor(*id).dtype != dtype) {
             return Err(unfit(path, &format!("{} has one gradient, and theirs differ in dtype", known.describe())));
         }
-        let storage = plan.storage(dtype, Content::Shard { unit, tensors, padding: Padding::Zero });
+        let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
         let name = wrapped_name(known.key().as_str(), plan.layout);
-        entries.push((Value::Str(name.into()), plan.item(storage, Role::State)));
+        entries.push((Value::Str(name.into()), plan.item(storage, TensorRole::State)));
     }
     Ok(entries)
 }

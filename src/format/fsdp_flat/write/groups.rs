@@ -5,8 +5,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::params::Names;
-use super::plan::{At, Plan};
+use super::params::ParameterNames;
+use super::plan::{FlatPlan, ParameterIndex};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::owner::numbered_parameters;
 use crate::catalog::path::key_text;
@@ -15,15 +15,15 @@ use crate::error::{Error, Result};
 
 /// What the optimizer of the target updates: one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Member {
-    Parameter(At),
+pub enum GroupMember {
+    Parameter(ParameterIndex),
     /// The flat parameter of a unit.
     Unit(usize),
 }
 
-impl Member {
+impl GroupMember {
     /// The name of the parameter, or the key of the flat one.
-    pub fn name(self, plan: &Plan<'_>) -> Fqn {
+    pub fn name(self, plan: &FlatPlan<'_>) -> Fqn {
         match self {
             Self::Parameter(at) => plan.param(at).fqn.clone(),
             Self::Unit(unit) => plan.layout.units[unit].key(),
@@ -34,13 +34,13 @@ impl Member {
 pub struct SourceOptimizer<'v> {
     /// For messages.
     path: &'v Path,
-    groups: Vec<(&'v Dict, Vec<At>)>,
-    group_of: HashMap<At, usize>,
-    pub states: HashMap<At, &'v Dict>,
+    groups: Vec<(&'v Dict, Vec<ParameterIndex>)>,
+    group_of: HashMap<ParameterIndex, usize>,
+    pub states: HashMap<ParameterIndex, &'v Dict>,
 }
 
 impl<'v> SourceOptimizer<'v> {
-    pub fn read(dict: &'v Dict, path: &'v Path, names: &Names<'_>, plan: &Plan<'_>) -> Result<Self> {
+    pub fn read(dict: &'v Dict, path: &'v Path, names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Result<Self> {
         let stored = match dict.get(STATE) {
             Some(Value::Dict(stored)) => stored.entries.as_slice(),
             _ => &[],
@@ -49,7 +49,7 @@ impl<'v> SourceOptimizer<'v> {
             Some(Value::List(listed)) => listed.as_slice(),
             _ => &[],
         };
-        let by_number = Numbers::new(dict, stored, listed, names, plan);
+        let by_number = OptimizerNumbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
             key => names.find(&key_text(key)).ok_or_else(|| unknown(path, &key_text(key))),
@@ -61,7 +61,7 @@ impl<'v> SourceOptimizer<'v> {
             let Some((options, Value::List(members))) = members else {
                 return Err(unreadable(path, "a parameter group without a list of params"));
             };
-            let members = members.iter().map(parameter).collect::<Result<Vec<At>>>()?;
+            let members = members.iter().map(parameter).collect::<Result<Vec<ParameterIndex>>>()?;
             for at in &members {
                 if group_of.insert(*at, index).is_some() {
                     return Err(unreadable(path, &format!("{} twice in parameter groups", plan.param(*at).fqn)));
@@ -87,11 +87,16 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// The groups of the target: as the layout has them, else as the source has.
-    pub fn target_groups(&self, names: &Names<'_>, plan: &Plan<'_>) -> Result<Vec<(&'v Dict, Vec<Member>)>> {
+    pub fn target_groups(
+        &self,
+        names: &ParameterNames<'_>,
+        plan: &FlatPlan<'_>,
+    ) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let layout = plan.layout;
         let Some(listed) = &layout.optimizer else {
             return if layout.use_orig_params {
-                let members = |params: &Vec<At>| params.iter().copied().map(Member::Parameter).collect();
+                let members =
+                    |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
                 self.groups_of_units(plan)
@@ -104,9 +109,9 @@ impl<'v> SourceOptimizer<'v> {
             let mut params = Vec::new();
             for fqn in list {
                 let member = if layout.use_orig_params {
-                    names.find(fqn.as_str()).map(Member::Parameter)
+                    names.find(fqn.as_str()).map(GroupMember::Parameter)
                 } else {
-                    names.find_unit(fqn.as_str()).map(Member::Unit)
+                    names.find_unit(fqn.as_str()).map(GroupMember::Unit)
                 };
                 let Some(member) = member.filter(|member| seen.insert(*member)) else {
                     let kind = if layout.use_orig_params { "a parameter" } else { "a flat parameter" };
@@ -120,7 +125,7 @@ impl<'v> SourceOptimizer<'v> {
             }
             groups.push((self.common_options(index, &params, plan)?, members));
         }
-        let listed: HashSet<At> = seen.into_iter().flat_map(|member| of_member(member, plan)).collect();
+        let listed: HashSet<ParameterIndex> = seen.into_iter().flat_map(|member| of_member(member, plan)).collect();
         let all = self.groups.iter().flat_map(|(_, params)| params);
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
@@ -132,15 +137,17 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// Units in the order of the layout, in the groups that their parameters are in.
-    fn groups_of_units(&self, plan: &Plan<'_>) -> Result<Vec<(&'v Dict, Vec<Member>)>> {
-        let mut groups: Vec<(&Dict, Vec<Member>)> =
+    fn groups_of_units(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
+        let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
             self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
         for (unit, known) in plan.layout.units.iter().enumerate() {
-            let params: Vec<At> = of_member(Member::Unit(unit), plan);
-            let group = |at: &At| self.group_of.get(at).copied();
+            let params: Vec<ParameterIndex> = of_member(GroupMember::Unit(unit), plan);
+            let group = |at: &ParameterIndex| self.group_of.get(at).copied();
             let Some(first) = params.first() else { continue };
             if let Some(other) = params.iter().find(|at| group(at) != group(first)) {
-                let place = |at: &At| group(at).map_or(String::from("in none"), |group| format!("in group {group}"));
+                let place = |at: &ParameterIndex| {
+                    group(at).map_or(String::from("in none"), |group| format!("in group {group}"))
+                };
                 return Err(self.unfit(
                     format!(
                         "{}: {} is {}, {} {}: a flat parameter is in one parameter group",
@@ -154,21 +161,21 @@ impl<'v> SourceOptimizer<'v> {
                 ));
             }
             if let Some(group) = group(first) {
-                groups[group].1.push(Member::Unit(unit));
+                groups[group].1.push(GroupMember::Unit(unit));
             }
         }
         Ok(groups)
     }
 
     /// The options of a group of the layout: those its parameters have in the source.
-    fn common_options(&self, index: usize, params: &[At], plan: &Plan<'_>) -> Result<&'v Dict> {
+    fn common_options(&self, index: usize, params: &[ParameterIndex], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
         let Some(first) = params.first() else {
             let options = self.groups.get(index).map(|(options, _)| *options);
             return options.ok_or_else(|| {
                 self.unfit(format!("the flat layout has an empty parameter group {index}"), "leave that group out")
             });
         };
-        let group = |at: &At| {
+        let group = |at: &ParameterIndex| {
             self.group_of.get(at).copied().ok_or_else(|| {
                 self.unfit(
                     format!("{} is in no parameter group", plan.param(*at).fqn),
@@ -199,10 +206,16 @@ impl<'v> SourceOptimizer<'v> {
 }
 
 /// The parameters behind the numbers of a plain `optimizer.state_dict()`, where it has numbers.
-struct Numbers(HashMap<i64, At>);
+struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
 
-impl Numbers {
-    fn new(dict: &Dict, stored: &[(Value, Value)], listed: &[Value], names: &Names<'_>, plan: &Plan<'_>) -> Self {
+impl OptimizerNumbers {
+    fn new(
+        dict: &Dict,
+        stored: &[(Value, Value)],
+        listed: &[Value],
+        names: &ParameterNames<'_>,
+        plan: &FlatPlan<'_>,
+    ) -> Self {
         let is_number = |key: &Value| matches!(key, Value::Int(_));
         let groups: Vec<(&Dict, &[Value])> = (listed.iter())
             .filter_map(|group| match (group.as_dict()?, group.as_dict()?.get(PARAMS)?) {
@@ -225,13 +238,13 @@ impl Numbers {
         Self(named(&groups, names).or_else(|| listed_alike(&groups, names, plan)).or_else(in_order).unwrap_or_default())
     }
 
-    fn get(&self, path: &Path, number: i64) -> Result<At> {
+    fn get(&self, path: &Path, number: i64) -> Result<ParameterIndex> {
         self.0.get(&number).copied().ok_or_else(|| unknown(path, &format!("number {number}")))
     }
 }
 
 /// Optimizers of named parameters have the names beside the numbers.
-fn named(groups: &[(&Dict, &[Value])], names: &Names<'_>) -> Option<HashMap<i64, At>> {
+fn named(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
     let mut known = HashMap::new();
     for (options, params) in groups {
         let Some(Value::List(own)) = options.get(PARAM_NAMES) else { return None };
@@ -247,7 +260,11 @@ fn named(groups: &[(&Dict, &[Value])], names: &Names<'_>) -> Option<HashMap<i64,
 
 /// Several groups that have as many parameters each as those of the layout are those. One group has all of them, in an
 /// order that shapes can confirm.
-fn listed_alike(groups: &[(&Dict, &[Value])], names: &Names<'_>, plan: &Plan<'_>) -> Option<HashMap<i64, At>> {
+fn listed_alike(
+    groups: &[(&Dict, &[Value])],
+    names: &ParameterNames<'_>,
+    plan: &FlatPlan<'_>,
+) -> Option<HashMap<i64, ParameterIndex>> {
     let listed = plan.layout.optimizer.as_ref().filter(|_| plan.layout.use_orig_params && groups.len() > 1)?;
     let sizes = groups.iter().map(|(_, params)| params.len());
     if !sizes.eq(listed.iter().map(Vec::len)) {
@@ -257,10 +274,12 @@ fn listed_alike(groups: &[(&Dict, &[Value])], names: &Names<'_>, plan: &Plan<'_>
     pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
 }
 
-pub fn of_member(member: Member, plan: &Plan<'_>) -> Vec<At> {
+pub fn of_member(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
     match member {
-        Member::Parameter(at) => vec![at],
-        Member::Unit(unit) => (0..plan.layout.units[unit].params.len()).map(|param| At { unit, param }).collect(),
+        GroupMember::Parameter(at) => vec![at],
+        GroupMember::Unit(unit) => {
+            (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect()
+        }
     }
 }
 

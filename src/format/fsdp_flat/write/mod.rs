@@ -35,9 +35,9 @@ use crate::error::{Error, Result};
 use crate::format::archive::SharedBytes;
 use crate::layout::Rank;
 use crate::storage::FileId;
-use params::Names;
-use plan::Plan;
-use rank_file::RankFile;
+use params::ParameterNames;
+use plan::FlatPlan;
+use rank_file::FlatRankFile;
 
 /// What to write.
 pub struct FlatTarget<'a> {
@@ -60,14 +60,14 @@ pub struct FlatTarget<'a> {
 /// flattened, and where an object cannot be pickled.
 pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Result<Reservation> {
     let FlatTarget { layout, name, .. } = target;
-    let Planned { tree, plan, notes, .. } = Planned::new(source, state, &target)?;
+    let PlannedTree { tree, plan, notes, .. } = PlannedTree::new(source, state, &target)?;
     let mut reservation = Reservation { notes, ..Reservation::default() };
     let mut chunks: Vec<Vec<ChunkTable>> = plan.storages.iter().map(|storage| storage.chunk_tables(source)).collect();
     let mut frames = SharedBytes::default();
     for rank in (0..layout.world_size).map(Rank) {
         let file = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
         let mut output = OutputFile::of_rank(rank, name(rank));
-        RankFile::new(&plan, rank).lay_out(&tree, file, &mut output, &mut frames, &mut chunks)?;
+        FlatRankFile::new(&plan, rank).lay_out(&tree, file, &mut output, &mut frames, &mut chunks)?;
         reservation.files.push(output);
     }
     for (storage, tables) in plan.storages.iter().zip(chunks) {
@@ -87,7 +87,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
 }
 
 /// What is to be known of a part before any is laid out.
-pub struct Survey {
+pub struct PartSurvey {
     /// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source
     /// has apart, and scalars of optimizer state, of which a flat parameter has one.
     pub merged: Vec<(TensorId, TensorId)>,
@@ -99,27 +99,27 @@ pub struct Survey {
 ///
 /// # Errors
 /// As [`reserve`].
-pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<Survey> {
-    let Plan { merged, numbered, .. } = Planned::new(source, state, target)?.plan;
-    Ok(Survey { merged, numbered })
+pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<PartSurvey> {
+    let FlatPlan { merged, numbered, .. } = PlannedTree::new(source, state, target)?.plan;
+    Ok(PartSurvey { merged, numbered })
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.
-struct Planned<'a> {
+struct PlannedTree<'a> {
     tree: Value,
-    plan: Plan<'a>,
+    plan: FlatPlan<'a>,
     notes: Vec<String>,
-    names: Names<'a>,
+    names: ParameterNames<'a>,
     model: Option<&'a Path>,
     gradients: Option<&'a Path>,
 }
 
-impl<'a> Planned<'a> {
+impl<'a> PlannedTree<'a> {
     fn new(source: &'a Catalog, state: &Value, target: &'a FlatTarget<'a>) -> Result<Self> {
         let FlatTarget { layout, model, gradients, .. } = target;
         let (model, gradients) = (model.as_ref(), gradients.as_ref());
-        let plan = Plan::new(source, layout)?;
-        let names = Names::new(layout);
+        let plan = FlatPlan::new(source, layout)?;
+        let names = ParameterNames::new(layout);
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names, model, gradients };
         planned.tree = planned.convert(state, &Path::default())?;
         match model {
@@ -161,7 +161,7 @@ impl<'a> Planned<'a> {
     }
 }
 
-impl Planned<'_> {
+impl PlannedTree<'_> {
     /// The model, and what stands beside it where it is at the top.
     fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
         let Value::Dict(dict) = value else {

@@ -14,37 +14,42 @@
 use std::collections::{HashMap, HashSet};
 
 use super::metadata;
-use super::params::{self, Names, UnitTensors};
-use super::plan::{At, Content, Padding, Plan, Role};
+use super::params::{self, ParameterNames, UnitTensors};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::modules::is_within;
-use crate::catalog::path::{Leaf, leaves};
+use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 
 /// What stands under a name.
-enum Entry<'v> {
-    Parameter(At),
+enum ModelEntry<'v> {
+    Parameter(ParameterIndex),
     Other(TensorId),
     Object(&'v Value),
 }
 
 /// The dict, with numbers of items for tensors.
-pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Vec<String>) -> Result<Dict> {
-    let mut entries: Vec<(String, Entry<'_>)> = Vec::new();
+pub fn plan(
+    model: &Dict,
+    names: &ParameterNames<'_>,
+    plan: &mut FlatPlan<'_>,
+    notes: &mut Vec<String>,
+) -> Result<Dict> {
+    let mut entries: Vec<(String, ModelEntry<'_>)> = Vec::new();
     let mut tensors: HashMap<String, TensorId> = HashMap::new();
     let value = Value::Dict(model.clone());
     for (path, leaf) in leaves(&value) {
         let name = path.to_string();
         let entry = match leaf {
-            Leaf::Object(value) => Entry::Object(value),
-            Leaf::Tensor(id) => {
+            StateLeaf::Object(value) => ModelEntry::Object(value),
+            StateLeaf::Tensor(id) => {
                 tensors.insert(name.clone(), id);
-                names.find(&name).map_or(Entry::Other(id), Entry::Parameter)
+                names.find(&name).map_or(ModelEntry::Other(id), ModelEntry::Parameter)
             }
         };
         entries.push((name, entry));
     }
-    let params::Found { units, ties } = params::find(plan.source, plan.layout, names, &tensors)?;
+    let params::FoundParameters { units, ties } = params::find(plan.source, plan.layout, names, &tensors)?;
     plan.merged.extend(ties);
     plan.dtypes = Some(units.iter().map(|unit| unit.dtype).collect());
     add_missing_names(&mut entries, plan, names);
@@ -56,11 +61,11 @@ pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Ve
     for (index, (name, entry)) in entries.into_iter().enumerate() {
         written.extend(before.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
         match entry {
-            Entry::Parameter(at) => {
+            ModelEntry::Parameter(at) => {
                 written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name.into()), value)));
             }
-            Entry::Other(id) => written.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
-            Entry::Object(value) => written.push((Value::Str(name.into()), plan.whole_value(value))),
+            ModelEntry::Other(id) => written.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
+            ModelEntry::Object(value) => written.push((Value::Str(name.into()), plan.whole_value(value))),
         }
         written.extend(after.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
     }
@@ -69,7 +74,7 @@ pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Ve
 }
 
 /// Names of tied parameters that the source left out come behind the others of their unit.
-fn add_missing_names(entries: &mut Vec<(String, Entry<'_>)>, plan: &Plan<'_>, names: &Names<'_>) {
+fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
         let all = unit.params.iter().map(|param| &param.fqn).chain(unit.shared.iter().map(|shared| &shared.fqn));
@@ -77,16 +82,18 @@ fn add_missing_names(entries: &mut Vec<(String, Entry<'_>)>, plan: &Plan<'_>, na
         if missing.is_empty() {
             continue;
         }
-        let is_own = |(_, entry): &(String, Entry<'_>)| matches!(entry, Entry::Parameter(at) if at.unit == index);
+        let is_own =
+            |(_, entry): &(String, ModelEntry<'_>)| matches!(entry, ModelEntry::Parameter(at) if at.unit == index);
         let end = entries.iter().rposition(is_own).map_or(entries.len(), |last| last + 1);
-        let added = missing.into_iter().filter_map(|fqn| Some((fqn.to_owned(), Entry::Parameter(names.find(fqn)?))));
+        let added =
+            missing.into_iter().filter_map(|fqn| Some((fqn.to_owned(), ModelEntry::Parameter(names.find(fqn)?))));
         entries.splice(end..end, added.collect::<Vec<_>>());
     }
 }
 
 /// What is not in the layout is taken for buffers.
-fn tell_others(entries: &[(String, Entry<'_>)]) -> Option<String> {
-    let others = entries.iter().filter(|(_, entry)| matches!(entry, Entry::Other(_))).count();
+fn tell_others(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
+    let others = entries.iter().filter(|(_, entry)| matches!(entry, ModelEntry::Other(_))).count();
     let what = if others == 1 { "tensor that is no parameter" } else { "tensors that are no parameters" };
     (others > 0).then(|| format!("{others} {what}: whole on every rank"))
 }
@@ -105,7 +112,7 @@ enum UnitStorage {
 }
 
 impl FlatParameters {
-    fn new(plan: &mut Plan<'_>, units: Vec<UnitTensors>) -> Result<Self> {
+    fn new(plan: &mut FlatPlan<'_>, units: Vec<UnitTensors>) -> Result<Self> {
         let layout = plan.layout;
         let mut storages = Vec::with_capacity(units.len());
         for (unit, UnitTensors { dtype, tensors }) in units.into_iter().enumerate() {
@@ -119,15 +126,15 @@ impl FlatParameters {
                     "FSDP1 cannot shard such a unit; leave it in the unit around it",
                 ));
             }
-            let storage = plan.storage(dtype, Content::Shard { unit, tensors, padding: Padding::Parameter });
-            let empty = plan.storage(dtype, Content::Nothing);
+            let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Parameter });
+            let empty = plan.storage(dtype, StorageContent::Nothing);
             storages.push(UnitStorage::Shard { storage, empty });
         }
         Ok(Self { units: storages })
     }
 
     /// Before and behind which entries flat parameters stand.
-    fn places(&self, entries: &[(String, Entry<'_>)], plan: &Plan<'_>) -> (Places, Places) {
+    fn places(&self, entries: &[(String, ModelEntry<'_>)], plan: &FlatPlan<'_>) -> (Places, Places) {
         let (mut before, mut after) = (Places::new(), Places::new());
         if entries.is_empty() || !plan.is_sharded() {
             return (before, after);
@@ -154,19 +161,19 @@ impl FlatParameters {
         (before, after)
     }
 
-    fn flat(&self, unit: usize, plan: &mut Plan<'_>) -> (Value, Value) {
+    fn flat(&self, unit: usize, plan: &mut FlatPlan<'_>) -> (Value, Value) {
         let UnitStorage::Shard { storage, .. } = self.units[unit] else {
             unreachable!("only shards have a place");
         };
-        (Value::Str((&plan.layout.units[unit].key()).into()), plan.item(storage, Role::Flat))
+        (Value::Str((&plan.layout.units[unit].key()).into()), plan.item(storage, TensorRole::Flat))
     }
 
     /// What a parameter is in its own name, if anything.
-    fn parameter(&self, at: At, plan: &mut Plan<'_>) -> Option<Value> {
+    fn parameter(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Option<Value> {
         match &self.units[at.unit] {
-            UnitStorage::Whole(storages) => Some(plan.item(storages[at.param], Role::Whole)),
+            UnitStorage::Whole(storages) => Some(plan.item(storages[at.param], TensorRole::Whole)),
             UnitStorage::Shard { storage, empty } if plan.layout.use_orig_params => {
-                Some(plan.item(*storage, Role::View { at, empty: *empty }))
+                Some(plan.item(*storage, TensorRole::View { at, empty: *empty }))
             }
             UnitStorage::Shard { .. } => None,
         }

@@ -8,9 +8,9 @@
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
 
-use super::groups::{Member, SourceOptimizer, of_member};
-use super::params::Names;
-use super::plan::{At, Content, Padding, Plan, Role};
+use super::groups::{GroupMember, SourceOptimizer, of_member};
+use super::params::ParameterNames;
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
@@ -24,7 +24,7 @@ pub fn is_optimizer(dict: &Dict) -> bool {
 }
 
 /// The state dict, with numbers of items for tensors.
-pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) -> Result<Value> {
+pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;
     let groups = source.target_groups(names, plan)?;
     let numbered = groups.iter().map(|(_, members)| members.iter().map(|member| member.name(plan)).collect());
@@ -37,8 +37,8 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
         let first = next;
         for member in &members {
             let state = match member {
-                Member::Parameter(at) => source.parameter_state(*at, plan)?,
-                Member::Unit(unit) => source.unit_state(*unit, plan)?,
+                GroupMember::Parameter(at) => source.parameter_state(*at, plan)?,
+                GroupMember::Unit(unit) => source.unit_state(*unit, plan)?,
             };
             let state = state.map(|entries| Value::Dict(Dict { entries, ..Dict::default() }));
             states.extend(state.map(|state| (Value::Int(next), state)));
@@ -54,7 +54,12 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member], plan: &mut Plan<'_>) -> Value {
+fn write_group(
+    options: &Dict,
+    numbers: std::ops::Range<i64>,
+    members: &[GroupMember],
+    plan: &mut FlatPlan<'_>,
+) -> Value {
     let names: Vec<Value> = members.iter().map(|member| Value::Str((&member.name(plan)).into())).collect();
     let entries = options.entries.iter().map(|(key, value)| {
         let value = match key.as_str() {
@@ -68,30 +73,31 @@ fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member]
 }
 
 impl SourceOptimizer<'_> {
-    fn parameter_state(&self, at: At, plan: &mut Plan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
+    fn parameter_state(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
         let Some(state) = self.states.get(&at) else { return Ok(None) };
         let entries = state.entries.iter().map(|(key, value)| {
             let value = match self.kind(at, key, value, plan)? {
-                Kind::Object => value.clone(),
-                Kind::Like(id) if plan.is_sharded() => {
+                StateKind::Object => value.clone(),
+                StateKind::Like(id) if plan.is_sharded() => {
                     let dtype = plan.source.tensor(id).dtype;
-                    let storage = plan.storage(dtype, Content::Slice { at, tensor: id });
-                    plan.item(storage, Role::Slice(at))
+                    let storage = plan.storage(dtype, StorageContent::Slice { at, tensor: id });
+                    plan.item(storage, TensorRole::Slice(at))
                 }
-                Kind::Like(id) => whole(id, Role::Whole, plan),
-                Kind::Scalar(id) if plan.is_sharded() => whole(id, Role::WithParameter(at), plan),
-                Kind::Scalar(id) => whole(id, Role::Whole, plan),
+                StateKind::Like(id) => whole(id, TensorRole::Whole, plan),
+                StateKind::Scalar(id) if plan.is_sharded() => whole(id, TensorRole::WithParameter(at), plan),
+                StateKind::Scalar(id) => whole(id, TensorRole::Whole, plan),
             };
             Ok((key.clone(), value))
         });
         Ok(Some(entries.collect::<Result<_>>()?))
     }
 
-    fn unit_state(&self, unit: usize, plan: &mut Plan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
-        let params = of_member(Member::Unit(unit), plan);
-        let stored: Vec<(At, &Dict)> = params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
+    fn unit_state(&self, unit: usize, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
+        let params = of_member(GroupMember::Unit(unit), plan);
+        let stored: Vec<(ParameterIndex, &Dict)> =
+            params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
         let Some((first, state)) = stored.first().copied() else { return Ok(None) };
-        let differ = |plan: &Plan<'_>, other: At, what: &str| {
+        let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
             self.unfit(
                 format!("{own} and {other} are in one flat parameter, and differ in {what}"),
@@ -112,23 +118,23 @@ impl SourceOptimizer<'_> {
             for (at, other) in &stored {
                 let other = other.entries.iter().find(|(own, _)| own == key).map_or(&Value::None, |(_, value)| value);
                 match (kind, self.kind(*at, key, other, plan)?) {
-                    (Kind::Object, Kind::Object) if value == other => {}
-                    (Kind::Scalar(kept), Kind::Scalar(id)) if same_dtype(plan, kept, id) => {
+                    (StateKind::Object, StateKind::Object) if value == other => {}
+                    (StateKind::Scalar(kept), StateKind::Scalar(id)) if same_dtype(plan, kept, id) => {
                         if kept != id {
                             plan.merged.push((kept, id));
                         }
                     }
-                    (Kind::Like(kept), Kind::Like(id)) if same_dtype(plan, kept, id) => tensors.push(id),
+                    (StateKind::Like(kept), StateKind::Like(id)) if same_dtype(plan, kept, id) => tensors.push(id),
                     _ => return Err(differ(plan, *at, &format!("`{name}`"))),
                 }
             }
             let value = match kind {
-                Kind::Object => value.clone(),
-                Kind::Scalar(id) => whole(id, Role::Whole, plan),
-                Kind::Like(id) => {
+                StateKind::Object => value.clone(),
+                StateKind::Scalar(id) => whole(id, TensorRole::Whole, plan),
+                StateKind::Like(id) => {
                     let dtype = plan.source.tensor(id).dtype;
-                    let storage = plan.storage(dtype, Content::Shard { unit, tensors, padding: Padding::Zero });
-                    plan.item(storage, Role::State)
+                    let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
+                    plan.item(storage, TensorRole::State)
                 }
             };
             entries.push((key.clone(), value));
@@ -136,20 +142,20 @@ impl SourceOptimizer<'_> {
         Ok(Some(entries))
     }
 
-    fn kind(&self, at: At, key: &Value, value: &Value, plan: &Plan<'_>) -> Result<Kind> {
+    fn kind(&self, at: ParameterIndex, key: &Value, value: &Value, plan: &FlatPlan<'_>) -> Result<StateKind> {
         let shape = match value {
             Value::Tensor(id) => {
                 let entry = plan.source.tensor(*id);
                 if entry.shape == plan.param(at).shape {
-                    return Ok(Kind::Like(*id));
+                    return Ok(StateKind::Like(*id));
                 }
                 if entry.shape.is_empty() {
-                    return Ok(Kind::Scalar(*id));
+                    return Ok(StateKind::Scalar(*id));
                 }
                 format!("a tensor of shape {:?}", entry.shape.as_slice())
             }
             value if value.contains_tensor() => format!("a {} of tensors", value.type_name()),
-            _ => return Ok(Kind::Object),
+            _ => return Ok(StateKind::Object),
         };
         let param = plan.param(at);
         Err(self.unfit(
@@ -166,19 +172,19 @@ impl SourceOptimizer<'_> {
 
 /// What a piece of state is.
 #[derive(Clone, Copy)]
-enum Kind {
+enum StateKind {
     /// Of the shape of its parameter.
     Like(TensorId),
     Scalar(TensorId),
     Object,
 }
 
-fn whole(id: TensorId, role: Role, plan: &mut Plan<'_>) -> Value {
+fn whole(id: TensorId, role: TensorRole, plan: &mut FlatPlan<'_>) -> Value {
     let storage = plan.whole_storage(id);
     plan.item(storage, role)
 }
 
-fn same_dtype(plan: &Plan<'_>, left: TensorId, right: TensorId) -> bool {
+fn same_dtype(plan: &FlatPlan<'_>, left: TensorId, right: TensorId) -> bool {
     plan.source.tensor(left).dtype == plan.source.tensor(right).dtype
 }
 

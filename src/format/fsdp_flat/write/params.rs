@@ -2,30 +2,30 @@
 
 use std::collections::HashMap;
 
-use super::plan::{At, Padding};
+use super::plan::{Padding, ParameterIndex};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list_of_counted};
 
 /// The names of a layout's parameters.
-pub struct Names<'a> {
+pub struct ParameterNames<'a> {
     /// Those of tied parameters, too.
-    params: HashMap<&'a str, At>,
+    params: HashMap<&'a str, ParameterIndex>,
     /// The names a parameter has besides its own.
-    aliases: HashMap<At, Vec<&'a str>>,
+    aliases: HashMap<ParameterIndex, Vec<&'a str>>,
     units: HashMap<Box<str>, usize>,
 }
 
-impl<'a> Names<'a> {
+impl<'a> ParameterNames<'a> {
     pub fn new(layout: &'a FlatLayout) -> Self {
         let mut params = HashMap::new();
         for (unit, flat) in layout.units.iter().enumerate() {
             for (param, known) in flat.params.iter().enumerate() {
-                params.insert(known.fqn.as_str(), At { unit, param });
+                params.insert(known.fqn.as_str(), ParameterIndex { unit, param });
             }
         }
-        let mut aliases: HashMap<At, Vec<&str>> = HashMap::new();
+        let mut aliases: HashMap<ParameterIndex, Vec<&str>> = HashMap::new();
         for shared in layout.units.iter().flat_map(|unit| &unit.shared) {
             if let Some(at) = params.get(shared.with.as_str()).copied() {
                 params.insert(shared.fqn.as_str(), at);
@@ -37,7 +37,7 @@ impl<'a> Names<'a> {
     }
 
     /// The parameter of this name, which may be one of several that it has.
-    pub fn find(&self, fqn: &str) -> Option<At> {
+    pub fn find(&self, fqn: &str) -> Option<ParameterIndex> {
         self.params.get(fqn).copied()
     }
 
@@ -46,7 +46,7 @@ impl<'a> Names<'a> {
         self.units.get(key).copied()
     }
 
-    fn aliases(&self, at: At) -> &[&'a str] {
+    fn aliases(&self, at: ParameterIndex) -> &[&'a str] {
         self.aliases.get(&at).map_or(&[], Vec::as_slice)
     }
 }
@@ -58,7 +58,7 @@ pub struct UnitTensors {
 }
 
 /// The parameters of a layout.
-pub struct Found {
+pub struct FoundParameters {
     pub units: Vec<UnitTensors>,
     /// What is kept of tied tensors, and what must be equal to it.
     pub ties: Vec<(TensorId, TensorId)>,
@@ -71,16 +71,16 @@ pub struct Found {
 pub fn find(
     source: &Catalog,
     layout: &FlatLayout,
-    names: &Names<'_>,
+    names: &ParameterNames<'_>,
     model: &HashMap<String, TensorId>,
-) -> Result<Found> {
+) -> Result<FoundParameters> {
     let mut units = Vec::with_capacity(layout.units.len());
     let mut ties = Vec::new();
     let mut missing = Vec::new();
     for (index, unit) in layout.units.iter().enumerate() {
         let mut tensors = Vec::with_capacity(unit.params.len());
         for (param, known) in unit.params.iter().enumerate() {
-            let at = At { unit: index, param };
+            let at = ParameterIndex { unit: index, param };
             let found = std::iter::once(known.fqn.as_str())
                 .chain(names.aliases(at).iter().copied())
                 .filter_map(|fqn| Some((fqn, *model.get(fqn)?)));
@@ -117,7 +117,7 @@ pub fn find(
         let dtype = unit_dtype(layout, index, &entries)?;
         Ok(UnitTensors { dtype, tensors })
     });
-    Ok(Found { units: dtyped.collect::<Result<_>>()?, ties })
+    Ok(FoundParameters { units: dtyped.collect::<Result<_>>()?, ties })
 }
 
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {

@@ -15,44 +15,44 @@ use crate::layout::flat::FlatParameter;
 
 /// A parameter of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct At {
+pub struct ParameterIndex {
     pub unit: usize,
     pub param: usize,
 }
 
 /// A tensor in the tree.
 #[derive(Clone, Copy, Debug)]
-pub struct Item {
+pub struct TreeTensor {
     pub storage: usize,
-    pub role: Role,
+    pub role: TensorRole,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub enum Role {
+pub enum TensorRole {
     /// All of its storage, on every rank.
     Whole,
     /// All of its storage, on ranks that hold something of the parameter.
-    WithParameter(At),
+    WithParameter(ParameterIndex),
     /// The flat parameter.
     Flat,
     /// A parameter within the shard of its unit; `empty` is the storage where nothing of it is there.
-    View { at: At, empty: usize },
+    View { at: ParameterIndex, empty: usize },
     /// State of one parameter, which is left out where nothing of that is there.
-    Slice(At),
+    Slice(ParameterIndex),
     /// The gradient of one parameter, of which only itself is left out.
-    Gradient(At),
+    Gradient(ParameterIndex),
     /// State of a flat parameter, as long as that is in memory.
     State,
 }
 
 #[derive(Debug)]
-pub struct Storage {
+pub struct PlannedStorage {
     pub dtype: Dtype,
-    pub content: Content,
+    pub content: StorageContent,
 }
 
 #[derive(Debug)]
-pub enum Content {
+pub enum StorageContent {
     Nothing,
     Whole(TensorId),
     /// What a shard of a unit holds of tensors of its parameters, one each.
@@ -63,7 +63,7 @@ pub enum Content {
     },
     /// The same of one parameter alone.
     Slice {
-        at: At,
+        at: ParameterIndex,
         tensor: TensorId,
     },
 }
@@ -77,12 +77,12 @@ pub enum Padding {
 }
 
 /// The storages and tensors of a target.
-pub struct Plan<'a> {
+pub struct FlatPlan<'a> {
     pub source: &'a Catalog,
     pub layout: &'a FlatLayout,
     pub flats: Vec<FlatParameter>,
-    pub items: Vec<Item>,
-    pub storages: Vec<Storage>,
+    pub items: Vec<TreeTensor>,
+    pub storages: Vec<PlannedStorage>,
     /// The storages of tensors that are whole on every rank.
     whole: HashMap<TensorId, usize>,
     /// The dtype of each unit's parameters, once the model is planned.
@@ -96,7 +96,7 @@ pub struct Plan<'a> {
 /// Elements that 16 bytes hold at most.
 const MAX_ALIGN: u64 = 16;
 
-impl<'a> Plan<'a> {
+impl<'a> FlatPlan<'a> {
     pub fn new(source: &'a Catalog, layout: &'a FlatLayout) -> Result<Self> {
         for unit in &layout.units {
             let align = unit.align_numel().unwrap_or(1);
@@ -137,11 +137,11 @@ impl<'a> Plan<'a> {
         layout
     }
 
-    pub fn unit(&self, at: At) -> &'a FlatUnit {
+    pub fn unit(&self, at: ParameterIndex) -> &'a FlatUnit {
         &self.layout.units[at.unit]
     }
 
-    pub fn param(&self, at: At) -> &'a FlatParam {
+    pub fn param(&self, at: ParameterIndex) -> &'a FlatParam {
         &self.unit(at).params[at.param]
     }
 
@@ -151,7 +151,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Where in the flat parameter of its unit lies what a shard holds of a parameter; empty where that is nothing.
-    pub fn held(&self, at: At, shard: u64) -> Range<u64> {
+    pub fn held(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
         let flat = &self.flats[at.unit];
         let (param, shard) = (&flat.params()[at.param], flat.shard(shard));
         let start = param.start.max(shard.start);
@@ -159,9 +159,11 @@ impl<'a> Plan<'a> {
     }
 
     /// Whether the tensor is in the files of ranks that have this shard.
-    pub fn is_there(&self, item: Item, shard: u64) -> bool {
+    pub fn is_there(&self, item: TreeTensor, shard: u64) -> bool {
         match item.role {
-            Role::WithParameter(at) | Role::Slice(at) | Role::Gradient(at) => !self.held(at, shard).is_empty(),
+            TensorRole::WithParameter(at) | TensorRole::Slice(at) | TensorRole::Gradient(at) => {
+                !self.held(at, shard).is_empty()
+            }
             _ => true,
         }
     }
@@ -169,29 +171,29 @@ impl<'a> Plan<'a> {
     /// Elements that a storage has on ranks with this shard.
     pub fn numel(&self, storage: usize, shard: u64) -> u64 {
         match &self.storages[storage].content {
-            Content::Nothing => 0,
-            Content::Whole(id) => self.source.tensor(*id).numel(),
-            Content::Shard { unit, .. } => self.flats[*unit].shard_len(),
-            Content::Slice { at, .. } => {
+            StorageContent::Nothing => 0,
+            StorageContent::Whole(id) => self.source.tensor(*id).numel(),
+            StorageContent::Shard { unit, .. } => self.flats[*unit].shard_len(),
+            StorageContent::Slice { at, .. } => {
                 let held = self.held(*at, shard);
                 held.end - held.start
             }
         }
     }
 
-    pub fn storage(&mut self, dtype: Dtype, content: Content) -> usize {
-        self.storages.push(Storage { dtype, content });
+    pub fn storage(&mut self, dtype: Dtype, content: StorageContent) -> usize {
+        self.storages.push(PlannedStorage { dtype, content });
         self.storages.len() - 1
     }
 
     /// A tensor of the target, as it stands in the tree.
-    pub fn item(&mut self, storage: usize, role: Role) -> Value {
+    pub fn item(&mut self, storage: usize, role: TensorRole) -> Value {
         Value::Tensor(self.item_id(storage, role))
     }
 
-    fn item_id(&mut self, storage: usize, role: Role) -> TensorId {
+    fn item_id(&mut self, storage: usize, role: TensorRole) -> TensorId {
         let id = TensorId(u32::try_from(self.items.len()).expect("fewer than 2^32 tensors"));
-        self.items.push(Item { storage, role });
+        self.items.push(TreeTensor { storage, role });
         id
     }
 
@@ -200,7 +202,7 @@ impl<'a> Plan<'a> {
         if let Some(storage) = self.whole.get(&id) {
             return *storage;
         }
-        let storage = self.storage(self.source.tensor(id).dtype, Content::Whole(id));
+        let storage = self.storage(self.source.tensor(id).dtype, StorageContent::Whole(id));
         self.whole.insert(id, storage);
         storage
     }
@@ -210,19 +212,19 @@ impl<'a> Plan<'a> {
         let mut value = value.clone();
         value.map_tensors(&mut |id| {
             let storage = self.whole_storage(id);
-            self.item_id(storage, Role::Whole)
+            self.item_id(storage, TensorRole::Whole)
         });
         value
     }
 }
 
-impl Storage {
+impl PlannedStorage {
     /// The tensors whose data is in it, in the order in which that lies there.
     pub fn tensors(&self) -> Vec<TensorId> {
         match &self.content {
-            Content::Nothing => Vec::new(),
-            Content::Whole(tensor) | Content::Slice { tensor, .. } => vec![*tensor],
-            Content::Shard { tensors, .. } => tensors.clone(),
+            StorageContent::Nothing => Vec::new(),
+            StorageContent::Whole(tensor) | StorageContent::Slice { tensor, .. } => vec![*tensor],
+            StorageContent::Shard { tensors, .. } => tensors.clone(),
         }
     }
 

@@ -5,12 +5,12 @@
 use std::ops::Range;
 
 use super::cannot_pickle;
-use super::plan::{At, Content, Item, Padding, Plan, Role};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole, TreeTensor};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, Place, TensorId, Value};
+use crate::catalog::{Chunk, ChunkTable, Dict, FileLocation, OutputFile, TensorId, Value};
 use crate::error::Result;
 use crate::format::archive::{Leaves, SharedBytes};
-use crate::format::torch::{PREFIX, RankGroup, Sharded, ShardedWriter, StoredView, write_view};
+use crate::format::torch::{PREFIX, RankGroup, ShardedTensorSpec, ShardedWriter, StoredView, write_view};
 use crate::layout::flat::FlatContent;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
@@ -20,14 +20,14 @@ use torch_pickle::zip::{ArchiveWriter, Span};
 /// Tensors in one part of a pickle.
 const TENSORS_A_PART: usize = 16;
 
-pub struct RankFile<'a> {
-    plan: &'a Plan<'a>,
+pub struct FlatRankFile<'a> {
+    plan: &'a FlatPlan<'a>,
     rank: Rank,
     shard: u64,
 }
 
 /// One rank's pickle, and which storages are in it.
-struct RankPickle {
+struct FlatRankPickle {
     bytes: Vec<u8>,
     /// Where to cut it into parts: most of them are equal on several ranks, and kept once.
     cuts: Vec<usize>,
@@ -39,14 +39,14 @@ enum Stretch {
     /// Elements of one of its tensors, in the order in which FSDP flattens that.
     Tensor {
         index: usize,
-        param: Option<At>,
+        param: Option<ParameterIndex>,
         elements: Range<u64>,
     },
     Known(Vec<u8>),
 }
 
-impl<'a> RankFile<'a> {
-    pub fn new(plan: &'a Plan<'a>, rank: Rank) -> Self {
+impl<'a> FlatRankFile<'a> {
+    pub fn new(plan: &'a FlatPlan<'a>, rank: Rank) -> Self {
         Self { plan, rank, shard: plan.layout.shard_of(rank.0) }
     }
 
@@ -79,7 +79,7 @@ impl<'a> RankFile<'a> {
             let tensors = self.plan.storages[key].tensors();
             for (stretch, offset) in stretches.iter().zip(offsets.into_iter().map(|offset| base + offset)) {
                 if let Stretch::Tensor { index, param, elements } = stretch {
-                    let place = |offset| Place::Bytes { file, offset };
+                    let place = |offset| FileLocation::Bytes { file, offset };
                     for chunk in self.chunks(tensors[*index], *param, elements, offset, itemsize, &place) {
                         tables[*index].push(chunk);
                     }
@@ -110,17 +110,17 @@ impl<'a> RankFile<'a> {
         state.entries.iter().any(|(_, value)| match value {
             Value::Tensor(id) => {
                 let item = self.item(*id);
-                !matches!(item.role, Role::Gradient(_)) && !self.plan.is_there(item, self.shard)
+                !matches!(item.role, TensorRole::Gradient(_)) && !self.plan.is_there(item, self.shard)
             }
             _ => false,
         })
     }
 
-    fn item(&self, id: TensorId) -> Item {
+    fn item(&self, id: TensorId) -> TreeTensor {
         self.plan.items[id.0 as usize]
     }
 
-    fn pickle(&self, tree: &Value) -> Result<RankPickle, WriteError> {
+    fn pickle(&self, tree: &Value) -> Result<FlatRankPickle, WriteError> {
         let mut used = vec![false; self.plan.storages.len()];
         let mut cuts = Vec::new();
         let mut since_cut = 0;
@@ -129,7 +129,7 @@ impl<'a> RankFile<'a> {
         let tensors = |writer: &mut Writer, id: TensorId| {
             let item = self.item(id);
             since_cut += 1;
-            if let Role::Flat = item.role {
+            if let TensorRole::Flat = item.role {
                 let own = self.write_flat(writer, item.storage, &mut sharded, &mut used);
                 cuts.extend([own.start, own.end]);
                 since_cut = TENSORS_A_PART;
@@ -143,10 +143,10 @@ impl<'a> RankFile<'a> {
             Ok(())
         };
         writer.value(tree, &mut Leaves { rank: Some(self.rank), tensors })?;
-        Ok(RankPickle { bytes: writer.finish(), cuts, used })
+        Ok(FlatRankPickle { bytes: writer.finish(), cuts, used })
     }
 
-    fn write_plain(&self, writer: &mut Writer, item: Item, used: &mut [bool]) {
+    fn write_plain(&self, writer: &mut Writer, item: TreeTensor, used: &mut [bool]) {
         let plan = self.plan;
         let stored = plan.numel(item.storage, self.shard);
         let dtype = plan.storages[item.storage].dtype;
@@ -154,7 +154,7 @@ impl<'a> RankFile<'a> {
         let whole = StoredView::whole(dtype, item.storage, &sizes);
         let (offset, len);
         let view = match (item.role, &plan.storages[item.storage].content) {
-            (Role::View { at, empty }, Content::Shard { unit, .. }) => {
+            (TensorRole::View { at, empty }, StorageContent::Shard { unit, .. }) => {
                 let held = plan.held(at, self.shard);
                 len = [held.end - held.start];
                 if held.is_empty() {
@@ -164,7 +164,7 @@ impl<'a> RankFile<'a> {
                     StoredView { offset, sizes: &len, ..whole }
                 }
             }
-            (_, Content::Whole(id)) => StoredView { sizes: &plan.source.tensor(*id).shape, ..whole },
+            (_, StorageContent::Whole(id)) => StoredView { sizes: &plan.source.tensor(*id).shape, ..whole },
             _ => whole,
         };
         used[view.key] = true;
@@ -180,7 +180,7 @@ impl<'a> RankFile<'a> {
         used: &mut [bool],
     ) -> Range<usize> {
         let plan = self.plan;
-        let Content::Shard { unit, .. } = &plan.storages[storage].content else {
+        let StorageContent::Shard { unit, .. } = &plan.storages[storage].content else {
             unreachable!("flat parameters are views of shards");
         };
         let flat = &plan.flats[*unit];
@@ -188,7 +188,10 @@ impl<'a> RankFile<'a> {
         used[storage] = !own.is_empty();
         let dtype = plan.storages[storage].dtype;
         let stored = Some(flat.shard_len());
-        sharded.write(writer, Sharded { dtype, shape: &[flat.total()], key: storage, stored, requires_grad: true })
+        sharded.write(
+            writer,
+            ShardedTensorSpec { dtype, shape: &[flat.total()], key: storage, stored, requires_grad: true },
+        )
     }
 
     /// Ranks in a row share the shards.
@@ -204,25 +207,27 @@ impl<'a> RankFile<'a> {
         let plan = self.plan;
         let dtype = plan.storages[storage].dtype;
         match &plan.storages[storage].content {
-            Content::Nothing => Vec::new(),
-            Content::Whole(id) => {
+            StorageContent::Nothing => Vec::new(),
+            StorageContent::Whole(id) => {
                 vec![Stretch::Tensor { index: 0, param: None, elements: 0..plan.source.tensor(*id).numel() }]
             }
-            Content::Slice { at, .. } => {
+            StorageContent::Slice { at, .. } => {
                 let held = plan.held(*at, self.shard);
                 let start = plan.flats[at.unit].params()[at.param].start;
                 vec![Stretch::Tensor { index: 0, param: Some(*at), elements: held.start - start..held.end - start }]
             }
-            Content::Shard { unit, padding, .. } => {
+            StorageContent::Shard { unit, padding, .. } => {
                 let flat = &plan.flats[*unit];
                 let mut stretches = Vec::new();
                 let mut end = 0;
                 for piece in flat.pieces(self.shard) {
                     end = piece.offset + piece.len;
                     stretches.push(match piece.content {
-                        FlatContent::Parameter { index, elements } => {
-                            Stretch::Tensor { index, param: Some(At { unit: *unit, param: index }), elements }
-                        }
+                        FlatContent::Parameter { index, elements } => Stretch::Tensor {
+                            index,
+                            param: Some(ParameterIndex { unit: *unit, param: index }),
+                            elements,
+                        },
                         FlatContent::Padding => Stretch::Known(run(*padding, dtype, piece.len)),
                     });
                 }
@@ -238,11 +243,11 @@ impl<'a> RankFile<'a> {
     fn chunks(
         &self,
         tensor: TensorId,
-        param: Option<At>,
+        param: Option<ParameterIndex>,
         elements: &Range<u64>,
         mut offset: u64,
         itemsize: u64,
-        place: &dyn Fn(u64) -> Place,
+        place: &dyn Fn(u64) -> FileLocation,
     ) -> Vec<Chunk> {
         let shape = &self.plan.source.tensor(tensor).shape;
         let boxes = match param {
@@ -254,7 +259,7 @@ impl<'a> RankFile<'a> {
         };
         let mut chunks = Vec::with_capacity(boxes.len());
         for region in boxes {
-            let place = if region.is_empty() { Place::Nowhere } else { place(offset) };
+            let place = if region.is_empty() { FileLocation::Nowhere } else { place(offset) };
             offset += region.numel() * itemsize;
             let tile = Tile::from_region(&region);
             chunks.push(Chunk { tile, place, strides: None, rank: Some(self.rank) });

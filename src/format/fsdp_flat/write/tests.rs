@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
-use super::{FlatTarget, Planned, reserve, survey};
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use super::{FlatTarget, PlannedTree, reserve, survey};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Catalog, Dict, DictKind, Dtype, Fqn, Key, Path, Reservation, TensorEntry, TensorId, Value};
 use crate::layout::Dims;
 use crate::storage::FileId;
@@ -38,7 +38,7 @@ fn unit(module: &str, params: Vec<FlatParam>) -> FlatUnit {
 /// The root has `emb` [5, 3], tied to `head`, and `norm` [3]; the unit `blk` has `blk.w` [3, 5] and `blk.b` [5].
 fn layout(use_orig_params: bool) -> FlatLayout {
     let mut root = unit("", vec![param("emb", &[5, 3]), param("norm", &[3])]);
-    root.shared.push(Shared { fqn: "head".into(), with: "emb".into() });
+    root.shared.push(SharedName { fqn: "head".into(), with: "emb".into() });
     let blk = unit("blk", vec![param("blk.w", &[3, 5]), param("blk.b", &[5])]);
     FlatLayout { world_size: 2, shard_group_size: 2, use_orig_params, units: vec![root, blk], optimizer: None }
 }
@@ -100,7 +100,7 @@ impl Source {
 
     /// The tree as it is on all ranks.
     fn tree(&self, layout: &FlatLayout) -> Value {
-        Planned::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
+        PlannedTree::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
     }
 }
 
@@ -162,7 +162,7 @@ fn names_may_be_keys_where_the_groups_are_known() {
         let state = dict([("model", dict(source.model.clone())), ("optim", dict(flattened.clone()))]);
         source.catalog.state = state.clone();
         let target = target(layout);
-        let planned = Planned::new(&source.catalog, &state, &target);
+        let planned = PlannedTree::new(&source.catalog, &state, &target);
         planned.map(|planned| planned.tree).map_err(|error| error.to_string())
     };
     assert_eq!([plan(&layout(false)).unwrap(), plan(&with_groups).unwrap()], expected);
@@ -191,14 +191,14 @@ fn numbers_of_the_source_stand_for_parameters() {
     source.catalog.state = state.clone();
     let layout = layout(false);
     let target = target(&layout);
-    let planned = Planned::new(&source.catalog, &state, &target).unwrap();
+    let planned = PlannedTree::new(&source.catalog, &state, &target).unwrap();
     assert_eq!(planned.tree, named);
     // Nothing tells which parameter a number is where they are in groups.
     let Value::Dict(whole) = &mut state else { unreachable!() };
     let Value::Dict(optimizer) = &mut whole.entries[1].1 else { unreachable!() };
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
-    let error = Planned::new(&source.catalog, &state, &target).err().unwrap().to_string();
+    let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
     assert!(error.starts_with("optim: optimizer state of number 0, which is not known"), "{error}");
 
     // But for a layout with such groups, or names beside the numbers.

@@ -7,19 +7,19 @@
 mod registered;
 mod views;
 
-use super::like::{Like, LikeParam};
+use super::like::{LikeModel, LikeParam};
 use super::survey::FlatState;
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
-use crate::format::fsdp_flat::order::Order;
+use crate::format::fsdp_flat::order::ElementOrder;
 use crate::format::fsdp_flat::refuse;
 use crate::layout::Dims;
 
 /// What tells shapes.
 #[derive(Clone, Copy, Debug)]
-pub enum Shapes<'a> {
-    Like(&'a Like),
+pub enum ShapeSource<'a> {
+    Like(&'a LikeModel),
     /// Nothing: parameters as flat as they lie.
     Raw,
 }
@@ -28,7 +28,7 @@ pub enum Shapes<'a> {
 ///
 /// # Errors
 /// `Unsupported` where the order would be a guess, `Malformed` and `Conflict` where the files do not fit.
-pub fn recover(state: &FlatState, shapes: Shapes<'_>) -> Result<FlatLayout> {
+pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout> {
     let (shard_group_size, world_size) = sizes(state)?;
     let mut layout = FlatLayout {
         world_size,
@@ -41,8 +41,8 @@ pub fn recover(state: &FlatState, shapes: Shapes<'_>) -> Result<FlatLayout> {
         views::units(state, shard_group_size, shapes)?
     } else {
         match shapes {
-            Shapes::Raw => state.modules().into_iter().map(|module| raw_unit(state, module)).collect(),
-            Shapes::Like(like) => registered::units(state, shard_group_size, like)?,
+            ShapeSource::Raw => state.modules().into_iter().map(|module| raw_unit(state, module)).collect(),
+            ShapeSource::Like(like) => registered::units(state, shard_group_size, like)?,
         }
     };
     match layout.check() {
@@ -80,11 +80,11 @@ fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
 }
 
 /// In elements, where a parameter does not lie by rows.
-fn stride_of(like: &Like, name: &Fqn, param: &LikeParam) -> Result<Option<Dims>> {
+fn stride_of(like: &LikeModel, name: &Fqn, param: &LikeParam) -> Result<Option<Dims>> {
     match &param.order {
-        Order::RowMajor => Ok(None),
-        Order::Strides(strides) => Ok(Some(strides.clone())),
-        Order::Unknown => Err(refuse(format!(
+        ElementOrder::RowMajor => Ok(None),
+        ElementOrder::Strides(strides) => Ok(Some(strides.clone())),
+        ElementOrder::Unknown => Err(refuse(format!(
             "{name}: of shape {:?}, it may lie by rows or channels last, and {} ({}) does not tell",
             param.shape.as_slice(),
             like.path.display(),

@@ -5,17 +5,17 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::super::like::Like;
+use super::super::like::LikeModel;
 use super::super::survey::{FlatState, unit_of};
-use super::super::totals::{self, Misfit};
+use super::super::totals::{self, LayoutMismatch};
 use super::{dtype_and_total, stride_of};
 use crate::catalog::Fqn;
-use crate::catalog::flat::{FlatParam, FlatUnit, Shared};
+use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::module_of;
 use crate::error::Result;
 use crate::format::fsdp_flat::refuse;
 
-pub fn units(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatUnit>> {
+pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<FlatUnit>> {
     let modules = state.modules();
     let known: HashSet<&str> = modules.iter().copied().collect();
     let buffers: HashSet<&Fqn> = state.ranks.iter().flat_map(|rank| rank.beside.keys()).collect();
@@ -37,7 +37,7 @@ pub fn units(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatUnit>
         };
         let unit = &mut units[positions[unit]];
         match &param.shared_with {
-            Some(with) => unit.shared.push(Shared { fqn: name.clone(), with: with.clone() }),
+            Some(with) => unit.shared.push(SharedName { fqn: name.clone(), with: with.clone() }),
             None => {
                 unit.params.push(FlatParam { fqn: name.clone(), shape: param.shape.clone(), stride: None });
             }
@@ -60,14 +60,14 @@ pub fn units(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatUnit>
         let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
         tie_copies(unit, like, total)?;
         let source = like.path.display().to_string();
-        let misfit = Misfit { file: &state.ranks[0].at, source: &source };
+        let misfit = LayoutMismatch { file: &state.ranks[0].at, source: &source };
         totals::check(misfit, unit, None, u64::from(group), total)?;
     }
     Ok(units)
 }
 
 /// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
-fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
+fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
     const MAX_CANDIDATES: usize = 32;
@@ -87,7 +87,7 @@ fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
     if let [(first, second)] = copies.as_slice() {
         let with = unit.params[*first].fqn.clone();
         let FlatParam { fqn, .. } = unit.params.remove(*second);
-        unit.shared.push(Shared { fqn, with });
+        unit.shared.push(SharedName { fqn, with });
     }
     Ok(())
 }

@@ -6,10 +6,10 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::super::like::Like;
-use super::super::survey::{Beside, FlatState};
-use super::{Shapes, dtype_and_total, stride_of};
-use crate::catalog::flat::{FlatParam, FlatUnit, Shared};
+use super::super::like::LikeModel;
+use super::super::survey::{FlatState, PlainTensor};
+use super::{ShapeSource, dtype_and_total, stride_of};
+use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::refuse;
@@ -17,7 +17,7 @@ use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 use crate::name_list::{FEW, short_list};
 
-pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<FlatUnit>> {
+pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<Vec<FlatUnit>> {
     refuse_empty(state, shapes)?;
     let mut by_unit: HashMap<&str, Vec<(&Fqn, Range<u64>)>> = HashMap::new();
     for name in state.parameters() {
@@ -28,11 +28,11 @@ pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<Fl
         let mut found = by_unit.remove(module).unwrap_or_default();
         // The first of tied names, in the order of the state dict, is the parameter's own.
         found.sort_by_key(|(_, range)| range.start);
-        let (mut params, mut shared): (Vec<(&Fqn, Range<u64>)>, Vec<Shared>) = (Vec::new(), Vec::new());
+        let (mut params, mut shared): (Vec<(&Fqn, Range<u64>)>, Vec<SharedName>) = (Vec::new(), Vec::new());
         for (name, range) in found {
             match params.last() {
                 Some((with, known)) if *known == range => {
-                    shared.push(Shared { fqn: name.clone(), with: (*with).clone() });
+                    shared.push(SharedName { fqn: name.clone(), with: (*with).clone() });
                 }
                 _ => params.push((name, range)),
             }
@@ -42,8 +42,8 @@ pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<Fl
         let params = params.into_iter().map(|(name, range)| {
             let numel = range.end - range.start;
             let (shape, stride) = match shapes {
-                Shapes::Raw => (Dims::from_elem(numel, 1), None),
-                Shapes::Like(like) => shape_in(like, name, numel)?,
+                ShapeSource::Raw => (Dims::from_elem(numel, 1), None),
+                ShapeSource::Like(like) => shape_in(like, name, numel)?,
             };
             Ok(FlatParam { fqn: name.clone(), shape, stride })
         });
@@ -54,10 +54,11 @@ pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<Fl
 }
 
 /// A parameter without elements is a view of nothing, so its unit and its place are not known, nor that it is none.
-fn refuse_empty(state: &FlatState, shapes: Shapes<'_>) -> Result<()> {
-    let Shapes::Like(like) = shapes else { return Ok(()) };
+fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
+    let ShapeSource::Like(like) = shapes else { return Ok(()) };
     let viewed: HashSet<&Fqn> = state.parameters().into_iter().collect();
-    let mut empty = state.ranks[0].beside.iter().filter(|(name, is)| **is == Beside::Empty && !viewed.contains(name));
+    let mut empty =
+        state.ranks[0].beside.iter().filter(|(name, is)| **is == PlainTensor::Empty && !viewed.contains(name));
     let differs = |name: &Fqn| like.params.get(name).is_some_and(|param| *param.shape != [0]);
     match empty.find(|(name, _)| differs(name)) {
         None => Ok(()),
@@ -74,7 +75,7 @@ fn refuse_empty(state: &FlatState, shapes: Shapes<'_>) -> Result<()> {
 fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a str, Range<u64>)> {
     let mut pieces: Vec<(u32, &str, &Range<u64>)> = Vec::new();
     for rank in &state.ranks {
-        if let Some(Beside::View { module, range }) = rank.beside.get(name) {
+        if let Some(PlainTensor::View { module, range }) = rank.beside.get(name) {
             pieces.push((rank.rank, module, range));
         }
     }
@@ -120,7 +121,7 @@ fn alignment(
     })
 }
 
-fn shape_in(like: &Like, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)> {
+fn shape_in(like: &LikeModel, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)> {
     let Some(param) = like.params.get(name) else {
         return Err(refuse(format!("{name}: {} has no parameter of this name", like.path.display())));
     };
@@ -160,14 +161,14 @@ mod tests {
         let of_rank_0 = [("", "emb", 0..15), ("", "weight", 16..19), ("", "head", 0..15)];
         let of_rank_1 = [("", "weight", 19..31), ("", "bias", 32..37)];
         let ranks: [(u32, &[_]); 2] = [(0, &of_rank_0), (1, &of_rank_1)];
-        let layout = recover(&state_of_views(38, (2, 2), &ranks), Shapes::Raw).unwrap();
+        let layout = recover(&state_of_views(38, (2, 2), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!(shown(&layout), [" align 4: emb 15, weight 15, bias 5, head=emb"]);
         // Replicas of both shards; then without one, and without both holders of another.
         let ranks: [(u32, &[_]); 4] = [(0, &of_rank_0), (1, &of_rank_1), (2, &of_rank_0), (3, &of_rank_1)];
-        let hybrid = recover(&state_of_views(38, (2, 4), &ranks), Shapes::Raw).unwrap();
+        let hybrid = recover(&state_of_views(38, (2, 4), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!((hybrid.units == layout.units, hybrid.shard_group_size, hybrid.world_size), (true, 2, 4));
-        assert!(recover(&state_of_views(38, (2, 4), &ranks[..3]), Shapes::Raw).is_ok());
-        let error = recover(&state_of_views(38, (2, 2), &ranks[1..2]), Shapes::Raw).unwrap_err().to_string();
+        assert!(recover(&state_of_views(38, (2, 4), &ranks[..3]), ShapeSource::Raw).is_ok());
+        let error = recover(&state_of_views(38, (2, 2), &ranks[1..2]), ShapeSource::Raw).unwrap_err().to_string();
         assert!(error.contains("expected parameters that follow each other, padded to 16 bytes"), "{error}");
     }
 
@@ -175,17 +176,17 @@ mod tests {
     fn views_that_cannot_be_are_refused() {
         let with = |second: Range<u64>| {
             let ranks: [(u32, &[_]); 2] = [(0, &[("", "w", 0..8)]), (1, &[("", "w", second)])];
-            recover(&state_of_views(16, (2, 2), &ranks), Shapes::Raw)
+            recover(&state_of_views(16, (2, 2), &ranks), ShapeSource::Raw)
         };
         assert!(with(8..16).is_ok());
         for second in [9..16, 7..16, 8..20] {
             assert!(with(second.clone()).is_err(), "{second:?}");
         }
         let mixed: [(u32, &[_]); 1] = [(0, &[("", "a", 0..3), ("", "b", 8..11)])];
-        let layout = recover(&state_of_views(11, (1, 1), &mixed), Shapes::Raw).unwrap();
+        let layout = recover(&state_of_views(11, (1, 1), &mixed), ShapeSource::Raw).unwrap();
         assert_eq!(layout.units[0].align_numel, Some(8));
         for sizes in [(0, 2), (2, 3), (3, 2)] {
-            assert!(recover(&state_of_views(11, sizes, &mixed), Shapes::Raw).is_err(), "{sizes:?}");
+            assert!(recover(&state_of_views(11, sizes, &mixed), ShapeSource::Raw).is_err(), "{sizes:?}");
         }
     }
 }

@@ -1,0 +1,100 @@
+//! Waiting for other processes: how long at most, what ends a wait before that, and the lines that report it.
+//!
+//! A user at a silent terminal does not know which process is missing until the deadline. A process therefore reports whom
+//! it waits for: soon for the first time, then seldom.
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+#[derive(Clone, Copy)]
+pub struct WaitNotices<'a> {
+    pub limit: Duration,
+    /// After so long it is said for the first time whom this is about, and again after each `again`.
+    pub first: Duration,
+    pub again: Duration,
+    pub tell: &'a (dyn Fn(&str) + Sync),
+}
+
+impl WaitNotices<'_> {
+    /// One that says nothing.
+    #[must_use]
+    pub fn silent(limit: Duration) -> Self {
+        Self { limit, first: limit, again: limit, tell: &|_| {} }
+    }
+}
+
+/// Tells the user what a process waits for, through [`Patience`].
+#[derive(Clone)]
+pub struct WaitReporter {
+    /// See [`Patience::first`].
+    pub first: Duration,
+    /// See [`Patience::again`].
+    pub again: Duration,
+    pub tell: Arc<dyn Fn(&str) + Send + Sync>,
+}
+
+impl WaitReporter {
+    #[must_use]
+    pub fn silent() -> Self {
+        Self { first: Duration::MAX, again: Duration::MAX, tell: Arc::new(|_| {}) }
+    }
+
+    #[must_use]
+    pub fn patience(&self, limit: Duration) -> WaitNotices<'_> {
+        WaitNotices { limit, first: self.first, again: self.again, tell: &*self.tell }
+    }
+}
+
+impl fmt::Debug for WaitReporter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WaitReporter").field("first", &self.first).field("again", &self.again).finish_non_exhaustive()
+    }
+}
+
+/// One wait.
+pub struct Wait<'a> {
+    patience: WaitNotices<'a>,
+    begun: Instant,
+    next: Cell<Duration>,
+}
+
+impl<'a> Wait<'a> {
+    #[must_use]
+    pub fn begin(patience: WaitNotices<'a>) -> Self {
+        Self { patience, begun: Instant::now(), next: Cell::new(patience.first) }
+    }
+
+    pub fn until(&self) -> Instant {
+        self.begun + self.patience.limit
+    }
+
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        Instant::now() >= self.until()
+    }
+
+    /// `120 s`
+    pub fn limit(&self) -> String {
+        format!("{} s", self.patience.limit.as_secs())
+    }
+
+    /// Whether it is time to say something.
+    pub fn is_due(&self) -> bool {
+        let elapsed = self.begun.elapsed();
+        let is_due = elapsed >= self.next.get() && elapsed < self.patience.limit;
+        if is_due {
+            self.next.set(elapsed + self.patience.again);
+        }
+        is_due
+    }
+
+    /// `what` is `waiting for WHOM`; `why` what keeps them, as far as that is known. What was said.
+    pub fn say(&self, what: &str, why: Option<&str>) -> String {
+        let why = why.map(|why| format!(": {why}")).unwrap_or_default();
+        let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());
+        (self.patience.tell)(&words);
+        words
+    }
+}

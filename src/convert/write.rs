@@ -1,0 +1,442 @@
+//! Doing what a conversion has decided on: alone, as one of several processes, or where an earlier run stopped.
+//!
+//! Every process that is given the same command derives the same plan, so each knows its part without asking. It writes
+//! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
+//! publishes; the others wait for that, or leave.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::byte_meter::{EarlierWork, Meter};
+use super::journals::JournalSet;
+use super::peers::Peers;
+use super::prepared::Prepared;
+use super::read_back::read_back;
+use super::reading::input;
+use super::replaceable::check_replaceable;
+use super::run::Run;
+use super::source::ConversionSource;
+use super::space::check_space;
+use super::waiting::wait_reporter;
+use super::work_folder::clear_beside;
+use crate::catalog::OutputFile;
+use crate::comm::{Launch, Part};
+use crate::convert::options::ConvertOptions;
+use crate::error::{Error, Result};
+use crate::exchange::Reducing;
+use crate::exec::copy::{Stats, Writing, copy};
+use crate::exec::fingerprint::fingerprint;
+use crate::exec::plan_description::About;
+use crate::exec::sidecar_files::{SidecarFile, carry};
+use crate::exec::{Extents, Options, sources};
+use crate::name_list::{FEW_NUMBERS, short_list};
+use crate::progress::Task;
+use crate::publish::log::{AtEnd, Log};
+use crate::publish::recovery::{self, CompletedWork};
+use crate::publish::seal::{check_output, has_all, is_complete, seal};
+use crate::publish::{
+    Beginning, Claim, MissingParts, OtherPart, OtherState, ReplaceCheck, Seal, Staging, Waited, WorkPlan,
+};
+use crate::quantity::human_bytes;
+
+/// How it ended.
+pub enum WriteOutcome {
+    /// The destination is there.
+    Published(Stats, Publisher),
+    /// This part is done; whichever is done last publishes.
+    Part(Stats),
+    /// The destination was there already, from the same plan.
+    Already,
+}
+
+/// Who made the destination of all parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Publisher {
+    This,
+    Other,
+}
+
+/// Write `conversion` to `destination`, or this process's part of it.
+///
+/// # Errors
+/// Anything; the destination is then as it was.
+pub fn write_destination(
+    conversion: &Prepared,
+    args: &ConvertOptions,
+    destination: &Path,
+    options: &Options,
+    run: &Run<'_>,
+) -> Result<WriteOutcome> {
+    let claim = claim(conversion, args, options, run);
+    let reducing = conversion.source.reducing();
+    let about = about(conversion, reducing, run);
+    let plan = plan(conversion, reducing, &about);
+    if let Some(peers) = &conversion.source.peers {
+        peers.compare(plan.fingerprint)?;
+    }
+    let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
+    // Parts wait for each other once all have begun. A process that cannot begin tells the others before that.
+    let peers = conversion.source.peers.as_ref().filter(|peers| !peers.exchange_bytes());
+    let begun = match peers {
+        Some(peers) => peers.settle(begun)?,
+        None => begun?,
+    };
+    match begun {
+        Beginning::Done => Ok(WriteOutcome::Already),
+        Beginning::Work(staging) => {
+            let records = JournalSet { conversion, staging: &staging, run, sync: options.sync };
+            let producer = DestinationWriter { conversion, staging: &staging, records, args, options, run };
+            let written = producer.write().inspect_err(|error| staging.tell(error));
+            let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
+            // Those that have met do so as they leave.
+            if matches!((&produced, &conversion.source.peers), (Ok(WriteOutcome::Published(_, Publisher::This)), None))
+            {
+                clear_beside(destination);
+            }
+            match produced {
+                // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
+                Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
+                Err(Error::Stopped(stopped)) if staging.is_kept() => {
+                    Err(stopped.keeping(staging.partial(), producer.kept()).into())
+                }
+                Err(error) if staging.is_kept() => {
+                    // Those of usage say so themselves.
+                    if error.kind() != "usage" && producer.has_recorded() {
+                        let (place, much) = (staging.partial().display(), producer.kept());
+                        run.progress
+                            .note(&format!("{place} keeps {much}; the same command with options::resume goes on"));
+                    }
+                    staging.abandon();
+                    Err(error)
+                }
+                produced => produced,
+            }
+        }
+    }
+}
+
+/// What this process wants to do at a destination.
+pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
+    let (shape, carried) = (conversion.shape, conversion.carried.clone());
+    Claim {
+        overwrite: args.execute.overwrite,
+        replace_check: ReplaceCheck::new(move |destination| check_replaceable(destination, shape, &carried)),
+        restart: args.execute.restart,
+        resume: args.execute.resume,
+        part: run.launch.part,
+        run: run.launch.run.clone(),
+        sync: options.sync,
+        parts_wait: run.launch.waits,
+        reporter: wait_reporter(run),
+    }
+}
+
+/// What a plan is of, for people.
+pub fn about(conversion: &Prepared, reducing: Reducing, run: &Run<'_>) -> About {
+    let Prepared { source, carried, .. } = conversion;
+    let mut options = run.labels.clone();
+    if reducing == Reducing::ByNccl {
+        options.insert(String::from("options::fast_reduce"), reducing.to_string());
+    }
+    About::new(options, &source.checkpoint.files, carried, &roots(source))
+}
+
+/// What is to be made, as other processes and later runs know it.
+pub fn plan<'a>(conversion: &Prepared, reducing: Reducing, about: &'a About) -> WorkPlan<'a> {
+    let Prepared { source, reservation, carried, .. } = conversion;
+    let version = env!("CARGO_PKG_VERSION");
+    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), reducing);
+    WorkPlan { fingerprint, version, about }
+}
+
+fn roots(source: &ConversionSource) -> Vec<&Path> {
+    source.paths_read().into_iter().map(|(_, path)| path).collect()
+}
+
+struct DestinationWriter<'a> {
+    conversion: &'a Prepared,
+    staging: &'a Staging,
+    records: JournalSet<'a>,
+    args: &'a ConvertOptions,
+    options: &'a Options,
+    run: &'a Run<'a>,
+}
+
+impl DestinationWriter<'_> {
+    fn files(&self) -> &[OutputFile] {
+        &self.conversion.reservation.files
+    }
+
+    fn part(&self) -> Part {
+        self.run.launch.part
+    }
+
+    /// The carried files that are a part's, with their numbers.
+    fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &SidecarFile)> {
+        let is_own = move |(number, file): &(u32, &SidecarFile)| file.carrier(*number, part.of) == part.index;
+        (0..).zip(&self.conversion.carried).filter(is_own)
+    }
+
+    /// Write what is left of this part. Gives what was done before, too, as long as others may show that it was not.
+    fn write(&self) -> Result<(Stats, EarlierWork)> {
+        let Self { conversion, staging, options, run, .. } = *self;
+        let (files, part) = (self.files(), self.part());
+        let verify = self.args.execute.verify;
+        let own = conversion.division(part);
+        let mut known = self.records.believed(&own, verify)?;
+        let peers = conversion.source.peers.as_ref();
+        if let Some(peers) = peers.filter(|peers| peers.reducing() == Reducing::ByNccl) {
+            known = self.made_alike(peers)?;
+        }
+        let todo = own.without(&known.done);
+        let before = EarlierWork::of(&known);
+        let to_carry = self.carried_by(part).filter(|(number, _)| !known.carried.contains(number));
+        check_space(staging.folder(), files, &todo, to_carry.map(|(_, file)| file))?;
+        // An earlier run may have been told to check less.
+        let see_apart = peers.is_some_and(Peers::see_apart);
+        let checked = if see_apart { Extents::of_files(files) } else { own };
+        conversion.source.check(&sources(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
+
+        // A run that is alone and has nothing to read back publishes at once.
+        let is_brief = !staging.is_kept() && !verify;
+        let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
+        let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);
+        let progress = Task::start(run.progress, "writing", conversion.len_bytes());
+        let meter = Meter::start(&progress, staging, &before, part)?;
+
+        for (number, file) in self.carried_by(part) {
+            if self.records.has_carried(&known, number, file, verify)? {
+                meter.skip(file.len);
+            } else {
+                carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
+                log.carried(number);
+            }
+        }
+        let writing = Writing {
+            reservation: &conversion.reservation,
+            folder: staging.folder(),
+            log: &log,
+            options,
+            reporter: &meter,
+            stop: &run.stop,
+        };
+        let stats = match peers {
+            Some(peers) if peers.exchange_bytes() => {
+                peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.progress)?
+            }
+            _ => copy(input(&conversion.source.checkpoint), writing)?,
+        };
+        if conversion.source.reducing() == Reducing::ByNccl {
+            let bytes = human_bytes(stats.folded_bytes);
+            run.progress.detail(&format!("options::fast_reduce: {bytes} were reduced by NCCL for this process"));
+        }
+        staging.finish()?;
+        let bytes_before = before.bytes(&staging.others()?);
+        Ok((Stats { bytes_before, ..stats }, before))
+    }
+
+    /// What is done, of copies of a value only where NCCL has made them at once. Collective.
+    fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
+        // Nobody doubts anything any more; then, nobody has begun.
+        peers.barrier()?;
+        if self.part().index == 0 {
+            self.records.doubt_torn()?;
+        }
+        peers.barrier()?;
+        self.records.known()
+    }
+
+    /// Publish; processes that have come to this together all hear how it goes.
+    fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
+        let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
+        let Some(peers) = peers else { return self.publish(stats, before) };
+        if self.part().index > 0 {
+            peers.barrier()?;
+            self.staging.see_published();
+            return Ok(WriteOutcome::Published(stats, Publisher::Other));
+        }
+        let published = self.publish(stats, before);
+        // Whoever is gone now went too late to change anything.
+        published.as_ref().map_or_else(|error| peers.fail(error), |_| drop(peers.barrier()));
+        published
+    }
+
+    /// Publish where everything is there; else wait for those who do, or leave it to them.
+    fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
+        let (waits, part) = (self.run.launch.waits, self.part());
+        // Of those that wait for each other the first one seals, and reports.
+        let mut is_sealer = !waits || part.index == 0;
+        loop {
+            if is_sealer && self.try_publish(&mut stats)? {
+                return Ok(WriteOutcome::Published(stats, Publisher::This));
+            }
+            if !waits && !part.is_alone() {
+                self.check(|known| self.is_done(known, part.index))?;
+                return Ok(WriteOutcome::Part(stats));
+            }
+            match self.wait(&mut stats, before)? {
+                Waited::Published => return Ok(WriteOutcome::Published(stats, Publisher::Other)),
+                Waited::Without(missing) => self.do_without(missing)?,
+                Waited::NobodySeals => {
+                    is_sealer = true;
+                    self.check(|known| self.is_complete(known))?;
+                }
+            }
+        }
+    }
+
+    /// Publish, unless something lacks, somebody is to come, or another process is at it.
+    fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
+        let Self { staging, run, .. } = *self;
+        // Where nothing is kept, this run has done all there is.
+        let known = if staging.is_kept() { self.records.known_yet()? } else { None };
+        let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
+        if !is_all_there || !self.has_everybody_begun()? {
+            return Ok(false);
+        }
+        let Some(right) = staging.try_seal(&run.stop)? else { return Ok(false) };
+        self.seal(right, known, stats)?;
+        Ok(true)
+    }
+
+    /// Go on without parts that do not come (back): they may have been done, and ended before they could say so.
+    fn do_without(&self, missing: MissingParts) -> Result<()> {
+        let is_done = |known: &CompletedWork| missing.parts.iter().all(|index| self.is_done(known, *index));
+        if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
+            return Err(self.staging.without(&missing));
+        }
+        self.staging.settle(missing);
+        Ok(())
+    }
+
+    /// What is said to be done is recorded, as long as nobody has published it.
+    fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
+        let mut incomplete = None;
+        let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
+            incomplete = self.records.known_yet()?.filter(|known| !is_recorded(known));
+            Ok(incomplete.is_none())
+        })?;
+        incomplete.filter(|_| !is_shown).map_or(Ok(()), |known| Err(self.incomplete(&known)))
+    }
+
+    /// Complete the output, all of which is there, and put it at the destination.
+    fn seal(&self, right: Seal<'_>, known: Option<CompletedWork>, stats: &mut Stats) -> Result<()> {
+        let Self { conversion, staging, run, options, .. } = *self;
+        if let Some(known) = &known {
+            let carried = &conversion.carried;
+            staging.confirm(&run.stop, "what was written", || has_all(staging.folder(), self.files(), carried))?;
+            seal(staging.folder(), self.files(), carried, known, staging.journals(), options.sync)?;
+            stats.lose(&known.lost);
+        }
+        if self.args.execute.verify {
+            let hint = if known.is_some() { WRONG_AND_KEPT } else { WRONG };
+            if let Some(wrong) = read_back(conversion, staging.folder(), hint, run)? {
+                known.map_or(Ok(()), |known| self.records.doubt(&known, &wrong.bytes))?;
+                return Err(wrong.error);
+            }
+        }
+        run.stop.check()?;
+        staging.check()?;
+        check_output(staging.folder(), self.files(), &conversion.carried)?;
+        right.publish(options.sync)
+    }
+
+    fn wait(&self, stats: &mut Stats, before: &EarlierWork) -> Result<Waited> {
+        let Self { staging, run, .. } = *self;
+        let mut said = Instant::now();
+        let mut every = SAY_AFTER;
+        let mut notify = |others: &[OtherPart]| {
+            stats.bytes_before = before.bytes(others);
+            if said.elapsed() >= every
+                && let Some(text) = waiting_for(others)
+            {
+                let Launch { part, launcher, .. } = &run.launch;
+                run.progress.note(&format!("{text}; there are {} parts, as {} has it", part.of, launcher.name()));
+                (said, every) = (Instant::now(), SAY_EVERY);
+            }
+        };
+        staging.wait_published(&run.stop, &mut notify)
+    }
+
+    fn is_complete(&self, known: &CompletedWork) -> bool {
+        is_complete(known, self.files(), self.conversion.carried.len())
+    }
+
+    /// Whether all that a part has to do is recorded.
+    fn is_done(&self, known: &CompletedWork, index: u32) -> bool {
+        let part = Part { index, ..self.part() };
+        self.conversion.division(part).without(&known.done).is_empty()
+            && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
+    }
+
+    /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
+    fn has_everybody_begun(&self) -> Result<bool> {
+        let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
+        Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
+    }
+
+    /// What another run need not do again: `12.30 GB of 40.00 GB`. Of several processes each speaks of its own part: the
+    /// others may be at theirs, or be recording what they end with.
+    fn kept(&self) -> String {
+        let part = self.part();
+        let own = self.conversion.division(part);
+        let whole = human_bytes(own.len_bytes());
+        let whole = if part.is_alone() { whole } else { format!("the {whole} of part {} of {}", part.index, part.of) };
+        match self.records.known() {
+            Ok(known) => {
+                let left = own.without(&known.done).len_bytes();
+                format!("{} of {whole}", human_bytes(own.len_bytes() - left))
+            }
+            Err(_) => String::from("what is done"),
+        }
+    }
+
+    /// Whether another run has anything to go on with.
+    fn has_recorded(&self) -> bool {
+        !recovery::is_empty(self.staging.journals()).unwrap_or(false)
+    }
+
+    fn incomplete(&self, known: &CompletedWork) -> Error {
+        let missing = Extents::of_files(self.files()).without(&known.done);
+        Error::usage(
+            format!(
+                "all parts say that they are done, and {} of {} are not recorded in {}",
+                human_bytes(missing.len_bytes()),
+                human_bytes(self.conversion.reservation.len_bytes()),
+                self.staging.partial().display()
+            ),
+            "the same command with options::resume does what is missing",
+        )
+    }
+}
+
+/// What to do where what was read back is not what was written.
+const WRONG: &str = "memory or disk is at fault; nothing was published, and nothing is kept: run it again";
+const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with options::resume writes \
+                              this again, and keeps all else that is done";
+
+/// Time until the user is told of whom this process waits for, and until that is said again.
+const SAY_AFTER: Duration = Duration::from_secs(5);
+const SAY_EVERY: Duration = Duration::from_mins(1);
+
+/// `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`
+fn waiting_for(others: &[OtherPart]) -> Option<String> {
+    let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
+    let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();
+    let index = |other: &OtherPart| other.part.index.to_string();
+    let missing: Vec<String> =
+        of_state(OtherState::NotStarted).filter(|other| other.failure.is_none()).map(index).collect();
+    let failed: Vec<String> = of_state(OtherState::NotStarted)
+        .filter_map(|other| {
+            Some(format!("{} (not started since it failed: {})", index(other), other.failure.as_ref()?))
+        })
+        .collect();
+    let working: Vec<String> = of_state(OtherState::Working)
+        .map(|other| format!("{} ({} done)", other.part.index, human_bytes(other.done_bytes)))
+        .collect();
+    let missing = (!missing.is_empty()).then(|| format!("{} (not started)", short_list(&missing, FEW_NUMBERS)));
+    let [failed, working] = [(failed, 2), (working, FEW_NUMBERS)]
+        .map(|(names, most)| (!names.is_empty()).then(|| short_list(&names, most)));
+    let all: Vec<String> = missing.into_iter().chain(failed).chain(working).collect();
+    (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
+}

@@ -1,0 +1,194 @@
+//! What of SRC becomes part of a twin, what it costs, and what does not depend on it.
+
+use std::os::unix::fs::{MetadataExt, symlink};
+
+use super::*;
+use dtshard::exchange;
+use dtshard::exec::compare::replica_difference;
+
+fn alone(own: PathBuf) -> Spread {
+    Spread { folder: tempfile::tempdir().unwrap(), own: vec![own] }
+}
+
+#[test]
+fn single_files_are_read_with_what_is_said_of_those_beside_them() {
+    for path in [
+        fixture("torch_file/model.pt"),
+        fixture("safetensors/single/model.safetensors"),
+        fixture("safetensors/sharded/model.safetensors.index.json"),
+        fixture("fsdp4/ranks/model_world_size_4_rank_1.pt"),
+        fixture("fsdp4/dcp/.metadata"),
+        fixture("README.md"),
+    ] {
+        let whole = Checkpoint::open(&path, &ReadOptions::default());
+        let expected = said(whole, path.parent().unwrap());
+        let spread = alone(path.clone());
+        let opened = spread.each(|_, twin| Ok(said(twin.open(&ReadOptions::default()), path.parent().unwrap())));
+        assert_eq!(*opened[0].as_ref().unwrap(), expected);
+    }
+}
+
+#[test]
+fn files_of_ranks_as_plain_tensors_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let local = folder.path().join("local");
+    succeed("reshard", &[&fixture("fsdp4/dcp"), &local], "--to local --mesh dp=2,tp=2 --placements S(0),S(1)");
+    let expected = said(Checkpoint::open(&local, &ReadOptions::default()), &local);
+    let spread = Spread::new(&local, 3);
+    let opened =
+        spread.each(|rank, twin| Ok(said(twin.open(&ReadOptions::default()), &spread.own[rank.rank() as usize])));
+    opened.into_iter().for_each(|opened| assert!(opened.unwrap() == expected));
+    assert!(expected.unwrap().starts_with("local"));
+    check_conversion(&local, 3, &in_safetensors);
+    check_conversion(&local, 2, &in_dcp);
+}
+
+#[test]
+fn links_to_files_are_files_and_links_to_folders_lead_to_checkpoints_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for below in ["blobs", "src/step-3", "elsewhere/step-9"] {
+        fs::create_dir_all(at(below)).unwrap();
+    }
+    let (blob, linked) = (at("blobs/0a"), at("elsewhere/step-9/model.safetensors"));
+    fs::copy(fixture("safetensors/single/model.safetensors"), &blob).unwrap();
+    symlink("../../blobs/0a", &linked).unwrap();
+    fs::write(at("elsewhere/secret.json"), "{}").unwrap();
+    symlink("../elsewhere/step-9", at("src/latest")).unwrap();
+    symlink("../elsewhere", at("src/other")).unwrap();
+    symlink("..", at("src/step-3/step-4")).unwrap();
+    symlink("nowhere", at("src/dangling.json")).unwrap();
+    let spread = alone(at("src"));
+    let done = spread.each(|_, twin| {
+        let checkpoint = twin.open(&ReadOptions::default())?;
+        assert_eq!(checkpoint.root, at("src/latest"));
+        assert_eq!(checkpoint.resolved_from, Some(at("src")));
+        assert_eq!(checkpoint.place(&at("src/latest/config.json")), spread.twin().join("latest/config.json"));
+        Ok(())
+    });
+    done.into_iter().for_each(|done| done.unwrap());
+    assert_eq!(files_of(&spread.twin()), ["dangling.json", "latest/model.safetensors"].map(PathBuf::from));
+    assert!(!spread.twin().join("dangling.json").exists());
+}
+
+/// A file beside is in the twin, for every process; one with tensors is not, and each knows who has it.
+#[test]
+fn what_lies_beside_can_be_copied_by_all() {
+    let spread = Spread::new(&fixture("verl"), 3);
+    let actor = Path::new("global_step_10/actor");
+    let beside = actor.join("huggingface/tokenizer.json");
+    let tensors = files_of(&fixture("verl")).into_iter().find(|path| path.extension() == Some("pt".as_ref())).unwrap();
+    let done = spread.each(|rank, twin| {
+        let own = &spread.own[rank.rank() as usize];
+        let checkpoint = twin.open(&ReadOptions::default())?;
+        let (in_twin, at_home) = (spread.twin().join(&beside), own.join(&beside));
+        assert!(twin.holds_whole(&at_home) && twin.holds_whole(&in_twin));
+        assert_eq!(checkpoint.place(&at_home), in_twin);
+        assert_eq!(fs::read(&in_twin).unwrap(), fs::read(fixture("verl").join(&beside)).unwrap());
+        for path in [own.join(&tensors), spread.twin().join(&tensors)] {
+            assert!(!twin.holds_whole(&path));
+            let seen_by = (0..).zip(&spread.own).filter(|(_, own)| own.join(&tensors).exists()).map(|(rank, _)| rank);
+            assert_eq!(twin.seen_by(&path), seen_by.collect::<Vec<u32>>());
+        }
+        // Of what is nowhere in it nothing is known.
+        let elsewhere = Path::new("/elsewhere/tokenizer.json");
+        assert!(twin.holds_whole(elsewhere) && twin.seen_by(elsewhere).is_empty());
+        assert_eq!(checkpoint.place(elsewhere), elsewhere);
+        Ok(())
+    });
+    done.into_iter().for_each(|done| done.unwrap());
+}
+
+#[test]
+fn a_gigabyte_of_tensors_costs_its_header() {
+    let folder = tempfile::tempdir().unwrap();
+    let len = 1_u64 << 30;
+    let mut header = format!(r#"{{"w":{{"dtype":"U8","shape":[{len}],"data_offsets":[0,{len}]}}}}"#).into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let path = folder.path().join("model.safetensors");
+    fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat()).unwrap();
+    File::options().write(true).open(&path).unwrap().set_len(8 + header.len() as u64 + len).unwrap();
+    let spread = alone(folder.path().to_path_buf());
+    let written = spread.each(|_, twin| twin.open(&ReadOptions::default()).map(|_| twin.written()));
+    assert_eq!(*written[0].as_ref().unwrap(), 512);
+    let twin = fs::metadata(spread.twin().join("model.safetensors")).unwrap();
+    assert_eq!(twin.len(), 8 + header.len() as u64 + len);
+    assert!(twin.blocks() * 512 < 1 << 16);
+}
+
+#[test]
+fn a_fingerprint_tells_neither_the_place_of_a_twin_nor_who_saw_what() {
+    let source = fixture("fsdp4/ranks");
+    let print = |ranks: usize| {
+        let spread = Spread::new(&source, ranks);
+        // Replicas may be of several times; the latest counts.
+        for own in &spread.own {
+            for file in fs::read_dir(own).into_iter().flatten() {
+                set_modified(&file.unwrap().path(), 9_000_000);
+            }
+        }
+        let done = spread.each(|rank, twin| {
+            let checkpoint = twin.open(&ReadOptions::default())?;
+            let reservation = in_safetensors(&checkpoint.catalog);
+            let own: &Path = &spread.own[rank.rank() as usize];
+            Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
+        });
+        let mut prints: Vec<_> = done.into_iter().map(|print| print.unwrap()).collect();
+        prints.dedup();
+        assert_eq!(prints.len(), 1);
+        prints[0]
+    };
+    assert_eq!(print(2), print(4));
+}
+
+#[test]
+fn random_state_is_compared_before_anything_moves() {
+    let spread = Spread::new(&fixture("verl"), 4);
+    let done = spread.each(|_, twin| {
+        let mut compared = 0;
+        for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
+            let checkpoint = twin.open(&ReadOptions { io: Some(io), ..ReadOptions::default() })?;
+            for (fqn, id) in model::all_tensors(&checkpoint.catalog.state) {
+                let entry = checkpoint.catalog.tensor(id);
+                if model::is_random_state(fqn.as_str()) {
+                    replica_difference(input(&checkpoint), entry, &options(), &Silent, &Stop::default())?;
+                    compared += 1;
+                }
+            }
+        }
+        Ok(compared)
+    });
+    assert!(done.into_iter().all(|compared| compared.unwrap() > 0));
+}
+
+/// Whether replicas differ is found as one process finds it, wherever they lie.
+#[test]
+fn replicas_on_several_ranks_are_compared() {
+    let mut differing = 0;
+    for source in ["conflict/replica", "conflict/tensor", "replicated_plain/ranks", "hsdp/ranks", "verl", "fsdp4/dcp"] {
+        let source = fixture(source);
+        let options = options();
+        let whole = Checkpoint::open(&source, &ReadOptions::default()).unwrap();
+        let ids: Vec<_> = model::all_tensors(&whole.catalog.state).into_iter().map(|(_, id)| id).collect();
+        let expected: Vec<_> = (ids.iter())
+            .filter_map(|id| {
+                let entry = whole.catalog.tensor(*id);
+                let found = replica_difference(input(&whole), entry, &options, &Silent, &Stop::default()).unwrap();
+                found.map(|found| (*id, found))
+            })
+            .collect();
+        differing += expected.len();
+        for ranks in [1, 2, 4] {
+            let spread = Spread::new(&source, ranks);
+            let found = spread.each(|rank, twin| {
+                let checkpoint = twin.open(&ReadOptions::default())?;
+                let sight = FileVisibility::of(&checkpoint.files, rank.size());
+                exchange::differing(rank, &sight, input(&checkpoint), &ids, &Silent, &Stop::default())
+            });
+            for found in found {
+                assert_eq!(found.unwrap(), expected, "{} by {ranks}", source.display());
+            }
+        }
+    }
+    assert!(differing > 1);
+}

@@ -1,0 +1,288 @@
+//! Processes that each see some files of a checkpoint read and convert it as one that sees all.
+
+mod faults;
+mod folders;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use crate::common::{fixture, succeed};
+use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
+use dtshard::comm::{Communicator, Local, Part};
+use dtshard::error::{Error, Result};
+use dtshard::exchange::{Counting, Exchange, FileOwners, FileVisibility, HostShuffle, Reducing, Topology, agree};
+use dtshard::exec::division::stretch;
+use dtshard::exec::fingerprint::fingerprint;
+use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
+use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
+use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
+use dtshard::metadata_mirror::{MetadataMirror, make};
+use dtshard::publish::log::{AtEnd, Log};
+use dtshard::publish::recovery::CompletedWork;
+use dtshard::publish::seal::seal;
+use dtshard::storage::{AnchoredPath, IoMode};
+use tempfile::TempDir;
+
+/// A checkpoint whose files several ranks have between them.
+struct Spread {
+    folder: TempDir,
+    /// SRC of each rank.
+    own: Vec<PathBuf>,
+}
+
+impl Spread {
+    /// Every file has a rank, every third one two. The last of three or more ranks has nothing.
+    fn new(source: &Path, ranks: usize) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let own: Vec<PathBuf> = (0..ranks).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
+        let holders = if ranks > 2 { ranks - 1 } else { ranks };
+        for (index, file) in files_of(source).into_iter().enumerate() {
+            let second = (index % 3 == 0).then_some(index + 1);
+            for holder in [Some(index), second].into_iter().flatten() {
+                let to = own[holder % holders].join(&file);
+                fs::create_dir_all(to.parent().unwrap()).unwrap();
+                fs::copy(source.join(&file), &to).unwrap();
+                set_modified(&to, 1_000_000 + 10 * index as u64 + (holder - index) as u64);
+            }
+        }
+        Self { folder, own }
+    }
+
+    fn twin(&self) -> PathBuf {
+        self.folder.path().join("twin")
+    }
+
+    /// Let each rank make the twin, and go on with it.
+    fn each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
+        std::thread::scope(|scope| {
+            let ranks = Local::fleet(u32::try_from(self.own.len()).unwrap());
+            let threads: Vec<_> = ranks
+                .into_iter()
+                .zip(&self.own)
+                .map(|(rank, own)| {
+                    let then = &then;
+                    scope.spawn(move || {
+                        let done = make(&rank, own, &anchored(self.folder.path()).join("twin"))
+                            .and_then(|twin| then(&rank, &twin));
+                        if done.is_ok() {
+                            rank.leave().unwrap();
+                        }
+                        done
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// What all say, where all say the same but for where their SRC is.
+    #[track_caller]
+    fn refused(&self, options: &ReadOptions) -> String {
+        let errors = self.each(|_, twin| twin.open(options).map(drop));
+        let texts: Vec<String> = (errors.into_iter().zip(&self.own))
+            .map(|(error, own)| relative(&error.unwrap_err().to_string(), own))
+            .collect();
+        assert!(texts.iter().all(|text| *text == texts[0]), "{texts:#?}");
+        texts[0].clone()
+    }
+}
+
+fn relative(text: &str, root: &Path) -> String {
+    text.replace(&root.display().to_string(), "SRC")
+}
+
+fn set_modified(path: &Path, seconds: u64) {
+    let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+    File::options().append(true).open(path).unwrap().set_modified(modified).unwrap();
+}
+
+/// All files below a folder, relative to it.
+fn files_of(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        let name = PathBuf::from(entry.file_name());
+        if entry.path().is_dir() {
+            found.extend(files_of(&entry.path()).into_iter().map(|below| name.join(below)));
+        } else {
+            found.push(name);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Everything that a checkpoint was found to be.
+fn spelled(checkpoint: &Checkpoint, root: &Path) -> String {
+    let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, missing, .. } = checkpoint;
+    let files: Vec<_> = files.ids().map(|id| (files.path(id).to_path_buf(), files.len_bytes(id))).collect();
+    let places = (&checkpoint.root, &checkpoint.resolved_from, files);
+    let text =
+        format!("{format} {places:?} {catalog:#?} {parts:?} {beside:?} {series:?} {skipped_series:?} {missing:?}");
+    relative(&text, root)
+}
+
+fn said(opened: Result<Checkpoint>, root: &Path) -> Result<String, String> {
+    opened.map(|checkpoint| spelled(&checkpoint, root)).map_err(|error| relative(&error.to_string(), root))
+}
+
+/// The folders below a folder, and itself.
+fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(at).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            folders_of(&path, found);
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn a_twin_reads_as_what_it_is_of() {
+    let mut all = Vec::new();
+    folders_of(&fixture(""), &mut all);
+    all.sort();
+    let mut read = BTreeMap::new();
+    for (index, source) in all.iter().enumerate() {
+        let layout = source.with_extension("flat_layout.json");
+        let options = ReadOptions {
+            flat: FlatKnowledge { layout: layout.exists().then_some(layout), ..FlatKnowledge::default() },
+            allow_missing: index % 2 == 0,
+            ..ReadOptions::default()
+        };
+        let whole = Checkpoint::open(source, &options);
+        if let Ok(whole) = &whole {
+            *read.entry(whole.format.name()).or_insert(0) += 1;
+        }
+        let whole = said(whole, source);
+        let spread = Spread::new(source, 1 + index % 4);
+        let twins = spread.each(|rank, twin| {
+            let own = &spread.own[rank.rank() as usize];
+            Ok(said(twin.open(&options), own))
+        });
+        for twin in twins {
+            let twin = twin.unwrap();
+            assert!(twin == whole, "{}: {twin:#?}\n{whole:#?}", source.display());
+        }
+    }
+    for format in ["dcp", "torch-ranks", "fsdp-flat", "safetensors", "dcp-hf"] {
+        assert!(read.get(format).is_some_and(|count| *count > 1), "{format}: {read:?}");
+    }
+}
+
+fn options() -> Options {
+    Options { threads: 2, strip_bytes: 1000, sync: false }
+}
+
+fn writing<'a>(
+    reservation: &'a Reservation,
+    folder: &'a AnchoredPath,
+    log: &'a Log<'a>,
+    options: &'a Options,
+    stop: &'a Stop,
+) -> copy::Writing<'a> {
+    copy::Writing { reservation, folder, log, options, reporter: &Silent, stop }
+}
+
+fn anchored(folder: &Path) -> AnchoredPath {
+    AnchoredPath::new(folder)
+}
+
+fn input(checkpoint: &Checkpoint) -> Input<'_> {
+    Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
+}
+
+fn in_safetensors(catalog: &Catalog) -> Reservation {
+    let tensors = model::all_tensors(&catalog.state);
+    let dtypes: Vec<Dtype> = catalog.tensors.iter().map(|entry| entry.dtype).collect();
+    let wanted = safetensors::SelectedTensors { source: catalog, dtypes: &dtypes };
+    safetensors::reserve(wanted, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
+}
+
+/// Each tensor along its last dim.
+fn in_dcp(catalog: &Catalog) -> Reservation {
+    let mesh = DeviceMesh::parse("dp=3").unwrap();
+    let mut shards = |_: &Fqn, _: &dtshard::catalog::Path, entry: &TensorEntry| {
+        let last = entry.shape.len().checked_sub(1);
+        let placement = last.map_or(Placement::Replicate, |dim| Placement::Shard(TensorDim(dim)));
+        let tile = |at: &dtshard::layout::Dims| local_shard(&entry.shape, mesh.shape(), &[placement], at).unwrap();
+        let ranks = mesh.coordinates().take(if last.is_some() { 3 } else { 1 });
+        Ok(ranks.map(|(rank, at)| (tile(&at), [rank].into_iter().collect())).collect())
+    };
+    dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
+}
+
+/// The output files, by one process and by several.
+fn written(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
+    let journals = &anchored(journals);
+    let known = CompletedWork::read(journals, &reservation.files, 0, false).unwrap();
+    assert_eq!(known.done, Extents::of_files(&reservation.files));
+    seal(&anchored(folder), &reservation.files, &[], &known, journals, false).unwrap();
+    reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
+}
+
+fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> Reservation + Sync)) {
+    let spread = Spread::new(source, ranks);
+    let outputs = ["alone", "together"].map(|name| spread.folder.path().join(name));
+    let journals = outputs.clone().map(|folder| folder.with_extension("journals"));
+    outputs.iter().chain(&journals).for_each(|folder| fs::create_dir(folder).unwrap());
+
+    let whole = Checkpoint::open(source, &ReadOptions::default()).unwrap();
+    let reservation = reserve(&whole.catalog);
+    let todo = Extents::of_files(&reservation.files);
+    let log = Log::new(&reservation.files, &todo, anchored(&journals[0]).join("0.journal"), false, AtEnd::Record);
+    copy::copy(input(&whole), writing(&reservation, &anchored(&outputs[0]), &log, &options(), &Stop::default()))
+        .unwrap();
+    let alone = written(&outputs[0], &reservation, &journals[0]);
+
+    let done = spread.each(|rank, twin| {
+        let checkpoint = twin.open(&ReadOptions::default())?;
+        let reservation = reserve(&checkpoint.catalog);
+        let (sight, nodes) = (FileVisibility::of(&checkpoint.files, rank.size()), Topology::meet(rank)?);
+        assert_eq!(nodes, vec![0; ranks]);
+        let parties = Topology { sight, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
+        let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
+        let owners = FileOwners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
+        let exchange = Exchange {
+            input: input(&checkpoint),
+            reservation: &reservation,
+            parties: &parties,
+            owners: &owners,
+            bucket_bytes: 5000,
+        };
+        let journal = anchored(&journals[1]).join(format!("{}.journal", rank.rank()));
+        let log = Log::new(&reservation.files, &todo, journal, false, AtEnd::Record);
+        let (options, stop) = (options(), Stop::default());
+        exchange.run(
+            rank,
+            HostShuffle::new(rank),
+            writing(&reservation, &anchored(&outputs[1]), &log, &options, &stop),
+        )?;
+        checkpoint.files.check_unchanged()?;
+        let own = &spread.own[rank.rank() as usize];
+        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
+    });
+    let fingerprints: Vec<_> = done.into_iter().map(|fingerprint| fingerprint.unwrap()).collect();
+    assert!(fingerprints.iter().all(|other| *other == fingerprints[0]));
+    let together = written(&outputs[1], &reservation, &journals[1]);
+    assert!(together == alone, "{}", source.display());
+}
+
+#[test]
+fn ranks_that_see_their_own_files_write_what_one_writes_that_sees_all() {
+    for (source, ranks) in [
+        ("fsdp4/dcp", 3),
+        ("compat/torch-2.4.1/fsdp4/dcp", 4),
+        ("odd4/ranks", 2),
+        ("fsdp_tp/ranks", 4),
+        ("fsdp1_sharded/ranks", 3),
+        ("safetensors/sharded", 2),
+        ("dcp_hf/shards", 3),
+    ] {
+        let source = fixture(source);
+        check_conversion(&source, ranks, &in_safetensors);
+        check_conversion(&source, ranks, &in_dcp);
+    }
+}
