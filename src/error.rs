@@ -1,344 +1,194 @@
-//! The one error of the crate, split by what the reader can do about it.
+//! Errors of the library: one type beside each concept, and [`Error`] over all of them.
 //!
-//! A message says what was expected and what was found, and where; [`Error::hint`] says what to do next and is
-//! printed on a line of its own.
+//! A message names the file or tensor, what was expected and what was found. [`Error::hint`] says what to do next.
+//! Messages and hints name an option as `options::max_memory`, by its field in [`options`](crate::options).
 
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
-use crate::layout::LayoutError;
+pub use crate::catalog::error::{CatalogError, CoverageKind};
+pub use crate::comm::error::{CommError, Peer};
+pub use crate::convert::error::UsageError;
+pub(crate) use crate::exec::stopped::STOPPING;
+pub use crate::exec::stopped::Stopped;
+pub use crate::format::error::FormatError;
+pub(crate) use crate::format::error::Wrong;
+pub use crate::gpu::error::DeviceError;
+pub use crate::layout::LayoutError;
+pub use crate::storage::error::{StorageError, Untrusted};
 
+/// A result whose error is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// How chunks fail to tile their tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CoverageKind {
-    Gap,
-    Overlap,
-    OutOfBounds,
-}
-
-impl CoverageKind {
-    /// The word used in messages and in `--json`.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Gap => "gap",
-            Self::Overlap => "overlap",
-            Self::OutOfBounds => "out of bounds",
-        }
-    }
-}
 
 /// Any failure of the library.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused something.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io { action: &'static str, path: PathBuf, source: io::Error },
+    /// An operation on a file or folder failed.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
 
-    /// Bytes that break the rules of their format.
-    #[error("{}: {at}: expected {expected}, found {found}", path.display())]
-    Malformed { path: PathBuf, at: String, expected: String, found: String, hint: Option<Box<str>> },
+    /// A file is damaged, missing, or of a kind that is not converted.
+    #[error(transparent)]
+    Format(#[from] FormatError),
 
-    /// Files that others say should be there.
-    #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
-    Missing { path: PathBuf, at: String, expected: String, missing: String, hint: Option<String> },
+    /// The chunks of a tensor do not fit together, or ranks disagree about a value.
+    #[error(transparent)]
+    Catalog(#[from] CatalogError),
 
-    /// Something real that this version does not convert.
-    #[error("{what}")]
-    Unsupported { what: String, hint: Option<String> },
-
-    /// The chunks of a tensor do not cover it exactly once.
-    #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
-    Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
-
-    /// Ranks (or replicas) that should hold the same thing do not.
-    #[error("{fqn}: {what} differs between {between}: {detail}")]
-    Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
-
-    /// A layout that cannot be, or cannot be applied to a tensor.
-    #[error("{0}")]
-    Layout(LayoutError),
+    /// A layout is impossible, or cannot be applied to a tensor.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
 
     /// Options ask for something that cannot be done.
-    #[error("{message}")]
-    Usage { message: String, hint: Option<String> },
+    #[error(transparent)]
+    Usage(#[from] UsageError),
 
-    /// An error whose message shortens a list, with all names of that list.
-    #[error("{error}")]
-    Naming { names: Vec<String>, error: Box<Error> },
+    /// Another process of the run failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
 
-    /// An error about a tensor, in the checkpoint it is in.
-    #[error("{}: {error}", path.display())]
-    Within { path: PathBuf, error: Box<Error> },
+    /// A GPU, or a library for it, failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 
-    /// Another process of the run is gone, or does not do what this one does.
-    #[error("{rank}: {op}: {detail}")]
-    Comm { rank: Peer, op: &'static str, detail: String, hint: Option<String> },
+    /// A signal stopped the run.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
 
-    /// A GPU, or a library for it, refused something.
-    #[error("GPU: {op}: {detail}")]
-    Device { op: &'static str, detail: String, hint: Option<String> },
+    /// The message of `source` shortens a list of names; these are all of them.
+    #[error("{source}")]
+    Naming { names: Vec<String>, source: Box<Error> },
 
-    /// A signal, to this process or to the one of the run that `rank` names; nothing was published. `kept` is what another run
-    /// can go on from: where it is, and how much.
-    #[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
-    Stopped { signal: &'static str, exit: u8, rank: Option<Peer>, kept: Option<(PathBuf, String)> },
-}
-
-/// A file or folder that is neither written to nor deleted, because another user may have put it there.
-#[derive(Debug, thiserror::Error)]
-pub enum Untrusted {
-    #[error("{} is a link to {}, which is not followed", path.display(), target.display())]
-    Link { path: PathBuf, target: PathBuf },
-    #[error("{} belongs to {owner}", path.display())]
-    Owner { path: PathBuf, owner: String },
-    #[error("{} is a file with {names} names, so that writing to it changes another file, too", path.display())]
-    Names { path: PathBuf, names: u64 },
-}
-
-impl Untrusted {
-    fn hint(&self) -> String {
-        match self {
-            Self::Link { .. } => String::from("remove the link, or choose another destination"),
-            Self::Owner { owner, .. } => {
-                format!("ask {owner} to finish or remove it, or choose another destination")
-            }
-            Self::Names { .. } => String::from("remove that name, or start again with options::restart"),
-        }
-    }
-}
-
-impl From<Untrusted> for io::Error {
-    fn from(found: Untrusted) -> Self {
-        Self::new(io::ErrorKind::PermissionDenied, found)
-    }
-}
-
-const PLACEMENTS_HINT: &str =
-    "a mesh is named dims (options::mesh dp=4,tp=2), a layout one placement a mesh dim (options::placements 'S(0),R')";
-/// What is wrong where in a document, before anybody says in which.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wrong {
-    pub at: String,
-    pub expected: String,
-    pub found: String,
-}
-
-impl Wrong {
-    pub fn new(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Self {
-        Self { at: at.into(), expected: expected.into(), found: found.into() }
-    }
-
-    #[must_use]
-    pub fn within(self, path: &Path) -> Error {
-        Error::malformed(path, self.at, self.expected, self.found)
-    }
-}
-
-/// What a shell says of a command that INT ended.
-pub const INTERRUPTED: u8 = 130;
-
-/// `EX_TEMPFAIL` of sysexits.h.
-pub const TRY_AGAIN: u8 = 75;
-
-/// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
-pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
-
-fn at_peer(peer: Option<&Peer>) -> String {
-    peer.map_or_else(String::new, |peer| format!(" at {peer}"))
-}
-
-/// A process of the run, named as far as it is known.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// From 0.
-    pub index: u32,
-    /// How many there are.
-    pub of: Option<u32>,
-    /// Where it runs: `n1, pid 4711`.
-    pub place: Option<String>,
-}
-
-impl From<u32> for Peer {
-    fn from(index: u32) -> Self {
-        Self { index, of: None, place: None }
-    }
-}
-
-/// `process 2 of 4 (n1, pid 4711)`, counted from 0.
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {}", self.index)?;
-        self.of.map_or(Ok(()), |of| write!(f, " of {of}"))?;
-        self.place.as_ref().map_or(Ok(()), |place| write!(f, " ({place})"))
-    }
-}
-
-fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
-    kept.map_or_else(
-        || String::from("nothing was written at the destination"),
-        |(path, much)| format!("{} keeps {much}, options::resume goes on from there", path.display()),
-    )
+    /// The error is about a tensor of the checkpoint at `path`.
+    #[error("{}: {source}", path.display())]
+    Within { path: PathBuf, source: Box<Error> },
 }
 
 impl Error {
-    /// Returns a function that turns an error of the operating system into `Io`, and an `Untrusted` into `Usage`.
+    /// Returns a function that adds the action and the path to an error of the operating system.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| match source.downcast::<Untrusted>() {
-            Ok(found) => Self::usage(found.to_string(), found.hint()),
-            Err(source) => Self::Io { action, path, source },
-        }
+        let of = StorageError::of(action, path);
+        move |source| of(source).into()
     }
 
+    /// Returns a [`FormatError::Malformed`].
     pub fn malformed(
         path: &Path,
         at: impl Into<String>,
         expected: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        let (at, expected, found) = (at.into(), expected.into(), found.into());
-        Self::Malformed { path: path.to_path_buf(), at, expected, found, hint: None }
+        Wrong::new(at, expected, found).within(path).into()
     }
 
+    /// Returns a [`FormatError::Unsupported`].
     pub fn unsupported(what: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self::Unsupported { what: what.into(), hint: Some(hint.into()) }
+        FormatError::Unsupported { what: what.into(), hint: hint.into() }.into()
     }
 
+    /// Returns a [`UsageError`].
     pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self::Usage { message: message.into(), hint: Some(hint.into()) }
+        UsageError::new(message, Some(hint.into())).into()
     }
 
+    /// Returns a [`CommError`].
     pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
-        Self::Comm { rank: rank.into(), op, detail: detail.into(), hint: None }
+        CommError { rank: rank.into(), op, detail: detail.into(), hint: None }.into()
     }
 
-    /// Adds all names of a list that the message shortens, for `--json`.
+    /// Adds all names of a list that the message shortens.
     #[must_use]
     pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
         let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
-        Self::Naming { names, error: Box::new(self) }
+        Self::Naming { names, source: Box::new(self) }
     }
 
-    /// All names of the list that the message shortens.
+    /// Returns all names of the list that the message shortens.
     #[must_use]
     pub fn names(&self) -> Option<&[String]> {
         match self {
             Self::Naming { names, .. } => Some(names),
-            Self::Within { error, .. } => error.names(),
+            Self::Within { source, .. } => source.names(),
             _ => None,
         }
     }
 
     /// Adds a hint to an error about missing files that has none.
     #[must_use]
-    pub fn missing_hint(mut self, text: &str) -> Self {
-        if let Self::Missing { hint, .. } = self.innermost_mut() {
+    pub(crate) fn missing_hint(mut self, text: &str) -> Self {
+        if let Self::Format(FormatError::Missing { hint, .. }) = self.innermost_mut() {
             hint.get_or_insert_with(|| text.to_owned());
         }
         self
     }
 
-    /// The error that is within others.
-    fn innermost_mut(&mut self) -> &mut Self {
+    /// Returns the error that is within others.
+    fn innermost(&self) -> &Self {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.innermost_mut(),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost(),
             error => error,
         }
     }
 
-    /// A file of which this says that it is damaged, and the hint, if there is another one than for every such file.
-    pub fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
+    fn innermost_mut(&mut self) -> &mut Self {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.damaged_mut(),
-            Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost_mut(),
+            error => error,
+        }
+    }
+
+    /// Returns the checkpoint of the tensor that the error is about.
+    fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Within { path, .. } => Some(path),
+            Self::Naming { source, .. } => source.folder(),
             _ => None,
         }
     }
 
-    /// The process that this names, if it does.
-    pub fn peer_mut(&mut self) -> Option<&mut Peer> {
-        match self {
-            Self::Comm { rank, .. } | Self::Stopped { rank: Some(rank), .. } => Some(rank),
+    /// Returns a damaged file and the place of a hint that says more than the usual one.
+    pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
+        match self.innermost_mut() {
+            Self::Format(error) => error.damaged_mut(),
             _ => None,
         }
     }
 
-    /// Name the checkpoint where the error names a tensor only.
+    /// Returns the process that the error names.
+    pub(crate) fn peer_mut(&mut self) -> Option<&mut Peer> {
+        match self {
+            Self::Comm(error) => Some(&mut error.rank),
+            Self::Stopped(error) => error.rank.as_mut(),
+            _ => None,
+        }
+    }
+
+    /// Names the checkpoint where the error names a tensor only.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {
-            Self::Coverage { .. } | Self::Conflict { .. } => {
-                Self::Within { path: path.to_path_buf(), error: Box::new(self) }
-            }
-            Self::Naming { names, error } => Self::Naming { names, error: Box::new(error.within(path)) },
+            Self::Catalog(_) => Self::Within { path: path.to_path_buf(), source: Box::new(self) },
+            Self::Naming { names, source } => Self::Naming { names, source: Box::new(source.within(path)) },
             error => error,
         }
     }
 
-    /// Say where the work of a run that was stopped is kept, and how `much` it is. Whoever sent the signal learns from the exit code that the
-    /// same command can go on; a person who interrupts sees it.
-    #[must_use]
-    pub fn keeping(self, path: &Path, much: String) -> Self {
-        match self {
-            Self::Stopped { signal, exit, rank, .. } => {
-                let exit = if exit == INTERRUPTED { exit } else { TRY_AGAIN };
-                Self::Stopped { signal, exit, rank, kept: Some((path.to_path_buf(), much)) }
-            }
-            error => error,
-        }
-    }
-
-    /// What the reader can do next, if there is something to say.
+    /// Returns what the reader can do next.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.hint(),
-            Self::Unsupported { hint, .. }
-            | Self::Coverage { hint, .. }
-            | Self::Conflict { hint, .. }
-            | Self::Comm { hint, .. }
-            | Self::Device { hint, .. }
-            | Self::Usage { hint, .. } => hint.as_deref(),
-            Self::Io { source, .. }
-                if matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
-            {
-                Some("free space on the file system of that path, or choose another one")
-            }
-            Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                Some("check the path; relative ones start at the current folder")
-            }
-            Self::Malformed { hint: Some(hint), .. } => Some(hint),
-            Self::Malformed { path, .. } if is_written_by_hand(path) => {
-                Some("mend it, or write it anew; docs/fsdp1.md tells what a flat layout says")
-            }
-            Self::Malformed { .. } => {
-                Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
-            }
-            Self::Missing { hint, .. } => {
-                Some(hint.as_deref().unwrap_or("copy the missing files into the folder, or save the checkpoint again"))
-            }
-            Self::Layout(LayoutError::RuleMisfit { .. }) => {
-                Some("give it placements that its dims allow, in a rule before that one or in its place")
-            }
-            Self::Layout(LayoutError::Pattern { .. }) => {
-                Some("a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell")
-            }
-            Self::Layout(LayoutError::File { hint, .. }) => {
-                Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
-            }
-            Self::Layout(LayoutError::Cut { hint, .. }) => Some(hint),
-            Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => Some(
-                "a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3",
-            ),
-            Self::Layout(_) => Some(PLACEMENTS_HINT),
-            Self::Io { .. } | Self::Stopped { .. } => None,
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.hint(),
+            Self::Storage(error) => error.hint(),
+            Self::Format(error) => Some(error.hint()),
+            Self::Catalog(error) => error.hint(),
+            Self::Layout(error) => Some(error.hint()),
+            Self::Usage(UsageError { hint, .. })
+            | Self::Comm(CommError { hint, .. })
+            | Self::Device(DeviceError { hint, .. }) => hint.as_deref(),
+            Self::Stopped(_) => None,
         }
     }
 
@@ -346,121 +196,112 @@ impl Error {
     /// if it lists names.
     #[must_use]
     pub fn to_json(&self) -> Json {
-        let mut fqn = self.fqn().map(str::to_owned);
-        let (mut file, mut expected, mut found) = (None, None, None);
-        let mut inner = self;
-        while let Self::Within { error, .. } | Self::Naming { error, .. } = inner {
-            if let Self::Within { path, .. } = inner {
-                file = Some(path.display().to_string());
-            }
-            inner = error;
-        }
-        match inner {
-            Self::Io { path, .. } => file = Some(path.display().to_string()),
-            Self::Missing { path, at, expected: wanted, missing, .. } => {
-                file = Some(path.display().to_string());
-                fqn = Some(at.clone());
-                (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
-            }
-            Self::Malformed { path, at, expected: wanted, found: got, .. } => {
-                file = Some(path.display().to_string());
-                fqn = Some(at.clone());
-                (expected, found) = (Some(wanted.clone()), Some(got.clone()));
-            }
-            Self::Coverage { kind, region, detail, .. } => {
-                expected = Some(String::from("every element exactly once"));
-                found = Some(format!("{} at {region}: {detail}", kind.as_str()));
-            }
-            Self::Conflict { what, between, detail, .. } => {
-                expected = Some(format!("the same from {between}"));
-                found = Some(format!("{what} differs: {detail}"));
-            }
-            Self::Layout(LayoutError::File { file: name, .. }) => file = Some(name.clone()),
-            Self::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
-                expected = Some(format!("placements that fit its shape {shape:?}"));
-                found = Some(placement.clone());
-            }
-            _ => {}
-        }
         let mut document = json!({
             "kind": self.kind(),
             "message": self.to_string(),
-            "file": file,
-            "fqn": fqn,
-            "expected": expected,
-            "found": found,
+            "file": self.folder().map(|path| path.display().to_string()),
+            "fqn": self.fqn(),
+            "expected": null,
+            "found": null,
             "hint": self.hint(),
         });
+        let fields = match self.innermost() {
+            Self::Storage(StorageError::Io { path, .. }) => json!({ "file": path.display().to_string() }),
+            Self::Format(error) => error.fields(),
+            Self::Catalog(error) => error.fields(),
+            Self::Layout(error) => error.fields(),
+            _ => json!({}),
+        };
+        for (name, value) in fields.as_object().into_iter().flatten() {
+            document[name] = value.clone();
+        }
         if let Some(names) = self.names() {
             document["names"] = json!(names);
         }
         document
     }
 
-    /// The `kind` of `--json`.
+    /// Returns the `kind` of the JSON document.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.kind(),
-            Self::Io { .. } => "io",
-            Self::Malformed { .. } => "malformed",
-            Self::Missing { .. } => "missing",
-            Self::Unsupported { .. } => "unsupported",
-            Self::Coverage { .. } => "coverage",
-            Self::Conflict { .. } => "conflict",
-            Self::Comm { .. } => "comm",
-            Self::Device { .. } => "device",
+            Self::Within { source, .. } | Self::Naming { source, .. } => source.kind(),
+            Self::Storage(StorageError::Io { .. }) => "io",
+            Self::Format(error) => error.kind(),
+            Self::Catalog(error) => error.kind(),
+            Self::Comm(_) => "comm",
+            Self::Device(_) => "device",
             Self::Layout(_) => "layout",
-            Self::Usage { .. } => "usage",
-            Self::Stopped { .. } => "stopped",
+            Self::Stopped(_) => "stopped",
+            Self::Usage(_) | Self::Storage(StorageError::Untrusted { .. }) => "usage",
         }
     }
 
-    /// True where the error is about bytes that exist but are wrong, which `verify` reports as a finding (exit 1)
-    /// and every other verb as bad input (exit 2).
+    /// Returns true if bytes exist but are wrong, which `verify` reports as a finding (exit 1) and every other verb as bad
+    /// input (exit 2).
     #[must_use]
     pub fn is_about_content(&self) -> bool {
-        match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.is_about_content(),
-            Self::Malformed { .. } | Self::Missing { .. } | Self::Coverage { .. } | Self::Conflict { .. } => true,
-            _ => false,
-        }
+        matches!(
+            self.innermost(),
+            Self::Format(FormatError::Malformed { .. } | FormatError::Missing { .. }) | Self::Catalog(_)
+        )
     }
 
-    /// The name of the tensor or object it is about, where it is about one.
+    /// Returns the name of the tensor or object that the error is about.
     #[must_use]
     pub fn fqn(&self) -> Option<&str> {
-        match self {
-            Self::Within { error, .. } | Self::Naming { error, .. } => error.fqn(),
-            Self::Coverage { fqn, .. }
-            | Self::Conflict { fqn, .. }
-            | Self::Layout(
-                LayoutError::RuleMisfit { fqn, .. } | LayoutError::Tensor { fqn, .. } | LayoutError::Cut { fqn, .. },
-            ) => Some(fqn),
+        match self.innermost() {
+            Self::Catalog(error) => Some(error.fqn()),
+            Self::Layout(error) => error.fqn(),
             _ => None,
         }
     }
 
-    /// The message without the name, for lists that have names in a column of their own.
+    /// Returns the message without the name, for lists that have names in a column of their own.
     #[must_use]
     pub fn detail(&self) -> String {
-        if let Self::Within { error, .. } | Self::Naming { error, .. } = self {
-            return error.detail();
-        }
-        let whole = self.to_string();
-        let prefix = self.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
+        let error = self.innermost();
+        let whole = error.to_string();
+        let prefix = error.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
         whole.strip_prefix(&prefix).unwrap_or(&whole).to_owned()
     }
 }
 
-impl From<LayoutError> for Error {
-    fn from(error: LayoutError) -> Self {
-        Self::Layout(error)
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    #[test]
+    fn refusal_of_the_system_is_the_source_of_an_error() {
+        let error = Error::io("open", "out")(io::ErrorKind::NotFound.into());
+        let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        assert_eq!(source.map(io::Error::kind), Some(io::ErrorKind::NotFound));
+        assert_eq!(error.kind(), "io");
     }
-}
-/// A flat layout, which somebody may have written; indexes of safetensors and torch files are not.
-fn is_written_by_hand(path: &Path) -> bool {
-    let is_index = path.file_name().is_some_and(|name| name.to_string_lossy().contains(".index."));
-    let is_ours = path.file_name().is_some_and(|name| name == "layout.json");
-    path.extension().is_some_and(|extension| extension == "json") && !is_index && !is_ours
+
+    #[test]
+    fn untrusted_file_is_named_once_and_is_usage() {
+        let link = Untrusted::Link { path: "out".into(), target: "other".into() };
+        let error = Error::io("open", "folder")(link.into());
+        assert!(matches!(&error, Error::Storage(StorageError::Untrusted { .. })), "{error:?}");
+        assert_eq!(error.to_string(), "out is a link to other, which is not followed");
+        assert_eq!((error.kind(), error.hint()), ("usage", Some("remove the link, or choose another destination")));
+        assert!(error.to_json()["file"].is_null());
+    }
+
+    #[test]
+    fn tensor_error_in_a_checkpoint_keeps_its_kind_name_and_source() {
+        let (region, detail) = (String::from("[0, 2)"), String::from("no chunk"));
+        let gap = CatalogError::Coverage { fqn: "w".into(), kind: CoverageKind::Gap, region, detail, hint: None };
+        let error = Error::from(gap).naming(&["a", "b"]).within(Path::new("ckpt"));
+        assert_eq!(error.to_string(), "ckpt: w: gap at [0, 2): no chunk");
+        assert_eq!((error.kind(), error.fqn(), error.is_about_content()), ("coverage", Some("w"), true));
+        let document = error.to_json();
+        assert_eq!((&document["file"], &document["names"]), (&json!("ckpt"), &json!(["a", "b"])));
+        let names: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(names, ["kind", "message", "file", "fqn", "expected", "found", "hint", "names"]);
+        assert!(error.source().and_then(|source| source.source()).is_some());
+    }
 }

@@ -130,6 +130,7 @@ mod checkpoint;
 mod conversion;
 mod convert;
 mod describe;
+pub mod error;
 pub mod options;
 mod progress;
 pub mod text;
@@ -149,7 +150,7 @@ macro_rules! interior {
 }
 
 interior! {
-    catalog comm error exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
+    catalog comm exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
     metadata_mirror
 }
 

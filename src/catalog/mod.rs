@@ -6,6 +6,7 @@
 
 mod chunk;
 mod dtype;
+pub(crate) mod error;
 pub mod flat;
 pub mod model;
 pub mod modules;
@@ -30,7 +31,7 @@ pub use reserved::{ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved,
 pub use validate::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 
-use crate::error::Error;
+use crate::error::{CatalogError, Error};
 use crate::layout::partial::{PartialReduction, summand};
 use crate::layout::shards::{MeshPlacement, SharedTensor};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
@@ -202,7 +203,7 @@ pub fn conflict(path: &Path, holdings: &[RankValue]) -> Error {
     let has = |(holding, text): (&RankValue, &String)| format!("{} has {text}", list_ranks(&holding.ranks));
     let held: Vec<String> = holdings.iter().zip(&shown).map(has).collect();
     let more = if held.len() > FEW { format!("; and {} more values", held.len() - FEW) } else { String::new() };
-    Error::Conflict {
+    Error::Catalog(CatalogError::Conflict {
         fqn: path.to_string(),
         what: "an object",
         between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
@@ -210,7 +211,7 @@ pub fn conflict(path: &Path, holdings: &[RankValue]) -> Error {
         hint: Some(String::from(
             "options::on_conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
         )),
-    }
+    })
     .naming(&held)
 }
 

@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 use smallvec::SmallVec;
 
 use super::{Fqn, TensorEntry};
-use crate::error::{CoverageKind, Error, Result};
+use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
@@ -118,7 +118,7 @@ impl TensorEntry {
                 "the files belong to different saves, or the checkpoint was written by a job with a bug"
             }
         };
-        Error::Coverage { fqn: self.fqn.to_string(), kind, region, detail, hint: Some(hint.into()) }
+        CatalogError::Coverage { fqn: self.fqn.to_string(), kind, region, detail, hint: Some(hint.into()) }.into()
     }
 
     fn holder_name(&self, holders: &[Holders], tile: usize) -> String {
@@ -145,12 +145,12 @@ impl Fqn {
     /// The error for two ranks that describe one tensor differently.
     #[must_use]
     pub fn disagreement(&self, what: &'static str, between: impl Into<String>, detail: impl Into<String>) -> Error {
-        Error::Conflict {
+        Error::Catalog(CatalogError::Conflict {
             fqn: self.to_string(),
             what,
             between: between.into(),
             detail: detail.into(),
             hint: Some("check that all the files come from one save of one job".into()),
-        }
+        })
     }
 }

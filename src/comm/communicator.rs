@@ -86,7 +86,7 @@ pub trait Communicator: Sync {
     where
         Self: Sized,
     {
-        if let Err(error @ Error::Stopped { .. }) = &mine {
+        if let Err(error @ Error::Stopped(_)) = &mine {
             // No opinion of this rank.
             self.fail(&error.to_string());
             return mine;

@@ -4,7 +4,7 @@
 
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result, STOPPING};
+use crate::error::{Error, Result, STOPPING, Stopped};
 
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
@@ -57,10 +57,7 @@ impl PeerFailure {
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
             FailureReason::Failed(words) => Error::comm(self.rank, op, words),
-            FailureReason::Stopped(which) => {
-                let (signal, exit) = STOPPING[*which];
-                Error::Stopped { signal, exit, rank: Some(self.rank.into()), kept: None }
-            }
+            FailureReason::Stopped(which) => Stopped::by(*which, Some(self.rank.into())).into(),
         }
     }
 }

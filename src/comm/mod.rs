@@ -9,6 +9,7 @@
 mod communicator;
 pub mod cpus;
 mod environment;
+pub(crate) mod error;
 mod failure;
 pub mod launch;
 mod local;

@@ -27,7 +27,7 @@ use super::failure::{DROPPED, FailureReason, FirstFailure, LEFT, PeerFailure, ot
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, Env, Launch, Launcher, Part};
-use crate::error::{Error, Result, STOPPING};
+use crate::error::{CommError, Error, Result, STOPPING};
 
 /// The longest message: MPI counts with 32 bits, and what is longer goes as several.
 const LONGEST: usize = 16 << 20;
@@ -314,7 +314,7 @@ impl Mpi {
         self.counter.received(received as u64);
         if let Some((rank, expected, sent)) = wrong {
             let error = other_length(rank, operation.name(), expected as u64, sent as u64);
-            if let Error::Comm { detail, .. } = &error {
+            if let Error::Comm(CommError { detail, .. }) = &error {
                 self.end(&self.state(), PeerFailure { rank, why: detail.as_str().into() });
             }
             return Err(error);

@@ -43,7 +43,7 @@ impl Status {
 #[must_use]
 pub fn exit_code(error: &Error) -> u8 {
     match error {
-        Error::Stopped { exit, .. } => *exit,
+        Error::Stopped(stopped) => stopped.exit,
         _ => 2,
     }
 }

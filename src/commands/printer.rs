@@ -17,6 +17,7 @@ use serde_json::{Value as Json, json};
 use super::bar::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::Span;
+use dtshard::error::UsageError;
 use dtshard::options::{Launch, Part};
 use dtshard::text::{harmless, harmless_json, spell_options};
 use dtshard::{Error, Result};
@@ -201,7 +202,7 @@ impl Printer {
         } else {
             self.say_as(Label::Error, &message);
         }
-        let _ = self.document(&json!({ "error": Error::Usage { message, hint }.to_json() }));
+        let _ = self.document(&json!({ "error": Error::from(UsageError::new(message, hint)).to_json() }));
         2
     }
 

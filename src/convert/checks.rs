@@ -7,7 +7,7 @@ use super::reading::input;
 use super::run::Run;
 use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
 use crate::comm::Part;
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, checksum};
@@ -110,7 +110,7 @@ pub fn replica_conflict(
         None => String::from("`dtshard verify` lists all such tensors"),
     };
     let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
-    Error::Conflict {
+    Error::Catalog(CatalogError::Conflict {
         fqn: entry.fqn.to_string(),
         what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
@@ -126,5 +126,5 @@ pub fn replica_conflict(
             ),
             _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
         }),
-    }
+    })
 }

@@ -18,7 +18,7 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::convert::options::ConvertOptions;
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, Want};
 use crate::name_list::{FEW, short_list};
 use crate::nearest;
@@ -292,13 +292,13 @@ impl Filling<'_> {
         let checkpoint = &self.source.checkpoint;
         let wish = self.source.wanted.catalog.tensor(first.id);
         let Some(detail) = self.source.difference([first.id, second.id], wish.dtype, self.run)? else { return Ok(()) };
-        Err(Error::Conflict {
+        Err(Error::Catalog(CatalogError::Conflict {
             fqn: first.path.to_string(),
             what: "a tensor that is tied in FILLER",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
             detail,
             hint: Some(String::from("they are one tensor there: make them equal, or options::exclude one of them")),
-        })
+        }))
     }
 
     fn misfit(
@@ -310,13 +310,13 @@ impl Filling<'_> {
         hint: &str,
     ) -> Error {
         let (source, filler) = (self.source.checkpoint.root.display(), self.filler.root.display());
-        Error::Conflict {
+        Error::Catalog(CatalogError::Conflict {
             fqn: path.to_string(),
             what,
             between: format!("{filler} and {source}"),
             detail: format!("expected {theirs}, found {ours}"),
             hint: Some(hint.to_owned()),
-        }
+        })
     }
 
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {

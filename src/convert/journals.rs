@@ -10,7 +10,7 @@ use std::io::ErrorKind;
 use super::prepared::Prepared;
 use super::run::Run;
 use crate::catalog::OutputFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StorageError};
 use crate::exchange::partial_replicas;
 use crate::exec::Extents;
 use crate::exec::sidecar_files::{SidecarFile, is_carried};
@@ -52,7 +52,7 @@ impl JournalSet<'_> {
     /// `Io`
     pub fn known_yet(&self) -> Result<Option<CompletedWork>> {
         match self.known() {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(None),
             known => known.map(Some),
         }
     }

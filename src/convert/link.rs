@@ -117,7 +117,7 @@ impl Meeting {
                     gpu::NcclSetup::Missed(against) => {
                         let against = linking.roster.name(against);
                         // Other errors than of how processes were started deserve a look.
-                        if !matches!(against, Error::Usage { .. }) {
+                        if !matches!(against, Error::Usage(_)) {
                             progress.warning(&format!("NCCL does not connect the GPUs: {against}"));
                         }
                         return Ok(self.without_devices(&format!("not nccl: {against}"), progress));

@@ -11,6 +11,7 @@ mod conflicts;
 mod consolidate;
 mod declared_layout;
 mod digests;
+pub(crate) mod error;
 mod estimate;
 mod execute;
 mod fill;

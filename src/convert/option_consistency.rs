@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use crate::comm::Communicator;
 use crate::convert::options::ConvertOptions;
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 
 const GIVEN: &str = "it is given";
 const NOT_GIVEN: &str = "it is not given";
@@ -68,12 +68,12 @@ pub fn compare(communicator: &impl Communicator, told: &BTreeMap<String, String>
     };
     let name = first.keys().chain(other.keys()).find(|name| first.get(*name) != other.get(*name));
     let differs = name.map(|name| format!(": {name}: {}; at process 0: {}", value(&other, name), value(&first, name)));
-    Err(Error::Comm {
+    Err(Error::Comm(CommError {
         rank: u32::try_from(rank).expect("a rank").into(),
         op: "plan",
         detail: format!("it makes something else than process 0 does{}", differs.unwrap_or_default()),
         hint: Some(String::from("start all processes with the same options, of the same dtshard")),
-    })
+    }))
 }
 
 #[cfg(test)]

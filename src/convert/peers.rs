@@ -24,7 +24,7 @@ use super::work_folder::WorkFolder;
 use crate::catalog::{Reservation, TensorEntry, TensorId};
 use crate::comm::{Communicator, Launcher, Part, Traffic, process_environment};
 use crate::convert::options::{Backend, ConvertOptions, SourceVisibility};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result, StorageError};
 #[cfg(feature = "mpi")]
 use crate::exchange::HostShuffle;
 use crate::exchange::records::Records;
@@ -311,12 +311,12 @@ impl Peers {
         let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
         // All have heard it before one goes: else some would hear no more than that.
         self.link.barrier()?;
-        Err(Error::Comm {
+        Err(Error::Comm(CommError {
             rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
             detail: String::from("it makes something else than process 0 does"),
             hint: Some(String::from("start all processes with the same options, of the same dtshard")),
-        })
+        }))
     }
 
     /// As [`checks::differing`](super::checks::differing), of replicas that no process sees all of. Collective.
@@ -499,7 +499,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
             records.settle(installed).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
             Ok((Meeting::Records(Arc::new(records)), work))
         }
-        (Err(Error::Comm { .. }), Err(lack)) => Err(lack),
+        (Err(Error::Comm(_)), Err(lack)) => Err(lack),
         (Err(error), _) => Err(ProcessTable::unknown(launch.part).name(error)),
     }
 }
@@ -514,7 +514,7 @@ fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFold
 }
 
 fn is_not_there(error: &Error) -> bool {
-    matches!(error, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound)
+    matches!(error, Error::Storage(StorageError::Io { source, .. }) if source.kind() == ErrorKind::NotFound)
 }
 
 /// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them

@@ -8,7 +8,7 @@ use super::prepared::Prepared;
 use super::reading::input;
 use super::run::Run;
 use crate::catalog::{Catalog, OutputFile, SITE_BYTES};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::exec::checksums::{WrongSum, first_wrong};
 use crate::exec::header_bytes::first_difference;
 use crate::exec::sidecar_files::is_carried;
@@ -79,12 +79,14 @@ impl ReadBack<'_> {
                 found => found,
             };
             if let Some(detail) = found {
-                first.get_or_insert_with(|| Error::Conflict {
-                    fqn: tensor.entry.fqn.to_string(),
-                    what: "a tensor",
-                    between: "the source and what was written".into(),
-                    detail,
-                    hint: Some(self.hint.into()),
+                first.get_or_insert_with(|| {
+                    Error::Catalog(CatalogError::Conflict {
+                        fqn: tensor.entry.fqn.to_string(),
+                        what: "a tensor",
+                        between: "the source and what was written".into(),
+                        detail,
+                        hint: Some(self.hint.into()),
+                    })
                 });
                 for chunk in 0..tensor.entry.chunks.len() {
                     if let Some((file, offset)) = tensor.place(chunk) {

@@ -96,8 +96,8 @@ pub fn write_destination(
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
-                Err(error @ Error::Stopped { .. }) if staging.is_kept() => {
-                    Err(error.keeping(staging.partial(), producer.kept()))
+                Err(Error::Stopped(stopped)) if staging.is_kept() => {
+                    Err(stopped.keeping(staging.partial(), producer.kept()).into())
                 }
                 Err(error) if staging.is_kept() => {
                     // Those of usage say so themselves.

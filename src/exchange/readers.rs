@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use crate::catalog::TensorEntry;
 use crate::comm::{Communicator, node};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 use crate::exec::reduce::Reducing;
 use crate::storage::{FileId, Files};
 
@@ -117,14 +117,14 @@ impl Topology {
         };
         let all: SmallVec<[Reader; 8]> = holders.iter().flat_map(seen_by).collect();
         if all.is_empty() {
-            return Err(Error::Comm {
+            return Err(Error::Comm(CommError {
                 rank: needs.first().map_or(0, |(rank, _)| *rank).into(),
                 op: "read",
                 detail: format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(holders[0])),
                 hint: Some(
                     "with options::source per-rank every file of SRC has to be seen by one of the processes".into(),
                 ),
-            });
+            }));
         }
         let reader_of = |&(rank, _): &(u32, u64)| {
             let node = self.nodes[rank as usize];

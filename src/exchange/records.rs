@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::{Communicator, ENDED, FailureNotes, Part, PeerFailure, Traffic, Wait, WaitNotices};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 use crate::exec::Stop;
 use crate::name_list::name_processes;
 use crate::publish::presence::{FoundLease, Observer, PeerState, Presence};
@@ -125,11 +125,11 @@ impl Records {
 
 /// Tells others that may have come why this process does not meet them.
 fn told(own: Option<&Presence>, mut error: Error) -> Error {
-    if let Error::Comm { hint, .. } = &mut error {
+    if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
     }
     match (own, &error) {
-        (Some(own), Error::Comm { rank, detail, .. }) => {
+        (Some(own), Error::Comm(CommError { rank, detail, .. })) => {
             own.give_up(PeerFailure { rank: rank.index, why: detail.as_str().into() });
         }
         (Some(own), error) => own.fail(&error.to_string()),
@@ -280,12 +280,12 @@ impl Meeting<'_> {
         } else {
             format!("did not come within {}{others}", wait.limit())
         };
-        Error::Comm {
+        Error::Comm(CommError {
             rank: missing.first().copied().unwrap_or(0).into(),
             op: OP,
             detail,
             hint: Some(String::from(TOGETHER)),
-        }
+        })
     }
 }
 

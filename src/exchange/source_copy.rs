@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::{Communicator, Part};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result, StorageError};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
 use crate::publish::presence::{Observer, PeerState, Presence};
@@ -230,7 +230,7 @@ impl SourceCopy {
         }
         if len != record.len {
             let source = io::Error::other(format!("it had {} bytes, {len} were copied", record.len));
-            return Err(Error::Io { action: "copy", path: from.clone(), source });
+            return Err(StorageError::Io { action: "copy", path: from.clone(), source }.into());
         }
         let (seconds, nanoseconds) = record.modified;
         let since = u64::try_from(seconds).ok().zip(u32::try_from(nanoseconds).ok());
@@ -259,13 +259,13 @@ impl SourceCopy {
             };
             let Some(missing) = self.files.iter().find(|file| !is_there(file)) else { return Ok(()) };
             if begun.elapsed() > SHOWN_WITHIN {
-                return Err(Error::Missing {
+                return Err(Error::Format(FormatError::Missing {
                     path: data.path().to_path_buf(),
                     at: String::from("files that other processes have copied"),
                     expected: String::from("a folder that all processes see"),
                     missing: missing.below.display().to_string(),
                     hint: Some(String::from("the destination has to be on a file system that all nodes share")),
-                });
+                }));
             }
             stop.check()?;
             communicator.check()?;

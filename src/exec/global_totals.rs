@@ -44,6 +44,7 @@ mod tests {
 
     use super::*;
     use crate::comm::Local;
+    use crate::error::CommError;
 
     #[test]
     fn all_add_up_the_same() {
@@ -64,7 +65,7 @@ mod tests {
             let (first, second) = (fleet.next().unwrap(), fleet.next().unwrap());
             let other = thread::spawn(move || drop(second.gather(nonsense)));
             let error = GlobalTotals::default().add_up(&first).unwrap_err();
-            assert!(matches!(&error, Error::Comm { op: "add up", .. }), "{error:?}");
+            assert!(matches!(&error, Error::Comm(CommError { op: "add up", .. })), "{error:?}");
             assert!(error.to_string().contains("process 1"), "{error}");
             other.join().unwrap();
         }

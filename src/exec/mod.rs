@@ -27,6 +27,7 @@ pub(crate) mod runs;
 pub mod sidecar_files;
 pub(crate) mod source_crc;
 mod stop;
+pub(crate) mod stopped;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod window;

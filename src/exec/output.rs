@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use super::block_joiner::{BlockJoiner, BlockRemainder, DirectBlock, Joined};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StorageError};
 use crate::storage::AnchoredPath;
 use crate::storage::direct::{self, ALIGNMENT};
 use crate::storage::filesystem::{close, open_file_budget, start_write_back, suits_direct_writes_in, write_back};
@@ -183,7 +183,7 @@ impl Outputs {
     /// Remember a failure to write what others, who have left, believe to be written.
     fn noting(&self, done: Result<()>) -> Result<()> {
         done.inspect_err(|error| {
-            if matches!(error, Error::Io { .. }) {
+            if matches!(error, Error::Storage(StorageError::Io { .. })) {
                 self.is_broken.store(true, Ordering::Relaxed);
             }
         })

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
-use crate::error::{Error, Result, STOPPING};
+use crate::error::{Error, Result, Stopped};
 
 /// A flag that ends a run. Cloning shares it.
 #[derive(Clone, Debug, Default)]
@@ -16,7 +16,7 @@ pub struct Stop {
     loss: Arc<OnceLock<(String, String)>>,
 }
 
-/// The numbers of [`STOPPING`].
+/// The numbers of [`STOPPING`](super::stopped::STOPPING).
 const NUMBERS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
 
 impl Stop {
@@ -52,10 +52,7 @@ impl Stop {
         let came = self.signal.load(Ordering::Relaxed);
         match NUMBERS.iter().position(|number| usize::try_from(*number) == Ok(came)) {
             None => Ok(()),
-            Some(which) => {
-                let (signal, exit) = STOPPING[which];
-                Err(Error::Stopped { signal, exit, rank: None, kept: None })
-            }
+            Some(which) => Err(Stopped::by(which, None).into()),
         }
     }
 }
@@ -64,6 +61,7 @@ impl Stop {
 mod tests {
     use std::path::Path;
 
+    use super::super::stopped::STOPPING;
     use super::*;
 
     #[test]
@@ -73,24 +71,20 @@ mod tests {
         assert!(stop.check_signal().is_ok());
         assert_eq!(stop.check().unwrap_err().to_string(), "taken over");
         stop.signal.store(usize::try_from(SIGTERM).unwrap(), Ordering::Relaxed);
-        assert!(matches!(stop.check(), Err(Error::Stopped { signal: "TERM", .. })));
+        assert!(matches!(stop.check(), Err(Error::Stopped(Stopped { signal: "TERM", .. }))));
     }
 
     #[test]
     fn the_exit_code_tells_whether_to_try_again() {
-        let code = |error: &Error| match error {
-            Error::Stopped { exit, .. } => *exit,
-            _ => unreachable!(),
-        };
         for (number, (signal, exit)) in NUMBERS.into_iter().zip(STOPPING) {
             let stop = Stop::default();
             assert!(stop.check().is_ok());
             stop.signal.store(usize::try_from(number).unwrap(), Ordering::Relaxed);
-            let error = stop.check().unwrap_err();
-            assert_eq!((code(&error), i32::from(exit)), (exit, 128 + number));
-            assert_eq!(error.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
-            let kept = error.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
-            assert_eq!(code(&kept), if number == SIGINT { 130 } else { 75 });
+            let Err(Error::Stopped(stopped)) = stop.check() else { panic!("{signal} does not stop") };
+            assert_eq!((stopped.exit, i32::from(exit)), (exit, 128 + number));
+            assert_eq!(stopped.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
+            let kept = stopped.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
+            assert_eq!(kept.exit, if number == SIGINT { 130 } else { 75 });
             let words =
                 format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
             assert_eq!(kept.to_string(), words);

@@ -15,7 +15,7 @@ use super::detect::{detect, has_torch_files, lone_file, look};
 use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
 use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
 
@@ -176,13 +176,13 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
     match (candidates.as_slice(), pointer) {
         ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron(folder)),
-        ([], Some(pointer)) => Err(Error::Missing {
+        ([], Some(pointer)) => Err(Error::Format(FormatError::Missing {
             path: pointer.file,
             at: String::from("content"),
             expected: String::from("the folder it names"),
             missing: pointer.text,
             hint: None,
-        }),
+        })),
         ([], None) => lightning(folder, names),
         ([only], None) => Ok(Some((*only).to_owned())),
         (several, Some(pointer)) => {

@@ -13,7 +13,7 @@ use super::safetensors::sharding::ShardName;
 use super::shortfall::Shortfall;
 use super::{folder_of, list, local, name_of, natural_order, relative_to_folder, series};
 use crate::catalog::{Catalog, TensorEntry, model};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
@@ -111,13 +111,13 @@ impl ShardIndex {
         read.iter().for_each(|path| _ = missing.remove(&self.name(path)));
         if !missing.is_empty() {
             let missing: Vec<String> = missing.into_iter().collect();
-            let error = Error::Missing {
+            let error = Error::Format(FormatError::Missing {
                 path: self.path.clone(),
                 at: String::from("weight_map"),
                 expected: format!("{count} files beside it"),
                 missing: short_list(&missing, FEW),
                 hint: None,
-            };
+            });
             return Ok(Some(Shortfall::new(missing, error)));
         }
         let (others, expected) = if self.weight_map.is_empty() {
@@ -133,13 +133,13 @@ impl ShardIndex {
         } else {
             format!("none of {}", short_list(&others, FEW))
         };
-        let error = Error::Malformed {
+        let error = Error::Format(FormatError::Malformed {
             path: self.path.clone(),
             at: String::from("weight_map"),
             expected: expected.to_owned(),
             found,
             hint: Some("if these files are not part of the model, move them into another folder".into()),
-        };
+        });
         Ok(Some(Shortfall::new(others, error)))
     }
 

@@ -9,6 +9,7 @@ pub mod dcp;
 mod dcp_hf;
 pub mod declared_layout;
 mod detect;
+pub(crate) mod error;
 mod folder;
 mod foreign;
 pub mod fsdp_flat;
@@ -55,7 +56,7 @@ use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
 use crate::catalog::{Catalog, ChecksummedRange, FileLocation, StridedLocation, TensorEntry, contiguous_strides};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
@@ -349,7 +350,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
 pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
     match (resolve(files, entry, chunk), entry.chunks.place(index).file()) {
-        (Err(Error::Missing { .. }), Some(file)) if files.seen_by(file).is_some() => {
+        (Err(Error::Format(FormatError::Missing { .. })), Some(file)) if files.seen_by(file).is_some() => {
             let strides = entry.chunks.strides(index).cloned();
             let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.sizes(index)));
             Ok(StridedLocation { file, offset: 0, strides, summed: None })
@@ -402,13 +403,13 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     if missing.is_empty() {
         return Ok(paths);
     }
-    Err(Error::Missing {
+    Err(Error::Format(FormatError::Missing {
         path: named_by.to_path_buf(),
         at: at.to_owned(),
         expected: format!("{} files beside it", paths.len()),
         missing: short_list(&missing, FEW),
         hint: None,
-    }
+    })
     .naming(&missing))
 }
 

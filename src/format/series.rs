@@ -16,7 +16,7 @@ use super::torch::ranks::{PlainKind, RankFile, merge};
 use super::{ReadOptions, folder_of};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::Rank;
 use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
@@ -405,7 +405,7 @@ impl Series {
         let mut sizes = sizes.into_iter();
         match (sizes.next(), sizes.next()) {
             (Some(only), None) => Ok(only),
-            _ => Err(Error::Conflict {
+            _ => Err(Error::Catalog(CatalogError::Conflict {
                 fqn: format!("{}: series `{}`", folder.display(), self.name),
                 what: "the world size",
                 between: String::from("its files"),
@@ -416,7 +416,7 @@ impl Series {
                 hint: Some(String::from(
                     "move the files of one of them into another folder; options::series cannot tell them apart",
                 )),
-            }),
+            })),
         }
     }
 
@@ -460,13 +460,13 @@ impl Series {
         let missing = size.checked_sub(1).and_then(|highest| Numbers::missing(0..=highest, present));
         Ok(missing.map(|numbers| {
             let ranks = numbers.short("rank", "ranks");
-            let error = Error::Missing {
+            let error = Error::Format(FormatError::Missing {
                 path: folder.to_path_buf(),
                 at: at.clone(),
                 expected: format!("the files of {size} ranks"),
                 missing: ranks.clone(),
                 hint: None,
-            }
+            })
             .naming(&numbers.names("rank", "ranks"));
             MissingRanks { at: format!("{}: {at}", folder.display()), ranks, error }
         }))

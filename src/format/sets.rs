@@ -16,7 +16,7 @@ use super::rank_names::RankName;
 use super::series::{Grouped, SeriesSet};
 use super::shortfall::Shortfall;
 use super::{ReadOptions, folder_of, foreign, list, local, name_of, series};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
@@ -60,13 +60,13 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
         if missing.is_empty() {
             continue;
         }
-        let error = Error::Missing {
+        let error = Error::Format(FormatError::Missing {
             path: folder.to_path_buf(),
             at: format!("files `{}`", set.name),
             expected: format!("{} files, numbered in their names", set.size),
             missing: short_list(&missing, FEW),
             hint: None,
-        };
+        });
         return Ok(Some(Shortfall::new(missing, error)));
     }
     Ok(None)
@@ -92,7 +92,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         let index = match ShardIndex::read(&index) {
             Ok(index) => index,
             // A file that is no index says nothing of this one.
-            Err(Error::Malformed { .. }) => continue,
+            Err(Error::Format(FormatError::Malformed { .. })) => continue,
             Err(error) => return Err(error),
         };
         let mut others = index.names();

@@ -21,7 +21,7 @@ use super::memory::DeviceBytes;
 use super::stream::Stream;
 use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 
 /// How long a stream may take to end after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
@@ -316,10 +316,12 @@ pub(super) fn lent<V>(
     split_at: fn(V, usize) -> Option<(V, V)>,
     ranges: &[Range<usize>],
 ) -> Result<Vec<Option<V>>> {
-    carved(whole, split_at, ranges).map_err(|Range { start, end }| Error::Device {
-        op,
-        detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
-        hint: None,
+    carved(whole, split_at, ranges).map_err(|Range { start, end }| {
+        Error::Device(DeviceError {
+            op,
+            detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
+            hint: None,
+        })
     })
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::CPU;
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 use crate::quantity::human_bytes;
 
 /// A device that is in use, by its primary context.
@@ -87,11 +87,11 @@ impl Device {
             return Ok(());
         }
         let (needed, free) = (human_bytes(needed), human_bytes(free as u64));
-        Err(Error::Device {
+        Err(Error::Device(DeviceError {
             op: "look at its memory",
             detail: format!("rounds and NCCL may take {needed}, {free} are free"),
             hint: None,
-        })
+        }))
     }
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {
@@ -121,7 +121,7 @@ fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
 
 /// What the driver says of a step that it refuses.
 pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> Error {
-    move |error| Error::Device { op, detail: text(error), hint: None }
+    move |error| DeviceError { op, detail: text(error), hint: None }.into()
 }
 
 /// `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`

@@ -11,7 +11,7 @@ use cudarc::driver::{DriverError, result, sys};
 use nccl::DeviceBuffer;
 
 use super::device::{Device, failed, text};
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
@@ -38,7 +38,7 @@ impl Pinned {
         // SAFETY: a context is current.
         let start =
             unsafe { result::malloc_host(len, 0) }.map_err(|error| short_of("pinned memory", len, error, ""))?;
-        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::Device {
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError {
             op: "allocate pinned memory",
             detail: "the driver gave nothing".into(),
             hint: None,
@@ -162,14 +162,14 @@ fn short_of(what: &str, len: usize, error: DriverError, left: &str) -> Error {
     if error.0 != sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return failed("allocate memory")(error);
     }
-    Error::Device {
+    Error::Device(DeviceError {
         op: "allocate memory",
         detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),
         hint: Some(
             "a smaller options::bucket_size takes less memory, of devices and of hosts; options::backend cpu takes none of devices"
                 .into(),
         ),
-    }
+    })
 }
 
 #[cfg(test)]

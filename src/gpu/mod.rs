@@ -22,6 +22,7 @@ mod communicator;
 mod computing;
 mod copies;
 mod device;
+pub(crate) mod error;
 mod kernels;
 mod memory;
 mod nccl_reduce;

@@ -14,7 +14,7 @@ use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::catalog::Dtype;
 use crate::comm::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{NcclReduction, ReductionKind};
 use crate::layout::ReduceOp;
 
@@ -69,9 +69,7 @@ fn known(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)
         ReduceOp::Min => Some(RedOp::Min),
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => None,
     };
-    element.zip(reduction).ok_or_else(|| Error::Device {
-        op: OP,
-        detail: format!("NCCL has no {op} of {dtype}"),
-        hint: None,
+    element.zip(reduction).ok_or_else(|| {
+        Error::Device(DeviceError { op: OP, detail: format!("NCCL has no {op} of {dtype}"), hint: None })
     })
 }

@@ -20,7 +20,7 @@ use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
 use super::watch::{AbortReason, of_nccl};
 use crate::comm::{Communicator, FailureNotes};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 use crate::threads;
 
 /// How long ranks that all are there may take to meet.
@@ -105,7 +105,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
         Ok((made, heard.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
     })?;
     let heard = heard.map_err(|error| match error {
-        Error::Comm { rank, detail, hint, .. } => Error::Comm { rank, op: OP, detail, hint },
+        Error::Comm(CommError { rank, detail, hint, .. }) => CommError { rank, op: OP, detail, hint }.into(),
         other => other,
     })?;
     Ok(match (made, heard) {

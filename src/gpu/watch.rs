@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use nccl::raw::ncclRemoteError;
 
 use crate::comm::FailureNotes;
-use crate::error::{Error, Result};
+use crate::error::{CommError, DeviceError, Error, Result};
 use crate::threads;
 
 /// How often it is looked after where nobody waits for it.
@@ -59,8 +59,12 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
     loop {
         match notes.check() {
             // The watch was faster with the reason of this rank.
-            Err(Error::Comm { rank, .. }) if rank.index == own && matches!(why, AbortReason::Here(_)) => break,
-            Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
+            Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, AbortReason::Here(_)) => {
+                break;
+            }
+            Err(Error::Comm(CommError { rank, detail, hint, .. })) => {
+                return CommError { rank, op, detail, hint }.into();
+            }
             Err(other) => return other,
             Ok(()) if Instant::now() >= until => break,
             Ok(()) => thread::sleep(Duration::from_millis(5)),
@@ -72,7 +76,7 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
 /// The error for what NCCL says.
 pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
-    Error::Device { op, detail: words.to_owned(), hint: Some(hint) }
+    DeviceError { op, detail: words.to_owned(), hint: Some(hint) }.into()
 }
 
 /// NCCL among the ranks, or why there is none any more.

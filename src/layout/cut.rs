@@ -44,7 +44,7 @@ impl SplitChoice<'_> {
             fqn: fqn.to_string(),
             by: self.to_string(),
             hint: self.hint(&error),
-            error: Box::new(error),
+            source: Box::new(error),
         };
         mesh.coordinates().try_for_each(|(_, at)| shared.part(shape, mesh, &at).map(drop)).map_err(told)
     }

@@ -1,7 +1,9 @@
-//! What can be wrong with a layout that somebody wrote down.
+//! Errors in layouts that people write.
 //!
 //! Each message names what was expected and what was found, and is complete without its context.
-//! What can be wrong with *tiles* is [`super::CoverError`].
+//! Errors in *tiles* are [`super::CoverError`].
+
+use serde_json::{Value as Json, json};
 
 use super::{MeshDim, Rank, ReduceOp, TensorDim};
 
@@ -11,104 +13,173 @@ fn sum_of(sizes: &[u64]) -> String {
 
 /// A mesh, placement or coordinate that makes no sense by itself or next to the others.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum LayoutError {
+    /// The text is no mesh.
     #[error("mesh `{spec}`: expected {expected}, found `{found}`")]
     MeshSpec { spec: String, expected: &'static str, found: String },
 
+    /// A mesh dim has the size 0.
     #[error("mesh of shape {shape}: expected every dim to be at least 1, found 0")]
     EmptyMesh { shape: String },
 
+    /// The mesh has more ranks than are supported.
     #[error("mesh of shape {shape}: expected at most {limit} ranks, found more")]
     MeshTooLarge { shape: String, limit: u64 },
 
+    /// The list of ranks has another length than the mesh has cells.
     #[error("mesh of shape {shape}: expected as many ranks as cells, found {found} ranks")]
     RankCount { shape: String, found: usize },
 
+    /// A rank is on two cells of the mesh.
     #[error("mesh: expected every rank once, found rank {rank} again")]
     DuplicateRank { rank: Rank },
 
+    /// The mesh has another number of names than of dims.
     #[error("mesh: expected {expected} dim names, found {found}")]
     NameCount { expected: usize, found: usize },
 
+    /// Two mesh dims have the same name.
     #[error("mesh: expected distinct dim names, found `{name}` again")]
     DuplicateName { name: String },
 
+    /// The text is no placement.
     #[error("placement `{spec}`: expected {expected}, found `{found}`")]
     PlacementSpec { spec: String, expected: &'static str, found: String },
 
+    /// There is not one placement for each mesh dim.
     #[error("expected one placement for each of {expected} mesh dims, found {found}")]
     PlacementCount { expected: usize, found: usize },
 
+    /// The coordinate is not on the mesh.
     #[error("expected a coordinate within the mesh of shape {mesh}, found {found}")]
     Coordinate { mesh: String, found: String },
 
+    /// A placement shards a dim that the tensor does not have.
     #[error("mesh dim {mesh_dim} shards dim {dim}: expected a tensor with that dim, found {ndim} dims")]
     NoSuchDim { mesh_dim: MeshDim, dim: TensorDim, ndim: usize },
 
+    /// A strided shard has the split factor 0.
     #[error("mesh dim {mesh_dim}: expected a split factor of at least 1, found 0")]
     ZeroSplitFactor { mesh_dim: MeshDim },
 
+    /// A shard has more intervals along a dim than are supported.
     #[error("dim {dim}: expected a local shard of at most {limit} intervals, found {found}")]
     Fragmented { dim: TensorDim, limit: u64, found: u64 },
 
+    /// The text is no split.
     #[error("split `{spec}`: expected chunk, balanced, makani or sizes such as 3+1")]
     SplitSpec { spec: String },
 
+    /// There is not one split for each mesh dim.
     #[error("expected no split or one for each of {expected} mesh dims, found {found}")]
     SplitCount { expected: usize, found: usize },
 
+    /// The sizes of a split are not as many as its parts, or do not add up.
     #[error("sizes {}: expected {parts} that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
+    /// A strided shard does not divide its dim evenly.
     #[error(
         "mesh dim {mesh_dim}: expected a dim that divides evenly into the parts of _S with split factor {split_factor}, \
          found {numel} elements to be split by {split}"
     )]
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
+    /// Two mesh dims reduce by operations whose order matters.
     #[error("mesh dims reduce by {first} and {second}, which do not commute: there is no one value")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
+    /// Partial values are to become partial values of another operation.
     #[error("P({from}) cannot become P({to}): summands of one are none of the other")]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
+    /// A whole value is to become partial values of an operation that has none.
     #[error("P({op}) cannot be made of a whole value: no values of the ranks are known whose {op} it is")]
     NoSummands { op: ReduceOp },
 
+    /// The shard order of a dim does not fit its placements.
     #[error("shard order of dim {dim}: expected {expected}, found {found}")]
     ShardOrder { dim: TensorDim, expected: &'static str, found: String },
 
+    /// The text is no parallel style.
     #[error("style `{text}`: expected {expected}")]
     Style { text: String, expected: &'static str },
 
+    /// The text is no pattern of names.
     #[error("pattern `{text}`: {problem}")]
     Pattern { text: String, problem: String },
 
+    /// A list of placements does not fit the mesh.
     #[error("placements `{placements}`: expected one for each dim of the mesh {mesh}")]
     PlacementList { placements: String, mesh: String },
 
+    /// A placement shards on a mesh dim outside the slice.
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
-    /// In a layout file; `said` is the place, with the name of the file.
+    /// A layout file has a fault; `said` is the place, with the name of the file.
     #[error("{said}: {problem}")]
     File { file: String, said: String, problem: String, hint: Option<String> },
 
+    /// A rule gives a tensor placements that do not fit its shape.
     #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
-    /// A tensor that cannot be cut as somebody said.
-    #[error("{fqn}: {error} ({by})")]
-    Cut { fqn: String, by: String, error: Box<LayoutError>, hint: &'static str },
+    /// The tensor cannot be cut as a rule or option asks.
+    #[error("{fqn}: {source} ({by})")]
+    Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 
-    /// One that was met at a tensor.
-    #[error("{fqn}: {error}")]
-    Tensor { fqn: String, error: Box<LayoutError> },
+    /// The error was found at a tensor.
+    #[error("{fqn}: {source}")]
+    Tensor { fqn: String, source: Box<LayoutError> },
 }
 
 impl LayoutError {
-    /// For `map_err`: with the name of the tensor that it was met at.
+    /// Returns a function for `map_err` that adds the name of the tensor.
     pub fn of(fqn: &impl ToString) -> impl Fn(Self) -> Self {
-        move |error| Self::Tensor { fqn: fqn.to_string(), error: Box::new(error) }
+        move |error| Self::Tensor { fqn: fqn.to_string(), source: Box::new(error) }
+    }
+
+    /// Returns what the reader can do next.
+    #[must_use]
+    pub fn hint(&self) -> &str {
+        match self {
+            Self::RuleMisfit { .. } => {
+                "give it placements that its dims allow, in a rule before that one or in its place"
+            }
+            Self::Pattern { .. } => {
+                "a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell"
+            }
+            Self::File { hint, .. } => hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"),
+            Self::Cut { hint, .. } => hint,
+            Self::RankCount { .. } | Self::DuplicateRank { .. } => {
+                "a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3"
+            }
+            _ => {
+                "a mesh is named dims (options::mesh dp=4,tp=2), a layout one placement a mesh dim \
+                 (options::placements 'S(0),R')"
+            }
+        }
+    }
+
+    /// Returns the name of the tensor that the error is about.
+    #[must_use]
+    pub fn fqn(&self) -> Option<&str> {
+        match self {
+            Self::RuleMisfit { fqn, .. } | Self::Tensor { fqn, .. } | Self::Cut { fqn, .. } => Some(fqn),
+            _ => None,
+        }
+    }
+
+    /// Returns the fields of the JSON document that this error knows.
+    pub(crate) fn fields(&self) -> Json {
+        match self {
+            Self::File { file, .. } => json!({ "file": file }),
+            Self::RuleMisfit { placement, shape, .. } => {
+                json!({ "expected": format!("placements that fit its shape {shape:?}"), "found": placement })
+            }
+            _ => json!({}),
+        }
     }
 }

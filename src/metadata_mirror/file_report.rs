@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::file_inventory::FileInventory;
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
@@ -223,7 +223,7 @@ impl ReportedFile {
 }
 
 fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference) -> Error {
-    Error::Conflict {
+    Error::Catalog(CatalogError::Conflict {
         fqn: path.display().to_string(),
         what,
         between: format!("processes {first} and {second}"),
@@ -232,7 +232,7 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
             "these may be copies of different saves, one of them stale; files of one name are taken for replicas: if they \
              are not, rename them, or give each its own folder",
         )),
-    }
+    })
 }
 
 /// Others are of this program, but it may be another version or another run.

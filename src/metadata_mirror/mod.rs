@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result, StorageError};
 use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
@@ -80,7 +80,7 @@ fn objects(walked: &FileInventory, twin: &Path) -> Result<BTreeMap<PathBuf, Obje
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
     let found = folders.into_iter().map(|folder| match dcp::objects(&twin.join(folder)) {
         Ok(objects) => Ok((folder.to_path_buf(), objects)),
-        Err(error @ Error::Io { .. }) => Err(error),
+        Err(error @ Error::Storage(StorageError::Io { .. })) => Err(error),
         // What is wrong with it is said when the twin is read.
         Err(_) => Ok((folder.to_path_buf(), Objects::new())),
     });
@@ -196,24 +196,26 @@ fn agree_on_kind(
                 SourceKind::Folder => String::from("a folder"),
                 SourceKind::File(name) => format!("the file {name}"),
             };
-            return Err(Error::Conflict {
+            return Err(Error::Catalog(CatalogError::Conflict {
                 fqn: own.display().to_string(),
                 what: "what it is",
                 between: format!("processes {first} and {rank}"),
                 detail: format!("{} and {}", text(known), text(kind)),
                 hint: Some(String::from("give the same folder, or the same file, to all processes")),
-            });
+            }));
         }
     }
-    found.map(|(_, kind)| (kind.clone(), blind)).ok_or_else(|| Error::Missing {
-        path: own.to_path_buf(),
-        at: String::from("files"),
-        expected: String::from("some that one of the processes sees"),
-        missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
-        hint: Some(String::from(
-            "check the path on the nodes that have the files; a relative one starts at the \
+    found.map(|(_, kind)| (kind.clone(), blind)).ok_or_else(|| {
+        Error::Format(FormatError::Missing {
+            path: own.to_path_buf(),
+            at: String::from("files"),
+            expected: String::from("some that one of the processes sees"),
+            missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
+            hint: Some(String::from(
+                "check the path on the nodes that have the files; a relative one starts at the \
                                  current folder",
-        )),
+            )),
+        })
     })
 }
 

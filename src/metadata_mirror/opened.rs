@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::MetadataMirror;
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result, StorageError, UsageError};
 use crate::format::{Checkpoint, MirrorOf, ReadOptions};
 use crate::layout::LayoutError;
 use crate::name_list::name_processes;
@@ -77,12 +77,12 @@ impl MetadataMirror {
     pub fn in_words_of_src(&self, mut error: Error) -> Error {
         let reword = |text: &mut String| *text = self.words_of_src(text);
         match &mut error {
-            Error::Io { path, .. } => self.rename(path),
-            Error::Malformed { path, expected, found, .. } => {
+            Error::Storage(StorageError::Io { path, .. }) => self.rename(path),
+            Error::Format(FormatError::Malformed { path, expected, found, .. }) => {
                 self.rename(path);
                 [expected, found].into_iter().for_each(reword);
             }
-            Error::Missing { path, expected, missing, hint, .. } => {
+            Error::Format(FormatError::Missing { path, expected, missing, hint, .. }) => {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
                 // What nobody sees may well be somewhere.
@@ -90,24 +90,29 @@ impl MetadataMirror {
                     hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
                 *hint += &self.blind_words();
             }
-            Error::Within { path, error } => {
+            Error::Within { path, source } => {
                 self.rename(path);
-                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
-                **error = self.in_words_of_src(inner);
+                let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
+                **source = self.in_words_of_src(inner);
             }
-            Error::Naming { error, .. } => {
-                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
-                **error = self.in_words_of_src(inner);
+            Error::Naming { source, .. } => {
+                let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
+                **source = self.in_words_of_src(inner);
             }
-            Error::Unsupported { what, hint } | Error::Usage { message: what, hint } => {
-                std::iter::once(what).chain(hint).for_each(reword);
+            Error::Format(FormatError::Unsupported { what, hint }) => [what, hint].into_iter().for_each(reword),
+            Error::Usage(UsageError { message, hint }) => std::iter::once(message).chain(hint).for_each(reword),
+            Error::Catalog(CatalogError::Coverage { detail, hint, .. }) => {
+                std::iter::once(detail).chain(hint).for_each(reword);
             }
-            Error::Coverage { detail, hint, .. } => std::iter::once(detail).chain(hint).for_each(reword),
-            Error::Conflict { between, detail, hint, .. } => {
+            Error::Catalog(CatalogError::Conflict { between, detail, hint, .. }) => {
                 [between, detail].into_iter().chain(hint).for_each(reword);
             }
             Error::Layout(LayoutError::File { file, .. }) => reword(file),
-            Error::Layout(_) | Error::Comm { .. } | Error::Device { .. } | Error::Stopped { .. } => {}
+            Error::Storage(StorageError::Untrusted { .. })
+            | Error::Layout(_)
+            | Error::Comm(_)
+            | Error::Device(_)
+            | Error::Stopped(_) => {}
         }
         error
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rayon::prelude::*;
 
 use super::file_report::{ReportedFile, each_block};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
 
@@ -107,13 +107,13 @@ pub fn wait_for(twin: &AnchoredPath, files: &BTreeMap<PathBuf, ReportedFile>) ->
         let missing = files.par_iter().find_any(|(path, seen)| !is_there(path, seen));
         let Some((missing, _)) = missing else { return Ok(()) };
         if begun.elapsed() > SHOWN_WITHIN {
-            return Err(Error::Missing {
+            return Err(Error::Format(FormatError::Missing {
                 path: twin.path().to_path_buf(),
                 at: String::from("files of other processes"),
                 expected: String::from("a folder that all processes see"),
                 missing: missing.display().to_string(),
                 hint: Some(String::from("the destination has to be on a file system that all nodes share")),
-            });
+            }));
         }
         std::thread::sleep(Duration::from_millis(50));
     }

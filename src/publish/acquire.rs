@@ -22,7 +22,7 @@ use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLeas
 use super::partial::{DATA, FoundPartial, Partial, PlanFile};
 use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
 use crate::comm::{Part, WaitReporter};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StorageError};
 use crate::exec::Stop;
 use crate::fault;
 use crate::storage::lookup;
@@ -335,7 +335,7 @@ impl Acquiring<'_> {
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {
             // All was done, and another process has published it.
-            Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(false),
+            Err(Error::Storage(StorageError::Io { source, .. })) if is_gone(&source) => return Ok(false),
             beaten => beaten?,
         }
         fault::point("begin-leased");

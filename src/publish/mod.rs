@@ -329,7 +329,7 @@ impl Staging {
     /// Leaves the reason why this part will not finish, for those that wait for it. A part that a signal stops is to be
     /// started again.
     pub fn tell(&self, error: &Error) {
-        if !matches!(error, Error::Stopped { .. }) {
+        if !matches!(error, Error::Stopped(_)) {
             self.lease().fail(&error.to_string(), self.claim.run.as_deref());
         }
     }

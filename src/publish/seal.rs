@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::recovery::CompletedWork;
 use crate::catalog::OutputFile;
-use crate::error::{Error, Result, Untrusted};
+use crate::error::{Error, Result, StorageError, Untrusted};
 use crate::exec::sidecar_files::{SidecarFile, is_carried, len_of};
 use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
@@ -84,7 +84,7 @@ pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Side
     let checked = ExpectedNames { files: all().collect(), parents }.check(folder, Path::new(""));
     match checked {
         // Another process that has sealed the same was faster.
-        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
+        Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(()),
         checked => checked,
     }
 }

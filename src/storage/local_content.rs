@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::{FileId, FileRange};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::name_list::name_processes;
 
 /// Stretches of a file: ascending, apart from each other, none empty.
@@ -95,7 +95,7 @@ impl ReadCheck {
                 if held.contains(&range) {
                     return Ok(());
                 }
-                Err(Error::Missing {
+                Err(Error::Format(FormatError::Missing {
                     path: path.to_path_buf(),
                     at: format!("byte {offset}"),
                     expected: format!("{len} bytes of tensor data"),
@@ -103,7 +103,7 @@ impl ReadCheck {
                     hint: Some(String::from(
                         "with options::source per-rank a process reads tensor data of the files that it sees itself",
                     )),
-                })
+                }))
             }
         }
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Dir, Mode, OFlags};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result, StorageError};
 
 /// The type of the file at a path, after links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,7 +195,7 @@ pub fn regular_file(path: &Path) -> Result<Metadata> {
         return Ok(metadata);
     }
     let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-    Err(Error::Io { action: "open", path: path.to_path_buf(), source })
+    Err(StorageError::Io { action: "open", path: path.to_path_buf(), source }.into())
 }
 
 /// Makes the error for a path that could not be opened or looked at. Where the path is a link, the error names its target.
@@ -218,13 +218,13 @@ pub fn target_of(link: &Path) -> String {
 }
 
 fn dangling(path: &Path) -> Error {
-    Error::Missing {
+    Error::Format(FormatError::Missing {
         path: path.to_path_buf(),
         at: String::from("link"),
         expected: String::from("a file or folder behind it"),
         missing: target_of(path),
         hint: Some(String::from("restore what the link leads to (from a hub: download it again), or remove the link")),
-    }
+    })
 }
 
 fn is_absence(error: &io::Error) -> bool {
@@ -265,8 +265,10 @@ mod tests {
         ] {
             assert_eq!(kind_of(&root.join(name)).unwrap(), kind, "{name}");
         }
-        assert!(matches!(kind_of(&root.join("loop")), Err(Error::Io { path, .. }) if path.ends_with("loop")));
-        assert!(matches!(kind_of(&root.join("x".repeat(300))), Err(Error::Io { .. })));
+        assert!(
+            matches!(kind_of(&root.join("loop")), Err(Error::Storage(StorageError::Io { path, .. })) if path.ends_with("loop"))
+        );
+        assert!(matches!(kind_of(&root.join("x".repeat(300))), Err(Error::Storage(StorageError::Io { .. }))));
         assert!(is_file(&root.join("link")).unwrap() && !is_file(&root.join("nothing")).unwrap());
         assert!(is_folder(&root.join("here")).unwrap() && !is_folder(root.join("file").as_path()).unwrap());
         assert!(exists(&root.join("here")).unwrap() && !exists(&root.join("file/below")).unwrap());
@@ -290,13 +292,13 @@ mod tests {
             refused("open", &link)(io::ErrorKind::NotFound.into()),
         ] {
             assert!(
-                matches!(&error, Error::Missing { path, missing, .. } if *path == link && missing == "../../blobs/5f2c"),
+                matches!(&error, Error::Format(FormatError::Missing { path, missing, .. }) if *path == link && missing == "../../blobs/5f2c"),
                 "{error}"
             );
         }
         let error = refused("open", &link)(io::ErrorKind::PermissionDenied.into());
         assert!(
-            matches!(&error, Error::Io { source, .. } if source.to_string().contains("../../blobs/5f2c")),
+            matches!(&error, Error::Storage(StorageError::Io { source, .. }) if source.to_string().contains("../../blobs/5f2c")),
             "{error}"
         );
     }
@@ -313,7 +315,7 @@ mod tests {
         assert_eq!(listed.iter().filter(|entry| entry.is_folder().unwrap()).count(), 1);
         for path in ["a", "nothing"] {
             let path = folder.path().join(path);
-            assert!(matches!(list(&path), Err(Error::Io { path: named, .. }) if named == path));
+            assert!(matches!(list(&path), Err(Error::Storage(StorageError::Io { path: named, .. })) if named == path));
         }
     }
 }

@@ -7,6 +7,7 @@
 pub mod afresh;
 mod anchored;
 pub mod direct;
+pub(crate) mod error;
 pub mod filesystem;
 mod local_content;
 pub mod lookup;
@@ -31,7 +32,7 @@ pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StorageError};
 use local_content::{Notes, ReadCheck};
 use open_files::OpenFiles;
 
@@ -346,5 +347,5 @@ pub fn zeroed(len: u64) -> io::Result<Vec<u8>> {
 
 fn changed(path: &Path) -> Error {
     let source = io::Error::other("the file changed while it was being read");
-    Error::Io { action: "trust", path: path.to_path_buf(), source }
+    StorageError::Io { action: "trust", path: path.to_path_buf(), source }.into()
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use super::local_content::ReadCheck;
 use super::mapping::Mapping;
 use super::{changed, direct};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StorageError};
 
 /// One open file; mapped on demand.
 #[derive(Debug)]
@@ -62,7 +62,7 @@ impl OpenFile {
                 let was_there = end.is_some_and(|end| end <= self.len);
                 if was_there { changed(&self.path) } else { self.too_short(offset, buffer.len() as u64) }
             } else {
-                Error::Io { action: "read", path: self.path.clone(), source: error }
+                StorageError::Io { action: "read", path: self.path.clone(), source: error }.into()
             }
         })
     }
@@ -113,6 +113,7 @@ impl OpenFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::FormatError;
     use crate::storage::{Files, IoMode};
 
     #[test]
@@ -129,7 +130,7 @@ mod tests {
                 IoMode::Mmap => file.mapped(50_000, 50_000, <[u8]>::to_vec).map(Option::unwrap),
                 IoMode::Read | IoMode::Direct => files.read(id, 50_000, 50_000),
             };
-            assert!(matches!(read, Err(Error::Io { path: at, .. }) if at == path), "{io:?}");
+            assert!(matches!(read, Err(Error::Storage(StorageError::Io { path: at, .. })) if at == path), "{io:?}");
         }
     }
 
@@ -141,7 +142,7 @@ mod tests {
         let mut files = Files::new(IoMode::Mmap);
         let id = files.add(&path).unwrap();
         let file = files.open(id).unwrap();
-        assert!(matches!(file.mapped(50, 51, <[u8]>::to_vec), Err(Error::Malformed { .. })));
-        assert!(matches!(file.read_exact_at(&mut [0; 51], 50), Err(Error::Malformed { .. })));
+        assert!(matches!(file.mapped(50, 51, <[u8]>::to_vec), Err(Error::Format(FormatError::Malformed { .. }))));
+        assert!(matches!(file.read_exact_at(&mut [0; 51], 50), Err(Error::Format(FormatError::Malformed { .. }))));
     }
 }

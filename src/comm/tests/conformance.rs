@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::{Communicator, Traffic};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 
 /// Ranks of one kind, and how a test sees into their memory.
 pub(crate) trait Fleet: Send + Sync + 'static {
@@ -314,7 +314,9 @@ fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
             // The first of several is named.
             let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
             match rank.vote(mine).unwrap_err() {
-                Error::Comm { rank, detail, .. } => assert_eq!((rank.index, &*detail), (last.saturating_sub(1), words)),
+                Error::Comm(CommError { rank, detail, .. }) => {
+                    assert_eq!((rank.index, &*detail), (last.saturating_sub(1), words));
+                }
                 other => panic!("{other}"),
             }
         }
@@ -365,7 +367,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
     let names_it = {
         let case = case.clone();
         move |error: &Error| {
-            let Error::Comm { rank, detail, .. } = error else { panic!("{case}: {error}") };
+            let Error::Comm(CommError { rank, detail, .. }) = error else { panic!("{case}: {error}") };
             assert_eq!(rank.index, gone, "{case}: {error}");
             assert_eq!(detail.contains("no space"), end == End::Failed, "{case}: {error}");
         }

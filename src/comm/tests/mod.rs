@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use super::cpus::cpus;
 use super::{Launch, Launcher, Part, launch};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, UsageError};
 
 /// `A=1 B=2`, later ones in place of earlier ones, as what is started inside sees them.
 fn environment(variables: &[&str]) -> HashMap<String, String> {
@@ -33,7 +33,7 @@ fn is(launch: &Result<Launch>, index: u32, of: u32, launcher: Launcher) {
 /// An error that says all this, and has a hint.
 fn refused(launch: Result<Launch>, words: &[&str]) {
     let error = launch.unwrap_err();
-    assert!(matches!(error, Error::Usage { hint: Some(_), .. }), "{error:?}");
+    assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
     let said = format!("{error} / {}", error.hint().unwrap());
     for word in words {
         assert!(said.contains(word), "{word}: {said}");

@@ -13,7 +13,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::conformance::{Fleet, conform_all};
 use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
 use crate::comm::{Communicator, launch, process_environment};
-use crate::error::Error;
+use crate::error::{Error, Stopped};
 
 /// An operation, and the rank that is killed while the others are in it.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
@@ -29,7 +29,7 @@ impl Processes {
     fn going(&self) -> KeepGoing {
         let is_stopped = Arc::clone(&self.is_stopped);
         Arc::new(move || {
-            let stopped = || Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None };
+            let stopped = || Error::from(Stopped { signal: "TERM", exit: 143, rank: None, kept: None });
             if is_stopped.load(Ordering::Relaxed) { Err(stopped()) } else { Ok(()) }
         })
     }
@@ -145,8 +145,8 @@ fn stops_where_one_is_stopped(processes: &Processes) {
             (0..1000).find_map(|_| rank.gather(&[7]).err())
         });
         match error {
-            Some(Error::Stopped { signal: "TERM", rank, .. }) if this == stopped => assert!(rank.is_none()),
-            Some(Error::Stopped { signal: "TERM", rank: Some(rank), .. }) => assert_eq!(rank.index, stopped),
+            Some(Error::Stopped(Stopped { signal: "TERM", rank, .. })) if this == stopped => assert!(rank.is_none()),
+            Some(Error::Stopped(Stopped { signal: "TERM", rank: Some(rank), .. })) => assert_eq!(rank.index, stopped),
             other => panic!("{other:?}"),
         }
         processes.is_stopped.store(false, Ordering::Relaxed);

@@ -17,7 +17,7 @@ use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::{FlatTarget, PartSurvey};
 use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
@@ -107,7 +107,7 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
     let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
     match source.difference([kept, other], kept_entry.dtype, run)? {
         None => Ok(()),
-        Some(difference) => Err(Error::Conflict {
+        Some(difference) => Err(Error::Catalog(CatalogError::Conflict {
             fqn: entry.fqn.to_string(),
             what: "a tensor",
             between: format!("it and {}", kept_entry.fqn),
@@ -116,6 +116,6 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
                 "another options::flat_layout keeps tensors apart, options::use_orig_params the state of each parameter; options::exclude \
                  leaves them out",
             )),
-        }),
+        })),
     }
 }

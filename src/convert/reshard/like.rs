@@ -7,7 +7,7 @@ use std::path::Path as FilePath;
 
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::convert::names::{NameMatch, Names, of_all_ranks};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 use crate::select::Wrappers;
@@ -42,13 +42,13 @@ impl<'a> LikeLayout<'a> {
             if own.shape.len() == entry.shape.len() {
                 return Ok(Some(own));
             }
-            return Err(Error::Conflict {
+            return Err(Error::Catalog(CatalogError::Conflict {
                 fqn: path.to_string(),
                 what: "the number of dims",
                 between: format!("SRC and {}", self.root.display()),
                 detail: format!("{:?} and {:?}", entry.shape, own.shape),
                 hint: Some(String::from("options::placements 'PATTERN=LIST' says how it is to lie")),
-            });
+            }));
         }
         let parameter = parameter.and_then(|name| self.names.parameter(name.as_str()));
         let parameter = parameter.map(|id| self.catalog.tensor(id));

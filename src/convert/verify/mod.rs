@@ -15,7 +15,7 @@ use super::run::Run;
 use super::source::{Defaults, announce, select_options};
 use crate::catalog::{TensorEntry, model, path};
 use crate::convert::options::VerifyOptions;
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::exec::compare;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
 use crate::progress::Progress;
@@ -163,5 +163,6 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
 /// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
 /// result does not fit.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
-    matches!(error, Error::Unsupported { .. }) && entries.iter().any(|entry| entry.summands.is_some())
+    matches!(error, Error::Format(FormatError::Unsupported { .. }))
+        && entries.iter().any(|entry| entry.summands.is_some())
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
 use crate::comm::{Communicator, Part, WaitNotices};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::SourceCopy;
 use crate::exec::Stop;
@@ -53,7 +53,7 @@ fn records_conform_in_words() {
 
 fn detail(error: Error) -> (u32, String) {
     match error {
-        Error::Comm { rank, detail, .. } => (rank.index, detail),
+        Error::Comm(CommError { rank, detail, .. }) => (rank.index, detail),
         other => panic!("{other}"),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::catalog::{ChecksumSpan, ChecksummedRange, OutputFile, Reserved, StridedLocation, TensorId};
-use crate::error::Error;
+use crate::error::{Error, FormatError};
 use crate::exec::cast::{Cast, LossCounts};
 use crate::exec::compare::{Difference, digest, first_difference};
 use crate::exec::copy::{CastCount, dry_run};
@@ -228,7 +228,7 @@ fn records_that_pass_through_a_cast_are_checked() {
                 }
                 Err(error) => {
                     assert!(!sound, "{error}");
-                    assert!(matches!(error, Error::Malformed { .. }), "{error}");
+                    assert!(matches!(error, Error::Format(FormatError::Malformed { .. })), "{error}");
                 }
             }
         }
@@ -240,7 +240,7 @@ fn what_cannot_be_cast_is_named() {
     let mut source = Source::new(&[4], Dtype::F32, &whole(), false, IoMode::Read);
     source.catalog.tensors[0].dtype = Dtype::I32;
     let error = dry_run(source.input(), &reserve(&source, Dtype::Bf16, &[&whole()]), &Stop::default()).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert!(matches!(error, Error::Format(FormatError::Unsupported { .. })), "{error}");
     assert_eq!(error.to_string(), "t: i32 cannot be cast to bf16");
 }
 

@@ -13,13 +13,13 @@ impl Read for Reader {
             return Ok(Some(DetectedFiles::new(Format::Dcp, Match::Certain, Vec::new())));
         }
         if listing.names.iter().any(|name| name.ends_with(".distcp")) && listing.from.is_none() {
-            return Err(Error::Missing {
+            return Err(Error::Format(FormatError::Missing {
                 path: listing.folder.to_path_buf(),
                 at: String::from("DCP directory"),
                 expected: String::from("the metadata of its .distcp files"),
                 missing: String::from(".metadata"),
                 hint: None,
-            });
+            }));
         }
         Ok(None)
     }
@@ -37,7 +37,7 @@ impl Read for Reader {
     }
 }
 use crate::catalog::Reservation;
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::format::Format;
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;

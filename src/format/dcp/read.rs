@@ -12,7 +12,7 @@ use crate::catalog::{
     Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
     shift_tensors,
 };
-use crate::error::{CoverageKind, Error, Result};
+use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::torch::{TensorNode, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
@@ -153,7 +153,7 @@ impl MetadataFile<'_> {
     fn push_chunk(&self, files: &Files, entry: &mut TensorEntry, chunk: StoredChunk) -> Result<()> {
         let region = Region::new(chunk.offsets, chunk.sizes);
         if !region.fits(&entry.shape) {
-            return Err(Error::Coverage {
+            return Err(Error::Catalog(CatalogError::Coverage {
                 fqn: entry.fqn.to_string(),
                 kind: CoverageKind::OutOfBounds,
                 region: region.to_string(),
@@ -162,7 +162,7 @@ impl MetadataFile<'_> {
                     "{} does not describe its own tensors; save the checkpoint again",
                     self.path.display()
                 )),
-            });
+            }));
         }
         let place = match chunk.stored {
             Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::format::safetensors;
 use crate::format::safetensors::sharding::ShardName;
 use crate::format::shortfall::{Shortfall, list_absent};
@@ -39,13 +39,13 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     if let (Some((first, _)), Some((last, _))) = (totals.first_key_value(), totals.last_key_value())
         && first != last
     {
-        return Err(Error::Conflict {
+        return Err(Error::Catalog(CatalogError::Conflict {
             fqn: folder.display().to_string(),
             what: "the number of files",
             between: String::from("names of shards"),
             detail: format!("some are of {first}, others of {last}"),
             hint: Some(String::from("the files are of two saves: move those of one of them into another folder")),
-        });
+        }));
     }
     let total = totals.last_key_value().map_or(0, |(total, _)| *total);
     if let Some((highest, path)) = parts.last_key_value().filter(|(highest, _)| **highest > total) {
@@ -84,9 +84,9 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
     let count = u64::from(highest) * u64::from(total) - present.len() as u64;
     let missing = list_absent(count, all.filter(absent).map(name));
-    let error =
-        Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
-    Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
+    let (path, at) = (folder.to_path_buf(), at.to_owned());
+    let error = FormatError::Missing { path, at, expected, missing: first.clone(), hint };
+    Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))
 }
 
 /// Returns the shortfall of a shard that is given alone.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::catalog::{Fqn, TensorEntry};
-use crate::error::Error;
+use crate::error::{CatalogError, Error};
 use crate::layout::shards::SharedTensor;
 use crate::layout::whole::{PartError, RankPart, nearest};
 use crate::layout::{DeviceMesh, Split, comma_list};
@@ -24,12 +24,14 @@ impl LayoutMisfit<'_> {
     /// `file` is that of the rank in question.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
-        let conflict = |what, between: String, detail| Error::Conflict {
-            fqn: self.entry.fqn.to_string(),
-            what,
-            between,
-            detail,
-            hint: Some(self.hint()),
+        let conflict = |what, between: String, detail| {
+            Error::Catalog(CatalogError::Conflict {
+                fqn: self.entry.fqn.to_string(),
+                what,
+                between,
+                detail,
+                hint: Some(self.hint()),
+            })
         };
         let said = self.said;
         match error {

@@ -140,7 +140,7 @@ fn checked(path: &Path, document: FlatDocument) -> Result<FlatLayout> {
     };
     match layout.check() {
         Ok(()) => Ok(layout),
-        Err(wrong) => Err(wrong.within(path)),
+        Err(wrong) => Err(wrong.within(path).into()),
     }
 }
 

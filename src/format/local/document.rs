@@ -134,7 +134,7 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
     }
-    check(text).map_err(|wrong| wrong.within(path))
+    Ok(check(text).map_err(|wrong| wrong.within(path))?)
 }
 
 fn unknown_version(path: &FilePath, version: u64) -> Error {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::document::{self, Described, FILE_NAME, LocalDocument};
 use super::rank_of;
 use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, PartialValues, Sharding, TensorEntry};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::format::series::WITHOUT_THEM;
 use crate::layout::shards::MeshPlacement;
@@ -43,13 +43,13 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     let missing = numbers.short("rank", "ranks");
     if !allow_missing {
         let is_whole = |entry: &TensorEntry| !entry.chunks.is_empty() && entry.tilings().is_ok();
-        return Err(Error::Missing {
+        return Err(Error::Format(FormatError::Missing {
             path: folder.to_path_buf(),
             at: String::from(FILE_NAME),
             expected: format!("the files of {} ranks", document.world_size),
             missing,
             hint: catalog.tensors.iter().all(is_whole).then(|| WITHOUT_THEM.into()),
-        }
+        })
         .naming(&numbers.names("rank", "ranks")));
     }
     catalog.warnings.push(format!("{}: read without {missing}", folder.display()));

@@ -29,7 +29,7 @@ use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{
     Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
 };
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::storage::{FileId, Files};
 
 /// Says which framework wrote a file: loaders want `pt`.
@@ -128,7 +128,7 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
         let found = format!("it in {} as well", other.display());
         return Error::malformed(path, name, "a tensor in one file only", found);
     }
-    Error::Conflict {
+    Error::Catalog(CatalogError::Conflict {
         fqn: name.to_owned(),
         what: "the file",
         between: format!("{} and {}", path.display(), other.display()),
@@ -137,7 +137,7 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
             "where each file holds what one rank had, options::src_mesh and options::src_placements say how its tensors lie (options::src_mesh \
              tp=2 options::src_placements '**.w1=S(0)')",
         )),
-    }
+    })
 }
 
 /// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept

@@ -16,7 +16,7 @@ use crate::catalog::{
     Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
     checked_len_bytes, permuted_stride, shift_tensors,
 };
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::layout::partial::{PartialReduction, summand};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
@@ -262,7 +262,9 @@ impl Merger<'_> {
             format!("{} and {}", name(first), name(part)),
             format!("{} has {left}, {} has {right}", name(first), name(part)),
         );
-        if let (Error::Conflict { hint, .. }, "shape", TensorNode::Plain(_)) = (&mut error, what, self.found(first)) {
+        if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", TensorNode::Plain(_)) =
+            (&mut error, what, self.found(first))
+        {
             *hint = Some(PARTS_UNTOLD.into());
         }
         Err(error)

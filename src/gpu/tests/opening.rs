@@ -6,12 +6,12 @@ use cudarc::driver::sys::is_culib_present;
 
 use super::*;
 use crate::comm::{Communicator, Local};
-use crate::error::Error;
+use crate::error::{Error, UsageError};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::{Device, Nccl, Packer, Sharing};
 
 fn refusal(error: Error) -> String {
-    assert!(matches!(error, Error::Usage { hint: Some(_), .. }), "{error:?}");
+    assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
     format!("{error} / {}", error.hint().unwrap())
 }
 

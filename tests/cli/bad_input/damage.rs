@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use dtshard::catalog::model;
-use dtshard::error::{Error, Result};
+use dtshard::error::{Error, FormatError, Result};
 use dtshard::exec::{Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::{Checkpoint, ReadOptions, resolve, torch};
 
@@ -205,7 +205,10 @@ fn an_error_about_a_file_names_it_with_a_hint() {
     let source = env.copy("safetensors/single");
     edit(&source.join("model.safetensors"), |bytes| bytes.truncate(100));
     let error = digests(&source).unwrap_err();
-    assert!(matches!(&error, Error::Malformed { path, .. } if path.ends_with("model.safetensors")), "{error}");
+    assert!(
+        matches!(&error, Error::Format(FormatError::Malformed { path, .. }) if path.ends_with("model.safetensors")),
+        "{error}"
+    );
     assert!(error.hint().is_some());
     let failed = dtshard(&[&"inspect", &source, &"--json"]);
     assert_eq!(failed.code, Some(2));

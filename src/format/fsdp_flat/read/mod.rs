@@ -22,7 +22,7 @@ use std::path::Path;
 
 use crate::catalog::flat::{FlatLayout, FlatUnit, SharedName};
 use crate::catalog::{self as state, Fqn};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::format::FlatKnowledge;
 use crate::format::torch::ranks::RankFile;
 use known::ModelKnowledge;
@@ -149,7 +149,7 @@ impl Candidates {
             let files = &mut series[*index].files;
             match optimizer::unflatten(files, at, layout, default) {
                 Ok(names) => layout.optimizer = Some(names),
-                Err(Error::Unsupported { what, .. }) if knowledge.raw => {
+                Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw => {
                     optimizer::drop_state(files, at);
                     warnings.push(format!("{what}: its state is left out"));
                 }

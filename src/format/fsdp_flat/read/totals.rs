@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::catalog::flat::{FlatParam, FlatUnit};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::layout::flat::FlatParameter;
 
 /// A layout and a file of which it is not the layout.
@@ -17,7 +17,7 @@ pub struct LayoutMismatch<'a> {
 impl LayoutMismatch<'_> {
     /// The error for what the layout says of `name`, and what the file has.
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
-        Error::Conflict {
+        Error::Catalog(CatalogError::Conflict {
             fqn: name.to_owned(),
             what: "the flat layout",
             between: format!("{} and {}", self.source, self.file.display()),
@@ -25,7 +25,7 @@ impl LayoutMismatch<'_> {
             hint: Some(String::from(
                 "a flat layout is that of the job that saved the files: its units, use_orig_params, mixed precision",
             )),
-        }
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use super::super::survey::{FlatState, PlainTensor};
 use super::{ShapeSource, dtype_and_total, stride_of};
 use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
-use crate::error::{Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::refuse;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
@@ -127,13 +127,13 @@ fn shape_in(like: &LikeModel, name: &Fqn, numel: u64) -> Result<(Dims, Option<Di
     };
     let found = crate::layout::numel(&param.shape);
     if found != Some(numel) {
-        return Err(Error::Conflict {
+        return Err(Error::Catalog(CatalogError::Conflict {
             fqn: name.to_string(),
             what: "the number of elements",
             between: format!("its flat parameter and {}", like.path.display()),
             detail: format!("expected {numel}, found shape {:?}", param.shape.as_slice()),
             hint: Some(String::from("options::like takes a checkpoint of the same model")),
-        });
+        }));
     }
     Ok((param.shape.clone(), stride_of(like, name, param)?))
 }

@@ -1,0 +1,76 @@
+//! Errors about tensors whose chunks do not fit together.
+
+use serde_json::{Value as Json, json};
+
+/// A tensor or value that the files of a checkpoint do not hold exactly once and everywhere alike.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CatalogError {
+    /// The chunks of a tensor do not cover it exactly once.
+    #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
+    Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
+
+    /// Ranks or replicas that should hold the same value hold different ones.
+    #[error("{fqn}: {what} differs between {between}: {detail}")]
+    Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
+}
+
+/// The way in which chunks fail to tile their tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CoverageKind {
+    /// No chunk holds the region.
+    Gap,
+    /// Two chunks hold the region.
+    Overlap,
+    /// A chunk reaches beyond the tensor.
+    OutOfBounds,
+}
+
+impl CoverageKind {
+    /// Returns the word used in messages and in `--json`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Gap => "gap",
+            Self::Overlap => "overlap",
+            Self::OutOfBounds => "out of bounds",
+        }
+    }
+}
+
+impl CatalogError {
+    /// Returns what the reader can do next.
+    #[must_use]
+    pub fn hint(&self) -> Option<&str> {
+        let (Self::Coverage { hint, .. } | Self::Conflict { hint, .. }) = self;
+        hint.as_deref()
+    }
+
+    /// Returns the name of the tensor or value.
+    #[must_use]
+    pub fn fqn(&self) -> &str {
+        let (Self::Coverage { fqn, .. } | Self::Conflict { fqn, .. }) = self;
+        fqn
+    }
+
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Coverage { .. } => "coverage",
+            Self::Conflict { .. } => "conflict",
+        }
+    }
+
+    /// Returns the fields of the JSON document that this error knows.
+    pub(crate) fn fields(&self) -> Json {
+        let (expected, found) = match self {
+            Self::Coverage { kind, region, detail, .. } => {
+                (String::from("every element exactly once"), format!("{} at {region}: {detail}", kind.as_str()))
+            }
+            Self::Conflict { what, between, detail, .. } => {
+                (format!("the same from {between}"), format!("{what} differs: {detail}"))
+            }
+        };
+        json!({ "fqn": self.fqn(), "expected": expected, "found": found })
+    }
+}

@@ -1,0 +1,43 @@
+//! Errors of processes that work together.
+
+use std::fmt;
+
+/// Another process of the run is gone, or does not do what this one does.
+#[derive(Debug, thiserror::Error)]
+#[error("{rank}: {op}: {detail}")]
+#[non_exhaustive]
+pub struct CommError {
+    /// The other process.
+    pub rank: Peer,
+    /// What the processes were doing together.
+    pub op: &'static str,
+    /// What went wrong.
+    pub detail: String,
+    /// What the reader can do next.
+    pub hint: Option<String>,
+}
+
+/// A process of the run, named as far as it is known: `process 2 of 4 (n1, pid 4711)`, counted from 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The number of the process, from 0.
+    pub index: u32,
+    /// The number of processes.
+    pub of: Option<u32>,
+    /// The node and the process id: `n1, pid 4711`.
+    pub place: Option<String>,
+}
+
+impl From<u32> for Peer {
+    fn from(index: u32) -> Self {
+        Self { index, of: None, place: None }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {}", self.index)?;
+        self.of.map_or(Ok(()), |of| write!(f, " of {of}"))?;
+        self.place.as_ref().map_or(Ok(()), |place| write!(f, " ({place})"))
+    }
+}

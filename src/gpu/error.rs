@@ -1,0 +1,14 @@
+//! Errors of GPUs.
+
+/// A GPU, or a library for it, refuses an operation.
+#[derive(Debug, thiserror::Error)]
+#[error("GPU: {op}: {detail}")]
+#[non_exhaustive]
+pub struct DeviceError {
+    /// The operation.
+    pub op: &'static str,
+    /// The reason, in the words of the driver or library where it gives one.
+    pub detail: String,
+    /// What the reader can do next.
+    pub hint: Option<String>,
+}

@@ -1,0 +1,77 @@
+//! Errors of the file system, and files that are not trusted.
+
+use std::io;
+use std::path::PathBuf;
+
+/// A failure of an operation on a file or folder.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StorageError {
+    /// The operating system refuses the operation.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { action: &'static str, path: PathBuf, source: io::Error },
+
+    /// The file or folder may belong to somebody else.
+    #[error("{found}")]
+    Untrusted { found: Untrusted, hint: String },
+}
+
+/// A file or folder that is neither written to nor deleted, because another user may have put it there.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Untrusted {
+    /// A symbolic link.
+    #[error("{} is a link to {}, which is not followed", path.display(), target.display())]
+    Link { path: PathBuf, target: PathBuf },
+    /// A file or folder of another user.
+    #[error("{} belongs to {owner}", path.display())]
+    Owner { path: PathBuf, owner: String },
+    /// A file with several hard links.
+    #[error("{} is a file with {names} names, so that writing to it changes another file, too", path.display())]
+    Names { path: PathBuf, names: u64 },
+}
+
+impl StorageError {
+    /// Returns a function that adds the action and the path to an error of the operating system. An [`Untrusted`] within
+    /// that error names its path itself.
+    pub(crate) fn of(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| match source.downcast::<Untrusted>() {
+            Ok(found) => Self::Untrusted { hint: found.hint(), found },
+            Err(source) => Self::Io { action, path, source },
+        }
+    }
+
+    /// Returns what the reader can do next.
+    #[must_use]
+    pub fn hint(&self) -> Option<&str> {
+        match self {
+            Self::Io { source, .. } => match source.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                    Some("free space on the file system of that path, or choose another one")
+                }
+                io::ErrorKind::NotFound => Some("check the path; relative ones start at the current folder"),
+                _ => None,
+            },
+            Self::Untrusted { hint, .. } => Some(hint),
+        }
+    }
+}
+
+impl Untrusted {
+    fn hint(&self) -> String {
+        match self {
+            Self::Link { .. } => String::from("remove the link, or choose another destination"),
+            Self::Owner { owner, .. } => {
+                format!("ask {owner} to finish or remove it, or choose another destination")
+            }
+            Self::Names { .. } => String::from("remove that name, or start again with options::restart"),
+        }
+    }
+}
+
+impl From<Untrusted> for io::Error {
+    fn from(found: Untrusted) -> Self {
+        Self::new(io::ErrorKind::PermissionDenied, found)
+    }
+}
