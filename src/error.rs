@@ -316,7 +316,7 @@ impl Error {
             }
             Self::Malformed { hint: Some(hint), .. } => Some(hint),
             Self::Malformed { path, .. } if is_written_by_hand(path) => {
-                Some("mend it, or write it anew; docs/fsdp1.md tells what a flat layout says")
+                Some("mend it, or write it anew; docs/how-to/fsdp1.md tells what a flat layout says")
             }
             Self::Malformed { .. } => {
                 Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
@@ -331,7 +331,7 @@ impl Error {
                 Some("a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell")
             }
             Self::Layout(LayoutError::File { hint, .. }) => {
-                Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
+                Some(hint.as_deref().unwrap_or("docs/reference/layout-file.md tells what a layout file says"))
             }
             Self::Layout(LayoutError::Cut { hint, .. }) => Some(hint),
             Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => {

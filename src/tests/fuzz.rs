@@ -2,7 +2,7 @@
 //!
 //! Those of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
 //!
-//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/ci.md has the
+//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/how-to/ci.md has the
 //! variables for longer runs.
 
 #[macro_use]

@@ -136,6 +136,6 @@ fn the_flat_layout_program_is_that_of_the_fixtures() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = fs::read_to_string(root.join("tests/fixtures/flat_layout.py")).unwrap();
     let program = &script[script.find("import ").unwrap()..];
-    let page = fs::read_to_string(root.join("docs/fsdp1.md")).unwrap();
-    assert!(page.contains(&format!("```python\n{program}```\n")), "docs/fsdp1.md has another flat_layout()");
+    let page = fs::read_to_string(root.join("docs/how-to/fsdp1.md")).unwrap();
+    assert!(page.contains(&format!("```python\n{program}```\n")), "docs/how-to/fsdp1.md has another flat_layout()");
 }
