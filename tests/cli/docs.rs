@@ -1,10 +1,10 @@
-//! The console examples of README.md and docs/ are what the program prints.
+//! The console examples of README.md and docs/ show what the program prints, and links between pages lead somewhere.
 //!
 //! A block of ```` ```console ```` whose commands all begin with `dtshard` is run, in the order of the page, in a
-//! temporary folder in which `tests` is the repository's: fixtures are read under the paths that are shown, and what a
-//! page writes, its later blocks find. Standard output and errors are compared together. A line `...` stands for any
-//! lines; times and rates are masked. `<!-- not run -->` in the line before a block leaves it out. The tutorial needs
-//! PyTorch: tests/interop/test_tutorial.py runs it.
+//! temporary folder in which `tests` is that of the repository, so fixtures have the paths that are shown. Later blocks
+//! see the files of earlier blocks. Standard output and errors are compared together. A line `...` matches any lines;
+//! times and rates are masked. `<!-- not run -->` in the line before a block leaves it out. The tutorial needs PyTorch:
+//! tests/interop/test_tutorial.py runs it.
 
 use std::fmt::Write;
 use std::fs;
@@ -57,24 +57,25 @@ fn examples(body: &[&str]) -> Vec<(String, Vec<String>)> {
     examples
 }
 
-/// What a shell prints, without what depends on the machine.
+/// The lines that a shell prints.
 fn run(command: &str, folder: &Path) -> Vec<String> {
     let binaries = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
     let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
     let shell = format!("exec 2>&1; {command}");
     let output = Command::new("sh").args(["-c", &shell]).current_dir(folder).env("PATH", path).output().unwrap();
-    String::from_utf8(output.stdout).unwrap().lines().map(masked).collect()
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| line.trim_end().to_owned()).collect()
 }
 
+/// Replaces the parts of a line that depend on the machine.
 fn masked(line: &str) -> String {
     let time = Regex::new(r"in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
     let line = time.replace(line, "in _ s");
-    // What the allocator and the kernel make of it differs from run to run.
+    // Allocator and kernel make this number differ from run to run.
     let memory = Regex::new(r"[\d.]+ MB \(anonymous\)").unwrap();
     memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()
 }
 
-/// Whether the lines are those expected, where `...` stands for any number of lines.
+/// Whether the lines are those expected, where `...` matches any number of lines.
 fn matches(found: &[String], expected: &[String]) -> bool {
     match expected.split_first() {
         None => found.is_empty(),
@@ -83,22 +84,34 @@ fn matches(found: &[String], expected: &[String]) -> bool {
     }
 }
 
-/// Run the examples of a page; what is wrong with them.
+/// Runs the examples of a page and returns those whose output differs. `UPDATE_SNAPSHOTS=1` writes their output into the
+/// page, apart from examples with `...`.
 fn check(page: &Path) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(root.join("tests"), folder.path().join("tests")).unwrap();
+    let update = std::env::var_os("UPDATE_SNAPSHOTS").is_some();
     let mut wrong = String::new();
     let text = fs::read_to_string(page).unwrap();
+    let mut updated = text.clone();
+    let example = |command: &str, output: &[String]| format!("$ {command}\n{}", output.join("\n"));
     for block in blocks(&text).into_iter().filter(Block::is_run) {
         for (command, expected) in block.examples {
-            let expected: Vec<String> = expected.iter().map(|line| masked(line)).collect();
             let found = run(&command, folder.path());
-            if !matches(&found, &expected) {
+            let all_masked = |lines: &[String]| lines.iter().map(|line| masked(line)).collect::<Vec<String>>();
+            if matches(&all_masked(&found), &all_masked(&expected)) {
+                continue;
+            }
+            if update && !expected.iter().any(|line| line.trim() == "...") {
+                updated = updated.replacen(&example(&command, &expected), &example(&command, &found), 1);
+            } else {
                 let at = page.strip_prefix(root).unwrap().display();
-                writeln!(wrong, "{at}:{}: $ {command}\n{}\n", block.line, found.join("\n")).unwrap();
+                writeln!(wrong, "{at}:{}: {}\n", block.line, example(&command, &found)).unwrap();
             }
         }
+    }
+    if updated != text {
+        fs::write(page, updated).unwrap();
     }
     wrong
 }
