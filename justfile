@@ -46,7 +46,7 @@ bench-against binary *arguments:
     cargo build --release --locked -p dtshard
     "$(ci/venv bench bench/requirements.txt)" bench/run.py --only tmpfs --quick --against {{ binary }} {{ arguments }}
 
-# dtshard against cp and every peer, in memory, on disk and cold; writes docs/benchmarks.md
+# dtshard against cp and every peer, in memory, on disk and cold; writes docs/explanation/benchmarks.md
 bench-peers *arguments:
     cargo build --release --locked -p dtshard
     "$(ci/venv bench bench/requirements.txt)" bench/run.py {{ arguments }}

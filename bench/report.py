@@ -1,4 +1,4 @@
-"""Markdown of what the bench measured: `report.py FILE...` writes docs/benchmarks.md and its plot again, of
+"""Markdown of what the bench measured: `report.py FILE...` writes docs/explanation/benchmarks.md and its plot again, of
 files with a table or more each.
 
 A ratio is the median over rounds of two runs of the same round, with the smallest and the largest in brackets.
@@ -196,4 +196,4 @@ def publish(results, docs):
 if __name__ == "__main__":
     first, *others = [json.loads(Path(file).read_text()) for file in sys.argv[1:]]
     first["tables"] += [table for results in others for table in results["tables"]]
-    publish(first, Path(__file__).resolve().parents[1] / "docs")
+    publish(first, Path(__file__).resolve().parents[1] / "docs/explanation")

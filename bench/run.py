@@ -249,7 +249,7 @@ def main():
             results["tables"].append({"table": table, "file_system": file_system(where), "cases": bench.run()})
         if args.json:
             report.write_json(args.json, results)
-    report.publish(results, None if args.print or args.quick else ROOT / "docs")
+    report.publish(results, None if args.print or args.quick else ROOT / "docs/explanation")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ fn said(by: &str, list: &[PlacementSpec]) -> String {
 }
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
-    let hint = "options::flat_layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md";
+    let hint =
+        "options::flat_layout reads them; for plain tensors say a mesh and placements: docs/reference/layout-file.md";
     placements::file("options::src_layout", path, split, hint)
 }
 

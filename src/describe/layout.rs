@@ -70,7 +70,7 @@ fn untold(checkpoint: &Checkpoint) -> Error {
             "`dtshard inspect` shows the mesh of every tensor; options::like CKPT takes its layout as it is",
         );
     }
-    let by_hand = "write a layout by hand: docs/layout-file.md";
+    let by_hand = "write a layout by hand: docs/reference/layout-file.md";
     match checkpoint.format.tensors() {
         TensorStorage::Ranks => Error::unsupported(format!("{root}: none of its tensors lies on a mesh"), by_hand),
         TensorStorage::Boxes => Error::unsupported(

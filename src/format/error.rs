@@ -48,7 +48,7 @@ impl FormatError {
         match self {
             Self::Malformed { hint: Some(hint), .. } => hint,
             Self::Malformed { path, .. } if is_written_by_hand(path) => {
-                "mend it, or write it anew; docs/fsdp1.md tells what a flat layout says"
+                "mend it, or write it anew; docs/how-to/fsdp1.md tells what a flat layout says"
             }
             Self::Malformed { .. } => {
                 "the file is damaged or was not completely written; `dtshard verify` lists every fault"

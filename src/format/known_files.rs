@@ -1,7 +1,7 @@
 //! The table of files that checkpoint folders have: what `--overwrite` may replace without a look at who wrote it.
 //!
 //! A name decides where it says enough. Where it does not (`.pt`, `layout.json`), the first bytes have to fit, too. No
-//! more than those is read of any file. `docs/folders.md` shows the same table; a test compares the two.
+//! more than those is read of any file. `docs/reference/folders.md` shows the same table; a test compares the two.
 
 use std::path::{Component, Path};
 use std::sync::LazyLock;
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn the_documented_table_is_this_one() {
-        let page = include_str!("../../docs/folders.md");
+        let page = include_str!("../../docs/reference/folders.md");
         let names: Vec<&str> = FILES.iter().map(|(pattern, ..)| *pattern).chain(FOLDERS).collect();
         let missing: Vec<_> = names.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
         assert!(missing.is_empty(), "{missing:?}");

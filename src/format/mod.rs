@@ -438,7 +438,10 @@ mod tests {
     fn the_readme_has_the_table_of_formats() {
         let row = |format: &Format| {
             let FormatEntry { name, about, files, .. } = format.entry();
-            format!("| [`{name}`](docs/formats/{name}.md) | {about} | {files} | {} |\n", format.writers().join(", "))
+            format!(
+                "| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {} |\n",
+                format.writers().join(", ")
+            )
         };
         let table: String = Format::ALL.iter().map(row).collect();
         assert!(include_str!("../../README.md").contains(&table), "the table is now:\n{table}");
@@ -449,7 +452,7 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let index = include_str!("../../docs/README.md");
         for format in Format::ALL {
-            let page = format!("formats/{format}.md");
+            let page = format!("reference/formats/{format}.md");
             assert!(index.contains(&format!("[{format}]({page})")), "{format}");
             assert!(std::fs::read_to_string(root.join("docs").join(page)).unwrap().starts_with("# "), "{format}");
         }

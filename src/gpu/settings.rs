@@ -1,4 +1,4 @@
-//! What the environment says of GPUs. `docs/gpu.md` tells of the variables.
+//! What the environment says of GPUs. `docs/how-to/gpu.md` tells of the variables.
 
 use std::path::PathBuf;
 

@@ -151,7 +151,9 @@ impl LayoutError {
             Self::Pattern { .. } => {
                 "a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell"
             }
-            Self::File { hint, .. } => hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"),
+            Self::File { hint, .. } => {
+                hint.as_deref().unwrap_or("docs/reference/layout-file.md tells what a layout file says")
+            }
             Self::Cut { hint, .. } => hint,
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {
                 "a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3"

@@ -2,8 +2,8 @@
 //!
 //! Those of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
 //!
-//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/ci.md has the
-//! variables for longer runs.
+//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets;
+//! docs/explanation/reliability.md has the variables for longer runs.
 
 #[macro_use]
 #[path = "../../crates/torch-pickle/tests/mutations/mod.rs"]

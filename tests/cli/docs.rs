@@ -1,9 +1,10 @@
-//! The console examples of README.md and docs/ are what the program prints.
+//! The console examples of README.md and docs/ show what the program prints, and links between pages lead somewhere.
 //!
 //! A block of ```` ```console ```` whose commands all begin with `dtshard` is run, in the order of the page, in a
-//! temporary folder in which `tests` is the repository's: fixtures are read under the paths that are shown, and what a
-//! page writes, its later blocks find. Standard output and errors are compared together. A line `...` stands for any
-//! lines; times and rates are masked. `<!-- not run -->` in the line before a block leaves it out.
+//! temporary folder in which `tests` is that of the repository, so fixtures have the paths that are shown. Later blocks
+//! see the files of earlier blocks. Standard output and errors are compared together. A line `...` matches any lines;
+//! times and rates are masked. `<!-- not run -->` in the line before a block leaves it out. The tutorial needs PyTorch:
+//! tests/interop/test_tutorial.py runs it.
 
 use std::fmt::Write;
 use std::fs;
@@ -56,24 +57,25 @@ fn examples(body: &[&str]) -> Vec<(String, Vec<String>)> {
     examples
 }
 
-/// What a shell prints, without what depends on the machine.
+/// The lines that a shell prints.
 fn run(command: &str, folder: &Path) -> Vec<String> {
     let binaries = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
     let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
     let shell = format!("exec 2>&1; {command}");
     let output = Command::new("sh").args(["-c", &shell]).current_dir(folder).env("PATH", path).output().unwrap();
-    String::from_utf8(output.stdout).unwrap().lines().map(masked).collect()
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| line.trim_end().to_owned()).collect()
 }
 
+/// Replaces the parts of a line that depend on the machine.
 fn masked(line: &str) -> String {
     let time = Regex::new(r"in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
     let line = time.replace(line, "in _ s");
-    // What the allocator and the kernel make of it differs from run to run.
+    // Allocator and kernel make this number differ from run to run.
     let memory = Regex::new(r"[\d.]+ MB \(anonymous\)").unwrap();
     memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()
 }
 
-/// Whether the lines are those expected, where `...` stands for any number of lines.
+/// Whether the lines are those expected, where `...` matches any number of lines.
 fn matches(found: &[String], expected: &[String]) -> bool {
     match expected.split_first() {
         None => found.is_empty(),
@@ -82,22 +84,34 @@ fn matches(found: &[String], expected: &[String]) -> bool {
     }
 }
 
-/// Run the examples of a page; what is wrong with them.
+/// Runs the examples of a page and returns those whose output differs. `UPDATE_SNAPSHOTS=1` writes their output into the
+/// page, apart from examples with `...`.
 fn check(page: &Path) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(root.join("tests"), folder.path().join("tests")).unwrap();
+    let update = std::env::var_os("UPDATE_SNAPSHOTS").is_some();
     let mut wrong = String::new();
     let text = fs::read_to_string(page).unwrap();
+    let mut updated = text.clone();
+    let example = |command: &str, output: &[String]| format!("$ {command}\n{}", output.join("\n"));
     for block in blocks(&text).into_iter().filter(Block::is_run) {
         for (command, expected) in block.examples {
-            let expected: Vec<String> = expected.iter().map(|line| masked(line)).collect();
             let found = run(&command, folder.path());
-            if !matches(&found, &expected) {
+            let all_masked = |lines: &[String]| lines.iter().map(|line| masked(line)).collect::<Vec<String>>();
+            if matches(&all_masked(&found), &all_masked(&expected)) {
+                continue;
+            }
+            if update && !expected.iter().any(|line| line.trim() == "...") {
+                updated = updated.replacen(&example(&command, &expected), &example(&command, &found), 1);
+            } else {
                 let at = page.strip_prefix(root).unwrap().display();
-                writeln!(wrong, "{at}:{}: $ {command}\n{}\n", block.line, found.join("\n")).unwrap();
+                writeln!(wrong, "{at}:{}: {}\n", block.line, example(&command, &found)).unwrap();
             }
         }
+    }
+    if updated != text {
+        fs::write(page, updated).unwrap();
     }
     wrong
 }
@@ -114,20 +128,48 @@ fn console_examples_are_what_the_program_prints() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let pages: Vec<PathBuf> = [root.join("README.md")].into_iter().chain(pages(&root.join("docs"))).collect();
     assert!(pages.len() > 10, "the pages were not found");
-    let wrong: String = pages.iter().map(|page| check(page)).collect();
+    let wrong: String =
+        pages.iter().filter(|page| !page.ends_with("docs/tutorial.md")).map(|page| check(page)).collect();
     assert!(wrong.is_empty(), "what these examples print now:\n\n{wrong}");
 }
 
-/// A link that leads to nothing is found here and not by a reader.
+/// The anchors of a page as GitHub makes them of its headings.
+fn anchors(text: &str) -> Vec<String> {
+    let link = Regex::new(r"\[([^\]]*)\]\([^)]*\)").unwrap();
+    let mut code = false;
+    let headings = text.lines().filter(|line| {
+        code ^= line.starts_with("```");
+        !code && line.starts_with('#')
+    });
+    let anchor = |heading: &str| {
+        let title = link.replace_all(heading.trim_start_matches('#').trim(), "$1").to_lowercase();
+        title.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>().replace(' ', "-")
+    };
+    headings.map(anchor).collect()
+}
+
+/// Links between pages lead to a file, and to a heading in it.
 #[test]
 fn links_between_pages_lead_somewhere() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let link = Regex::new(r"\]\(([^)#:]+)(?:#[^)]*)?\)").unwrap();
-    for page in [root.join("README.md")].into_iter().chain(pages(&root.join("docs"))) {
-        for found in link.captures_iter(&fs::read_to_string(&page).unwrap()) {
-            assert!(page.parent().unwrap().join(&found[1]).exists(), "{}: {}", page.display(), &found[1]);
+    let link = Regex::new(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)").unwrap();
+    let beside = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root.join(name));
+    let mut broken = String::new();
+    for page in beside.into_iter().chain(pages(&root.join("docs"))) {
+        let text = fs::read_to_string(&page).unwrap();
+        for found in link.captures_iter(&text) {
+            let target = if found[1].is_empty() { page.clone() } else { page.parent().unwrap().join(&found[1]) };
+            let leads = target.exists()
+                && found.get(2).is_none_or(|anchor| {
+                    target.extension().is_some_and(|suffix| suffix == "md")
+                        && anchors(&fs::read_to_string(&target).unwrap()).iter().any(|found| found == anchor.as_str())
+                });
+            if !leads {
+                writeln!(broken, "{}: {}", page.strip_prefix(root).unwrap().display(), &found[0]).unwrap();
+            }
         }
     }
+    assert!(broken.is_empty(), "links that lead nowhere:\n{broken}");
 }
 
 /// The program that users are told to run is the one that the fixtures were made with.
@@ -136,6 +178,6 @@ fn the_flat_layout_program_is_that_of_the_fixtures() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = fs::read_to_string(root.join("tests/fixtures/flat_layout.py")).unwrap();
     let program = &script[script.find("import ").unwrap()..];
-    let page = fs::read_to_string(root.join("docs/fsdp1.md")).unwrap();
-    assert!(page.contains(&format!("```python\n{program}```\n")), "docs/fsdp1.md has another flat_layout()");
+    let page = fs::read_to_string(root.join("docs/how-to/fsdp1.md")).unwrap();
+    assert!(page.contains(&format!("```python\n{program}```\n")), "docs/how-to/fsdp1.md has another flat_layout()");
 }

@@ -400,7 +400,7 @@ fn without_a_layout_there_is_no_guess() {
         for verb in ["consolidate", "unshard", "reshard"] {
             let outcome = expect(2, verb, &[&copy.path(), &copy.at("out")], "");
             assert!(outcome.stderr.contains(lacking), "{outcome:?}");
-            assert!(outcome.stderr.contains("docs/fsdp1.md"), "{outcome:?}");
+            assert!(outcome.stderr.contains("docs/how-to/fsdp1.md"), "{outcome:?}");
             assert!(!copy.at("out").exists());
         }
         // What is there is shown as it lies, and said so.

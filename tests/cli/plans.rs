@@ -325,7 +325,7 @@ fn blocks_under_fsdp_stay_whole_and_are_told() {
 #[test]
 fn built_in_plans_are_as_documented() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let page = fs::read_to_string(root.join("docs/parallelize.md")).unwrap();
+    let page = fs::read_to_string(root.join("docs/reference/parallelize.md")).unwrap();
     for family in Family::all() {
         assert!(page.contains(&format!("`{}`", family.name)), "{}", family.name);
         for row in family.layers.iter().copied().flatten().chain(family.around) {

@@ -60,7 +60,7 @@ def local_source(case, mesh, coord):
 
 
 def by_definition(case, mesh, coord):
-    """docs/algebra.md, mesh dim by mesh dim."""
+    """docs/explanation/algebra.md, mesh dim by mesh dim."""
     name, shape, dtype, source, target = case
     ranges, divisor = [], 1
     for size, here, s, t in zip(mesh, coord, source, target):

@@ -53,7 +53,7 @@ def noted(family):
     shapes = {name: tensor["shape"] for name, tensor in note["whole"].items()}
     placements = {name: tensor["placements"] for name, tensor in placing["tensors"].items()}
     for name, tensor in placing["tensors"].items():
-        if tensor.get("as_placed") is False:  # docs/parallelize.md
+        if tensor.get("as_placed") is False:  # docs/reference/parallelize.md
             placements[name] = ["R", placements[name][1]]
     return shapes, placements
 
@@ -79,7 +79,7 @@ def test_plans(tmp_path, python, family, even):
 
 
 def check_locals(tmp_path, placements):
-    """What is written for older releases has placements and parts here, too, if no mesh (docs/formats/torch-ranks.md)."""
+    """What is written for older releases has placements and parts here, too, if no mesh (docs/reference/formats/torch-ranks.md)."""
     whole = torch.load(tmp_path / "whole.pt")
     for rank in range(4):
         state = torch.load(tmp_path / "written" / f"model_world_size_4_rank_{rank}.pt", weights_only=False)

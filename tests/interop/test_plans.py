@@ -18,7 +18,7 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plans.py")
 MESHES = sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})
 # the plan's name where it is not the family's
 PLANS = {"titan": "llama", "mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
-# Placed by PyTorch elsewhere than its placements say: dtshard has it whole on dp (docs/parallelize.md).
+# Placed by PyTorch elsewhere than its placements say: dtshard has it whole on dp (docs/reference/parallelize.md).
 MISPLACED = {("gpt2", "dp=2,tp=2"): "transformer.h.0.attn.c_attn.bias: "}
 
 

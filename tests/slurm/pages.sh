@@ -1,4 +1,4 @@
-# The job scripts of docs/slurm.md do what the page says.
+# The job scripts of docs/how-to/slurm.md do what the page says.
 
 check_pages() {
     check one_node_and_many

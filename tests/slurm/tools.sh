@@ -79,5 +79,5 @@ block() {
         /^```$/ && inside && index(block, text) { printf "%s", block; found = 1; exit }
         /^```$/ { inside = 0 }
         inside { block = block $0 "\n" }
-        END { exit !found }' "$root/docs/slurm.md"
+        END { exit !found }' "$root/docs/how-to/slurm.md"
 }

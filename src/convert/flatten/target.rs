@@ -151,7 +151,7 @@ impl FlattenRequest {
         layout.check().map_err(|wrong| {
             Error::usage(
                 format!("the flat layout, {}: expected {}, found {}", wrong.at, wrong.expected, wrong.found),
-                "docs/fsdp1.md tells what a flat layout says",
+                "docs/how-to/fsdp1.md tells what a flat layout says",
             )
         })?;
         Ok((layout, notes))

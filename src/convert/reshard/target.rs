@@ -119,7 +119,8 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
 pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
     let split = args.split.clone();
-    let hint = "options::to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
+    let hint =
+        "options::to fsdp-flat writes them; for tensors say a mesh and placements: docs/reference/layout-file.md";
     let file = args
         .layout
         .as_deref()

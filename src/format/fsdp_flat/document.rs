@@ -100,7 +100,7 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     let Some(flat) = &file.flat else {
         return Err(Error::usage(
             format!("{}: it has no [flat], which says what flat parameters hold", path.display()),
-            "docs/layout-file.md tells what a layout file says, docs/fsdp1.md how to get a flat layout",
+            "docs/reference/layout-file.md tells what a layout file says, docs/how-to/fsdp1.md how to get a flat layout",
         ));
     };
     let mut document = flat.value.clone();
@@ -108,7 +108,7 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
         table.entry("version").or_insert(json!(VERSION));
     }
     let document = FlatDocument::deserialize(document)
-        .map_err(|error| flat.wrong(error, "docs/fsdp1.md tells what a flat layout says"))?;
+        .map_err(|error| flat.wrong(error, "docs/how-to/fsdp1.md tells what a flat layout says"))?;
     checked(path, document)
 }
 

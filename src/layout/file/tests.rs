@@ -91,7 +91,7 @@ fn everything_that_can_be_said_is_understood() {
 
 #[test]
 fn the_example_of_the_documents_is_one() {
-    let page = include_str!("../../../docs/layout-file.md");
+    let page = include_str!("../../../docs/reference/layout-file.md");
     let text = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     let file = parse(text);
     let mesh = file.mesh(None).unwrap().unwrap();

@@ -38,7 +38,7 @@ fn refusal_of_flat_parameters_is_short_and_names_a_page() {
     let env = TestEnv::new();
     let outcome = expect(2, "consolidate", &[&fixture("flat2/flat"), &env.path("out")], "");
     assert_eq!(outcome.stderr.lines().count(), 3, "{}", outcome.stderr);
-    assert!(outcome.stderr.contains("docs/fsdp1.md"), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("docs/how-to/fsdp1.md"), "{}", outcome.stderr);
 }
 
 #[test]

@@ -103,7 +103,11 @@ fn rules_that_do_not_fit_are_refused() {
     let options = "--mesh dp=2 --placements S(1)";
     let outcome = succeed("reshard", &[&fixture("replicated_plain/dcp"), &folder.path().join("x")], options);
     let narrow = Truth::load("replicated_plain/truth").tensors.values().filter(|tensor| tensor.shape.len() < 2).count();
-    assert!(outcome.stderr.starts_with(&format!("note: {narrow} tensors (1 of them 0-d) kept whole")), "{}", outcome.stderr);
+    assert!(
+        outcome.stderr.starts_with(&format!("note: {narrow} tensors (1 of them 0-d) kept whole")),
+        "{}",
+        outcome.stderr
+    );
 }
 
 #[test]

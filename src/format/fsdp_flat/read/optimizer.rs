@@ -153,7 +153,7 @@ impl NumberedParameters {
             (None, ..) => {
                 return Err(Error::unsupported(
                     format!("{}: which parameters its {} groups hold is not known", shown(at), counts.len()),
-                    "a flat layout with `optimizer` tells, as flat_layout(model, optimizer) of docs/fsdp1.md makes it; \
+                    "a flat layout with `optimizer` tells, as flat_layout(model, optimizer) of docs/how-to/fsdp1.md makes it; \
                      options::series model leaves the optimizer out",
                 ));
             }
