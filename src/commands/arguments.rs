@@ -1,4 +1,4 @@
-//! Arguments as options of the library: the only place where both are known.
+//! Conversion of arguments to options of the library. No other file knows both.
 
 use std::path::PathBuf;
 
@@ -112,7 +112,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Applies what all verbs that write have in common.
+    /// Applies the arguments that all verbs which write share.
     pub fn apply(&self, conversion: Conversion) -> Conversion {
         let mut conversion = conversion.select(self.select.options()).tied(match self.tied {
             cli::Tied::Keep => Tied::Keep,

@@ -1,17 +1,18 @@
-//! The progress bar that is on the terminal.
+//! Progress bar on the terminal, and output beside it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use indicatif::ProgressBar;
 
-/// The bar that is on the terminal.
+/// Bar that is on the terminal now.
 pub static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
+/// Locks a mutex. A panic of another thread does not matter here.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Writes to the terminal while no bar is on it.
+/// Writes to the terminal while the bar is hidden.
 pub fn without_bar(write: impl FnOnce()) {
     let bar = lock(&BAR).clone();
     match bar {

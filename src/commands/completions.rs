@@ -1,4 +1,4 @@
-//! `completions`: what a shell needs to complete our command line, from the declaration of it.
+//! `completions`: prints completions of the command line for a shell.
 
 use serde_json::json;
 
@@ -7,6 +7,10 @@ use super::printer::Printer;
 use crate::cli::{self, Completions};
 use dtshard::Result;
 
+/// Prints the completions.
+///
+/// # Errors
+/// `Io` if standard output cannot be written.
 pub fn run(args: &Completions, printer: &Printer) -> Result<Status> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli::command(), "dtshard", &mut script);

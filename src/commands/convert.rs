@@ -1,4 +1,4 @@
-//! `reshard`, `unshard`, `flatten` and `consolidate`: they differ by their target alone.
+//! `reshard`, `unshard`, `flatten` and `consolidate`: convert SRC to DST. They differ by their target only.
 
 use std::mem;
 
@@ -8,15 +8,15 @@ use crate::cli::ConvertArgs;
 use dtshard::options::{Launch, Target};
 use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setup};
 
-/// Converts SRC to the target at DST.
+/// Converts SRC, and publishes the result at DST.
 ///
 /// # Errors
-/// Anything; DST is then as it was.
+/// As planning and executing a conversion. DST is then unchanged.
 pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer) -> Result<Status> {
     if args.exchange.rendezvous.is_some() {
         return Err(Error::usage(
-            "--rendezvous is no longer needed: processes meet in a folder beside DST, or by MPI",
-            "leave it out; to exchange over a network, start the processes under MPI or srun",
+            "--rendezvous was removed: processes meet in a folder beside DST, or by MPI",
+            "leave it out; to exchange tensors over a network, start the processes under MPI or srun",
         ));
     }
     let waits = launch.waits;
@@ -31,7 +31,7 @@ pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer
         }
         _ => print_preview(&mut plan, printer)?,
     }
-    // The process ends now, and to free a million small things one by one takes longer than that.
+    // The process ends now. Freeing a million small allocations one by one would take longer.
     mem::forget(plan);
     Ok(Status::Done)
 }
@@ -51,7 +51,7 @@ fn print_report(report: &Report, waits: bool, printer: &Printer) -> Result<()> {
         printer.hint(hint);
     }
     match report.outcome {
-        // Of processes that wait for each other the first speaks for all, whichever publishes.
+        // If processes wait for each other, the first prints the line, whichever process publishes.
         Outcome::Published | Outcome::PublishedByOther if waits => printer.line(&report.to_string()),
         _ => printer.outcome(&report.to_string()),
     }

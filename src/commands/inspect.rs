@@ -1,4 +1,4 @@
-//! `inspect`: what a checkpoint holds and how it is laid out.
+//! `inspect`: shows the contents and the layout of a checkpoint.
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, process};
@@ -6,18 +6,18 @@ use crate::cli::Inspect;
 use dtshard::options::{Contents, InspectOptions};
 use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
 
-/// Columns of a drawing, at most.
+/// Maximum width of a drawing, in columns.
 const COLUMNS: usize = 100;
 
-/// Prints what SRC holds.
+/// Prints the contents of SRC.
 ///
 /// # Errors
 /// As opening SRC; `Usage` for a name that no tensor has.
 pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     if args.draw && printer.json() {
         return Err(Error::usage(
-            "--draw draws for people, --json is for programs",
-            "leave one of them out; the chunks in the JSON document say the same as the drawing",
+            "--draw cannot be used with --json",
+            "leave one of them out; the JSON document lists the chunks that --draw draws",
         ));
     }
     let options = OpenOptions {

@@ -1,4 +1,4 @@
-//! What the command line says of the result, for people who are told why it is not that of an earlier run.
+//! Options that decide on the result. An error names the option whose value differs from that of an interrupted run.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -7,8 +7,8 @@ use clap::parser::ValueSource;
 
 use crate::cli::{self, normalise_long_options};
 
-/// How it is done, and what is said meanwhile, by their names.
-const OF_THE_WAY: [&str; 23] = [
+/// Options that do not change the result, by their names.
+const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "backend",
     "bucket_size",
     "check_crc",
@@ -35,7 +35,7 @@ const OF_THE_WAY: [&str; 23] = [
     "verify",
 ];
 
-/// The verb's options that decide on the result, as they are written, with their values: `--dtype` with `bf16`.
+/// Returns the options of the verb that decide on the result, as they are written, with their values: `--dtype` and `bf16`.
 pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
     let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {
@@ -43,18 +43,18 @@ pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<Strin
     };
     let Some((verb, matches)) = matches.subcommand() else { return BTreeMap::new() };
     let options = command.find_subcommand(verb).into_iter().flat_map(clap::Command::get_arguments);
-    let told = options.filter_map(|option| {
+    let labels = options.filter_map(|option| {
         let (id, long) = (option.get_id().as_str(), option.get_long()?);
-        if OF_THE_WAY.contains(&id) || matches.value_source(id) != Some(ValueSource::CommandLine) {
+        if WITHOUT_EFFECT_ON_RESULT.contains(&id) || matches.value_source(id) != Some(ValueSource::CommandLine) {
             return None;
         }
         let values: Vec<String> =
             matches.get_raw(id)?.map(OsStr::to_string_lossy).map(std::borrow::Cow::into_owned).collect();
-        // A flag has no value that anybody writes.
+        // A flag has no value.
         let values = if option.get_action().takes_values() { values.join(" ") } else { String::new() };
         Some((format!("--{long}"), values))
     });
-    told.chain([("the verb".to_owned(), verb.to_owned())]).collect()
+    labels.chain([("the verb".to_owned(), verb.to_owned())]).collect()
 }
 
 #[cfg(test)]
@@ -62,28 +62,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_that_decide_on_the_result_are_told() {
-        let told = |line: &str| of_arguments(line.split(' ').map(OsString::from));
-        let found = told(
+    fn options_that_decide_on_the_result_are_listed() {
+        let labels_of = |line: &str| of_arguments(line.split(' ').map(OsString::from));
+        let found = labels_of(
             "dtshard reshard a b --mesh dp=2 --resume --exclude x --exclude=y --keep_names --threads 3 \
                           --source per-rank --bucket-size 2KB",
         );
         let wanted = [("--exclude", "x y"), ("--keep-names", ""), ("--mesh", "dp=2"), ("the verb", "reshard")];
         assert_eq!(found, wanted.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
         let exchange = "--source per-rank --backend cpu --bucket-size 1MB --rendezvous tcp://a:1 --fast-reduce";
-        let found = told(&format!("dtshard unshard a b {exchange}"));
+        let found = labels_of(&format!("dtshard unshard a b {exchange}"));
         assert_eq!(found, [("the verb", "unshard")].map(|(a, b)| (a.into(), b.into())).into());
-        assert_eq!(told("dtshard"), BTreeMap::new());
+        assert_eq!(labels_of("dtshard"), BTreeMap::new());
     }
 
     #[test]
-    fn every_option_of_the_way_is_one() {
+    fn every_name_without_effect_is_an_option() {
         let command = cli::command();
         let mut known: Vec<String> = Vec::new();
         for part in [&command, command.find_subcommand("reshard").unwrap()] {
             known.extend(part.get_arguments().map(|option| option.get_id().to_string()));
         }
-        for id in OF_THE_WAY {
+        for id in WITHOUT_EFFECT_ON_RESULT {
             assert!(known.iter().any(|known| known == id), "{id}");
         }
     }

@@ -1,6 +1,6 @@
-//! `man`: a page for the program and one for each verb, from the declaration of the command line.
+//! `man`: writes a man page for the program and one for each verb.
 //!
-//! Pages bear no date: the same program writes the same bytes.
+//! Pages have no date, so the same program writes the same bytes.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -14,6 +14,10 @@ use super::printer::Printer;
 use crate::cli::{self, DESCRIPTION, Man};
 use dtshard::{Error, Result};
 
+/// Writes the man pages to a folder.
+///
+/// # Errors
+/// `Io` with the file.
 pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
     let mut names = Vec::new();
@@ -30,7 +34,7 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// The program and its verbs, each with the options that all of them take. `help` needs no page of its own.
+/// Returns the program and its verbs, each with the global options. `help` has no page.
 fn commands() -> Vec<Command> {
     let mut program = cli::command().disable_help_subcommand(true).long_about(DESCRIPTION);
     program.build();

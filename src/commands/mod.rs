@@ -1,4 +1,4 @@
-//! Verbs, a file each: arguments become options of the library once, then one call, then its report.
+//! Verbs, one file each: a verb turns its arguments into options of the library, makes one call, and prints the report.
 
 mod arguments;
 mod bar;
@@ -21,7 +21,7 @@ use crate::cli::{Cli, Command};
 use dtshard::options::{Launch, launch, process_environment};
 use dtshard::{Error, Result};
 
-/// How a verb ended that ended without an error.
+/// End of a verb without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     Done,
@@ -51,7 +51,7 @@ pub fn exit_code(error: &Error) -> u8 {
 /// Prints why arguments were not parsed, or the help that they ask for, and returns the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
-    // What --part says is unknown, and what the environment contradicts does not matter.
+    // `--part` is unknown here, and a contradicting environment does not matter.
     let launch = launch(None, None, false, &process_environment).unwrap_or_else(|_| Launch::alone());
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
@@ -71,7 +71,7 @@ pub fn launch_of(command: &Command) -> Result<Launch> {
 /// Runs a verb, or this process's part of it.
 ///
 /// # Errors
-/// Anything that keeps it from being done.
+/// As the verb.
 pub fn run(cli: Cli, launch: Launch, printer: &Printer) -> Result<Status> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, printer),

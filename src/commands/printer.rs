@@ -1,8 +1,7 @@
-//! The one door for output: stdout is data, stderr is talk.
+//! Output of the program: data on standard output, messages on standard error.
 //!
-//! Text for people is made [`harmless`] on the way out: names in a checkpoint are written by others, and must neither
-//! send escape codes to a terminal, nor pass for other names or for lines of ours. JSON documents have the same
-//! characters as escapes of JSON.
+//! All text passes through [`harmless`], because others wrote the names in a checkpoint: a name must not send escape codes to
+//! a terminal, and must not look like another name or like a message. JSON documents have such characters as JSON escapes.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -26,7 +25,7 @@ use dtshard::{Error, Result};
 pub struct Printer {
     choice: TalkArgs,
     part: Part,
-    /// Whether standard output is this process's to write to.
+    /// True if this process writes to standard output.
     documents: bool,
 }
 
@@ -36,15 +35,15 @@ impl Printer {
         Self { choice, part: Part::alone(), documents: true }
     }
 
-    /// As one of several processes, whose lines may come to one terminal: each says which one it is of, and the first
-    /// speaks for all.
+    /// Returns the printer of one of several processes. Their lines may appear on one terminal, so each line begins with the
+    /// part, and only the first process prints what all processes have in common.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
         Self { part: launch.part, documents: first || !launch.launcher.shares_output(), ..self }
     }
 
-    /// Whether what is the same for all processes is this one's to say.
+    /// Returns whether this process prints what all processes have in common.
     fn speaks(&self) -> bool {
         !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
     }
@@ -71,8 +70,7 @@ impl Printer {
         self.choice.json
     }
 
-    /// Data for people; the JSON document takes its place where that is asked for. Cells that must stay on their line
-    /// are made `harmless` before.
+    /// Prints data for people. With `--json` the JSON document is printed instead.
     pub fn data(&self, text: &str) -> Result<()> {
         if self.choice.json || !self.documents {
             return Ok(());
@@ -81,8 +79,7 @@ impl Printer {
         write_stdout(&lines.join("\n"))
     }
 
-    /// Data for people with colours, where there are any: stdout is a terminal, or `CLICOLOR_FORCE` says so, and
-    /// `NO_COLOR` is not set.
+    /// Prints a drawing. It is coloured if standard output is a terminal or `CLICOLOR_FORCE` is set, unless `NO_COLOR` is set.
     pub fn picture(&self, lines: &[Vec<Span>]) -> Result<()> {
         if self.choice.json {
             return Ok(());
@@ -90,13 +87,13 @@ impl Printer {
         write_stdout(&paint(lines, AutoStream::choice(&io::stdout()) != ColorChoice::Never))
     }
 
-    /// Columns there are for data: those of the terminal, or `most`.
+    /// Returns the width for data in columns: that of the terminal, at most `most`.
     #[must_use]
     pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
 
-    /// The JSON document of the run, one for all processes that share a standard output.
+    /// Prints the JSON document of the run. Processes that share a standard output print it once.
     pub fn document(&self, document: &Json) -> Result<()> {
         if self.documents { self.any_document(document) } else { Ok(()) }
     }
@@ -109,14 +106,14 @@ impl Printer {
         write_stdout(&(harmless_json(&spelled(&text)) + "\n"))
     }
 
-    /// One line of what is or was done.
+    /// Prints a line that all processes have in common.
     pub fn line(&self, text: &str) {
         if self.speaks() {
             self.say(text);
         }
     }
 
-    /// One line of how it ended for this process, which no other says.
+    /// Prints a line about the end of this process.
     pub fn outcome(&self, text: &str) {
         if !self.choice.quiet {
             self.say(text);
@@ -128,7 +125,7 @@ impl Printer {
         self.choice.verbose
     }
 
-    /// One line for who wants to know more.
+    /// Prints a line if the user asked for details.
     pub fn detail(&self, text: &str) {
         if self.choice.verbose && !self.choice.quiet {
             self.say(text);
@@ -163,26 +160,26 @@ impl Printer {
         }
     }
 
-    /// The error, its hint, and the JSON document of a failed run.
+    /// Prints an error, its hint, and the JSON document of a failed run.
     pub fn error(&self, error: &Error) {
         self.say_as(Label::Error, &error.to_string());
         if let Some(hint) = error.hint() {
-            // Indented lines are ours or pass for none of ours.
+            // A hint may have several lines; `harmless` would escape the line breaks.
             let mut lines = hint.split("\n    ");
             self.say_as(Label::Hint, lines.next().unwrap_or_default());
             lines.for_each(|line| self.say(&format!("    {line}")));
         }
-        // The run has failed already; there is no second way to fail.
+        // The run has failed already.
         let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
-    /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
-    /// errors, which have a JSON document like all others. Those that a launcher starts have one command line, so the
-    /// first says what can be done about it, and the others only what is wrong.
+    /// Prints what clap returned instead of parsed arguments, and returns the exit code. Help and version are data; everything
+    /// else is an error, with a JSON document like other errors. Processes of one launcher have the same command line, so the
+    /// first prints the whole text, and the others only the error.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
         let is_first = self.part.index == 0;
         let print = || {
-            // Arguments may be names of files, of which a shell has made a list. Text with colours is not escaped.
+            // Arguments may be file names that a shell expanded. Text with colours must not be escaped.
             let text = error.render().to_string();
             if text.split('\n').any(|line| harmless(line) != line) {
                 text.trim_end().split('\n').for_each(|line| write_stderr("", line));
@@ -206,13 +203,13 @@ impl Printer {
         2
     }
 
-    /// Whether a terminal is this process's to draw on.
+    /// Returns whether this process draws on a terminal.
     #[must_use]
     pub fn draws(&self) -> bool {
         self.part.index == 0 && io::stderr().is_terminal()
     }
 
-    /// When to show progress. A JSON document is for a program, which is not waiting for a bar.
+    /// Returns when to show progress. With `--json`, a program reads the output, and no bar is shown.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {
@@ -230,7 +227,7 @@ fn spelled(text: &str) -> Cow<'_, str> {
     spell_options(text, |name| format!("--{}", name.replace('_', "-")))
 }
 
-/// Data that does not arrive is an error, unless the reader has seen enough (`| head`) and went away.
+/// Writes to standard output. A reader that has closed the pipe (`| head`) is no error.
 fn write_stdout(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -273,7 +270,7 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
             let ground = span.ground.filter(|_| coloured).map(|colour| Color::Ansi256(Ansi256Color(colour)));
             let style = match ground {
                 None => Style::new(),
-                // Grounds are light, whatever the terminal is.
+                // Backgrounds are light on every terminal, so the text is black.
                 ground => Style::new().bg_color(ground).fg_color(Some(Color::Ansi256(Ansi256Color(16)))),
             };
             write!(text, "{style}{}{style:#}", harmless(&span.text)).expect("writing to memory");
@@ -284,13 +281,13 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     text
 }
 
-/// How to talk where the arguments could not be parsed.
+/// Returns the options of messages if the arguments could not be parsed.
 pub fn talk_of_unparsed(arguments: &[OsString]) -> TalkArgs {
     let options = || arguments.iter().skip(1).take_while(|argument| *argument != OsStr::new("--"));
     TalkArgs { json: options().any(|argument| argument == "--json"), ..TalkArgs::default() }
 }
 
-/// What clap says, in two: its own words, and its tips; the usage is the tip where there is no other.
+/// Splits an error of clap into message and hint. The hint is the usage if clap has no tip.
 fn usage_text(error: &clap::Error) -> (String, Option<String>) {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return (String::from("no verb is given"), Some(String::from("`dtshard --help` lists the verbs")));
@@ -320,7 +317,7 @@ mod tests {
     use dtshard::options::Launcher;
 
     #[test]
-    fn the_first_of_several_speaks_for_all() {
+    fn first_process_prints_what_all_have_in_common() {
         let of = |index, launcher, choice: TalkArgs| {
             Printer::new(choice).of_launch(&Launch { part: Part { index, of: 4 }, launcher, ..Launch::alone() })
         };
@@ -343,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn colour_is_all_that_colour_adds() {
+    fn coloured_drawing_has_the_text_of_the_plain_one() {
         let span = |text: &str, ground| Span { text: text.into(), ground };
         let lines = [vec![span("a", None), span(" 0\u{1b}", Some(75)), span("  ", None)], vec![]];
         assert_eq!(paint(&lines, false), "a 0\\u{1b}\n\n");

@@ -1,4 +1,4 @@
-//! State of the whole process that the program sets, and the library does not: signals and limits.
+//! State of the whole process, which only the program sets: signals, limits and the allocator.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,10 +10,9 @@ use dtshard::{Error, Result, Stop};
 
 /// Raises the limit of open files, and returns a flag that INT, TERM, USR1 and USR2 set from now on.
 ///
-/// A second INT ends the process at once, so that a hung file system cannot hold a user. The others never do: a job that
-/// is cancelled or out of time gets TERM twice within milliseconds, and KILL if that was not enough. Beyond a limit to the
-/// size of files a write fails from now on, and is an error as any other; the signal would end the process and leave half
-/// of the work there.
+/// A second INT ends the process at once, so that a hung file system cannot block a user. A second TERM does not: a
+/// scheduler that cancels a job sends TERM twice within milliseconds, and KILL later. SIGXFSZ is ignored, so that a write
+/// beyond the limit of file size fails with an error; the signal would end the process in the middle of its work.
 ///
 /// # Errors
 /// `Io` if the handlers cannot be installed.
@@ -40,8 +39,8 @@ fn listen(stop: &Stop) -> std::io::Result<()> {
 
 /// Raises the soft limit on descriptors to the hard one.
 ///
-/// The soft limit is low for the sake of programs that wait with select(2), which has no room for more; nothing here does.
-/// If the limit may not be raised, the library opens as many files as there may be.
+/// The soft limit is low for programs that use select(2), which this program does not. If the limit cannot be raised, the
+/// library keeps fewer files open.
 fn raise_open_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -49,16 +48,16 @@ fn raise_open_file_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
-/// Has the allocator return large blocks to the system as soon as they are freed.
+/// Makes the allocator return large blocks to the system as soon as they are freed.
 ///
-/// An allocator that learns from them keeps them instead, and tables that are needed one after the other add up. Smaller
-/// blocks stay, as they are soon wanted again: each page that is returned costs a fault.
+/// By default glibc raises its threshold and keeps such blocks, so that tables which are used one after the other add up.
+/// Smaller blocks stay in the allocator: each page that is returned costs a page fault later.
 fn give_back_large_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         const LARGE_BYTES: libc::c_int = 1 << 20;
         for limit in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
-            // SAFETY: sets a number of the allocator's, under its lock.
+            // SAFETY: mallopt sets a parameter of the allocator, under its lock.
             #[expect(unsafe_code)]
             let _ = unsafe { libc::mallopt(limit, LARGE_BYTES) };
         }

@@ -1,7 +1,7 @@
-//! How far a run is: a bar with rate and remaining time on a terminal, a plain line now and then elsewhere.
+//! Progress of a run: a bar with rate and remaining time on a terminal, a line every ten seconds elsewhere.
 //!
-//! Rate and remaining time are those of bytes that move: neither the time before the first ones counts, nor bytes that
-//! an earlier run has done, nor time in which files are allocated or synced. Such phases are named instead.
+//! Rate and remaining time count bytes that move. They leave out the time before the first bytes, bytes of an earlier run,
+//! and the time in which files are allocated or synced; such phases are named instead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -19,10 +19,10 @@ use crate::cli::ProgressChoice;
 use dtshard::text::{human_bytes, human_rate};
 use dtshard::{Level, Phase, Progress};
 
-/// Time between plain lines, which go into logs.
+/// Time between two lines of progress.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Time between two pictures of a bar.
+/// Time between two updates of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
 /// Shows progress and messages of the library on the terminal.
@@ -85,16 +85,16 @@ impl Progress for TerminalProgress {
     }
 }
 
-/// One task as it is shown.
+/// Display of one task.
 #[derive(Debug)]
 struct Task {
-    /// `None` where nothing is shown.
+    /// `None` if nothing is shown.
     shown: Option<Arc<Shown>>,
-    /// Draws or says how far the run is, also while nothing moves.
+    /// Updates the display, also while no bytes move.
     thread: Option<JoinHandle<()>>,
 }
 
-/// A run as it is shown.
+/// State that the display shows.
 #[derive(Debug)]
 struct Shown {
     verb: &'static str,
@@ -103,7 +103,7 @@ struct Shown {
     printer: Printer,
     flow: Flow,
     is_over: Mutex<bool>,
-    bell: Condvar,
+    ended: Condvar,
 }
 
 #[derive(Debug)]
@@ -113,7 +113,7 @@ enum Display {
 }
 
 impl Task {
-    /// Begin to show progress over `total` bytes.
+    /// Begins to show progress over `total` bytes.
     fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
             ProgressChoice::Never => return Self { shown: None, thread: None },
@@ -123,15 +123,15 @@ impl Task {
         if let Display::Bar(bar) = &display {
             *lock(&BAR) = Some(bar.clone());
         }
-        let (flow, is_over, bell) = (Flow::default(), Mutex::default(), Condvar::default());
-        let shown = Arc::new(Shown { verb, total, display, printer: *printer, flow, is_over, bell });
+        let (flow, is_over, ended) = (Flow::default(), Mutex::default(), Condvar::default());
+        let shown = Arc::new(Shown { verb, total, display, printer: *printer, flow, is_over, ended });
         let own = Arc::clone(&shown);
-        // Without a thread the run is as good, and not shown.
+        // If the thread cannot start, the run goes on without a display.
         let thread = std::thread::Builder::new().name("progress".into()).spawn(move || own.show()).ok();
         Self { shown: Some(shown), thread }
     }
 
-    /// Count bytes that an earlier run has done.
+    /// Counts bytes that an earlier run has written.
     fn skip(&self, bytes: u64) {
         if let Some(shown) = &self.shown {
             shown.flow.before.fetch_add(bytes, Ordering::Relaxed);
@@ -157,7 +157,7 @@ impl Drop for Task {
     fn drop(&mut self) {
         let Some(shown) = &self.shown else { return };
         *lock(&shown.is_over) = true;
-        shown.bell.notify_all();
+        shown.ended.notify_all();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -166,7 +166,7 @@ impl Drop for Task {
                 bar.finish_and_clear();
                 *lock(&BAR) = None;
             }
-            // Whoever asks for progress gets a line even where there was no time for one.
+            // `--progress always` prints a line even if the run was too short for one.
             Display::Lines { always: true } if shown.flow.done() > 0 => shown.printer.say(&shown.line(Instant::now())),
             Display::Lines { .. } => {}
         }
@@ -182,12 +182,12 @@ impl Shown {
         let is_interrupted = interrupted();
         loop {
             let over = lock(&self.is_over);
-            let waited = self.bell.wait_timeout_while(over, every, |is_over| !*is_over);
+            let waited = self.ended.wait_timeout_while(over, every, |is_over| !*is_over);
             if *waited.unwrap_or_else(PoisonError::into_inner).0 {
                 return;
             }
             match &self.display {
-                // Workers may take a while to see the signal, and a second one ends the process at once.
+                // Workers may see the signal late, and a second signal ends the process at once, so remove the bar now.
                 Display::Bar(bar) if is_interrupted.load(Ordering::Relaxed) => {
                     bar.finish_and_clear();
                     *lock(&BAR) = None;
@@ -216,34 +216,34 @@ impl Shown {
     }
 }
 
-/// The flag that the first INT sets.
+/// Returns the flag that the first SIGINT sets.
 fn interrupted() -> Arc<AtomicBool> {
     static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     let flag = FLAG.get_or_init(|| {
         let flag = Arc::default();
-        // Without it, the bar goes when the run ends.
+        // If this fails, the bar is removed when the run ends.
         let _ = signal_hook::flag::register(SIGINT, Arc::clone(&flag));
         flag
     });
     Arc::clone(flag)
 }
 
-/// Bytes that move.
+/// Counts of bytes, and their rate.
 #[derive(Debug, Default)]
 struct Flow {
-    /// Done by earlier runs.
+    /// Bytes of earlier runs.
     before: AtomicU64,
-    /// Done by this one.
+    /// Bytes of this run.
     done: AtomicU64,
-    course: Mutex<Course>,
+    timing: Mutex<PhaseTiming>,
 }
 
 #[derive(Debug, Default)]
-struct Course {
+struct PhaseTiming {
     phase: Phase,
-    /// When the first bytes of this course were done, and how many were done by then.
+    /// Time of the first bytes in this phase, and the bytes that were done by then.
     begun: Option<(Instant, u64)>,
-    /// Bytes and time of courses before.
+    /// Bytes and time of earlier phases in which bytes moved.
     bytes: u64,
     time: Duration,
     last: Option<Instant>,
@@ -255,24 +255,24 @@ impl Flow {
     }
 
     fn advance(&self, bytes: u64, now: Instant) {
-        let mut course = lock(&self.course);
+        let mut timing = lock(&self.timing);
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        course.begun.get_or_insert((now, done));
-        course.last = Some(now);
+        timing.begun.get_or_insert((now, done));
+        timing.last = Some(now);
     }
 
-    /// Another phase: its time is not that of bytes.
+    /// Enters another phase. Its time does not count for the rate.
     fn enter(&self, phase: Phase) {
-        let mut course = lock(&self.course);
-        if let (Some((begun, first)), Some(last)) = (course.begun.take(), course.last) {
-            course.bytes += self.done.load(Ordering::Relaxed) - first;
-            course.time += last.saturating_duration_since(begun);
+        let mut timing = lock(&self.timing);
+        if let (Some((begun, first)), Some(last)) = (timing.begun.take(), timing.last) {
+            timing.bytes += self.done.load(Ordering::Relaxed) - first;
+            timing.time += last.saturating_duration_since(begun);
         }
-        course.phase = phase;
+        timing.phase = phase;
     }
 
     fn label(&self, verb: &'static str) -> &'static str {
-        match lock(&self.course).phase {
+        match lock(&self.timing).phase {
             Phase::Moving => verb,
             Phase::Allocating => "allocating",
             Phase::Syncing => "syncing",
@@ -282,10 +282,10 @@ impl Flow {
     /// `500.00 MB/s, 3 s left`; nothing before bytes move, and while files are allocated or synced.
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
-        let course = lock(&self.course);
-        let (begun, first) = course.begun.filter(|_| course.phase == Phase::Moving)?;
-        let moved = course.bytes + self.done.load(Ordering::Relaxed) - first;
-        let time = course.time + now.saturating_duration_since(begun);
+        let timing = lock(&self.timing);
+        let (begun, first) = timing.begun.filter(|_| timing.phase == Phase::Moving)?;
+        let moved = timing.bytes + self.done.load(Ordering::Relaxed) - first;
+        let time = timing.time + now.saturating_duration_since(begun);
         let rate = human_rate(moved, time).filter(|_| moved > 0)?;
         let left = time.as_secs_f64() * total.saturating_sub(self.done()) as f64 / moved as f64;
         Some(format!("{rate}, {left:.0} s left"))
@@ -313,7 +313,7 @@ mod tests {
     fn rate_and_remaining_time_count_from_the_first_bytes() {
         let (flow, start) = (Flow::default(), Instant::now());
         assert_eq!(flow.pace(2000 * MB, start + seconds(60)), None);
-        // The first bytes were on their way for as long as nobody knows.
+        // The time that the first bytes took is unknown.
         flow.advance(4 * MB, start + seconds(60));
         assert_eq!(flow.pace(2000 * MB, start + seconds(61)), None);
         flow.advance(496 * MB, start + seconds(62));
@@ -348,11 +348,11 @@ mod tests {
     }
 
     #[test]
-    fn a_line_tells_how_far_the_run_is() {
+    fn line_has_percentage_rate_and_remaining_time() {
         let printer = Printer::new(crate::cli::TalkArgs::default());
-        let (flow, is_over, bell) = (Flow::default(), Mutex::default(), Condvar::default());
+        let (flow, is_over, ended) = (Flow::default(), Mutex::default(), Condvar::default());
         let display = Display::Lines { always: true };
-        let shown = Shown { verb: "writing", total: 2000 * MB, display, printer, flow, is_over, bell };
+        let shown = Shown { verb: "writing", total: 2000 * MB, display, printer, flow, is_over, ended };
         let start = Instant::now();
         shown.flow.advance(0, start);
         shown.flow.advance(500 * MB, start + seconds(1));

@@ -1,7 +1,7 @@
-//! The terminal as a bar is drawn on it.
+//! Terminal on which the progress bar is drawn.
 //!
-//! The cursor waits at the start of the bar's line. indicatif leaves it at the end, where the `^C` that a terminal echoes
-//! goes to the next line, so that the bar stays on the line above.
+//! The cursor rests at the start of the bar's line. indicatif leaves it at the end; there the `^C` that a terminal echoes
+//! would wrap to the next line, and the bar would stay on the line above.
 
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
@@ -11,7 +11,7 @@ use indicatif::TermLike;
 /// Standard error.
 #[derive(Debug, Default)]
 pub struct Terminal {
-    /// Written at once, so that nothing else comes between.
+    /// Output that is written at once, so that other output does not interleave.
     buffer: Mutex<String>,
 }
 
@@ -20,7 +20,7 @@ impl Terminal {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
     }
 
-    /// Move the cursor, where there is anywhere to go.
+    /// Moves the cursor.
     fn go(&self, number: usize, direction: char) {
         if number > 0 {
             self.push(&format!("\x1b[{number}{direction}"));
@@ -29,7 +29,7 @@ impl Terminal {
 }
 
 impl TermLike for Terminal {
-    /// One column less than there are, as some terminals go to the next line with the last one.
+    /// Returns one column less than the terminal has, because some terminals wrap after the last column.
     fn width(&self) -> u16 {
         terminal_size::terminal_size_of(io::stderr()).map_or(79, |(width, _)| width.0.max(2) - 1)
     }

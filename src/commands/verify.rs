@@ -1,4 +1,4 @@
-//! `verify`: a checkpoint is sound; two hold the same values.
+//! `verify`: checks one checkpoint, or compares the values of two.
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, process};

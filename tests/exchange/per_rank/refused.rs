@@ -33,7 +33,7 @@ fn options_that_need_all_of_src() {
 #[test]
 fn rendezvous_names_what_replaced_it() {
     one("--part 0 --parts 2 --rendezvous tcp://node1:29500", &[]).refused(&[
-        "--rendezvous is no longer needed: processes meet in a folder beside DST, or by MPI",
+        "--rendezvous was removed: processes meet in a folder beside DST, or by MPI",
         "hint: leave it out; to exchange over a network, start the processes under MPI or srun",
     ]);
 }
