@@ -221,11 +221,12 @@ impl Conversion {
         }
     }
 
-    /// Checks the description against the source, and lays out every file of the result: its length, its headers, and the
-    /// place of every chunk. Nothing is written to the destination.
+    /// Checks the description against the source, proves that the chunks of every tensor cover each element exactly once, and
+    /// lays out every file of the result: its length, its headers, and the position of every chunk. Nothing is written to the
+    /// destination.
     ///
     /// # Errors
-    /// `Conflict` if ranks store different values; `Usage` and `Layout` for a description that does not fit the source.
+    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and `Layout` for a description that does not fit the source.
     pub fn plan(self) -> Result<Plan> {
         let Self { checkpoint, mut target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
@@ -265,13 +266,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes what an execution would read and how much memory it would take, proves that every element of every tensor
-    /// would be written exactly once, and looks at the destination, if one was named by [`Conversion::destination`].
+    /// Computes what an execution would read and how much memory it would take, and checks the destination, if one was named
+    /// by [`Conversion::destination`].
     ///
     /// Processes that exchange bytes leave each other after a preview: such a plan cannot be executed any more.
     ///
     /// # Errors
-    /// `Coverage` if chunks of a tensor leave a gap or overlap; as reading the source.
+    /// As reading the source.
     pub fn preview(&mut self) -> Result<Preview> {
         let Self { prepared, convert, engine, progress } = self;
         engine.work(progress, |run| convert::preview(prepared, convert, run))
@@ -291,7 +292,7 @@ impl Plan {
     /// grows with the number of chunks, not with their bytes.
     ///
     /// # Errors
-    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Malformed` for damaged files; `Io` with the file; `Usage` for a
+    /// `Malformed` for damaged files; `Io` with the file; `Usage` for a
     /// destination that is in the way; `Stopped` after [`Stop`](crate::Stop) was raised; `Comm` and `Device` if another process
     /// or a GPU fails. Nothing is published then.
     pub fn execute(

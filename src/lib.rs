@@ -5,10 +5,9 @@
 //!
 //! 1. [`Checkpoint::open`] reads names, shapes and chunk positions. It never reads tensor data.
 //! 2. [`Conversion`] describes the result: which tensors, under which names, in which dtypes, on which mesh.
-//! 3. [`Conversion::plan`] checks the description against the source and lays out every file of the result. No tensor data is
-//!    read or written before a [`Plan`] exists.
-//! 4. [`Plan::execute`] proves of each tensor that every element is written exactly once, moves the bytes, and publishes the
-//!    result with one rename. It gives a [`Report`].
+//! 3. [`Conversion::plan`] checks the description against the source, proves that every element of every tensor is written
+//!    exactly once, and lays out every file of the result. Nothing is written before a [`Plan`] exists.
+//! 4. [`Plan::execute`] moves the bytes and publishes the result with one rename. It returns a [`Report`].
 //!
 //! ```
 //! use dtshard::{Checkpoint, Conversion, Dtype, ExecuteOptions, Format, NoProgress};

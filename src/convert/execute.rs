@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use rayon::prelude::*;
+
 use super::estimate::{room_for_rounds, within_memory};
 use super::options::{ConvertOptions, OnConflict};
 use super::preflight::describe_destination;
@@ -12,7 +14,7 @@ use super::report::{Account, Outcome, Preview, Report, left_out, notes};
 use super::run::Run;
 use super::unused_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
-use crate::catalog::Reservation;
+use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
 use crate::exchange::Reducing;
 use crate::exec::copy::Stats;
@@ -28,7 +30,9 @@ use crate::storage::IoMode;
 /// `Usage` for a result that is too large or empty; as meeting the other processes.
 pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.forget_wishes();
-    let checked = check_len(&prepared.reservation).and_then(|()| check_tensors(prepared, args));
+    let checked = check_len(&prepared.reservation)
+        .and_then(|()| check_tensors(prepared, args))
+        .and_then(|()| check_coverage(prepared));
     let settled = checked.and_then(|()| settle_rounds(prepared, args, run));
     settled.map_err(|error| failed(prepared, error))
 }
@@ -198,6 +202,19 @@ fn check_len(reservation: &Reservation) -> Result<()> {
         format!("the files of DST would have {total} bytes in all: no file system holds 2^62"),
         "does SRC hold views of few bytes that claim to be many?",
     ))
+}
+
+/// Proves of every source tensor that its chunks cover each element exactly once, so that a gap is an error before any byte
+/// moves.
+fn check_coverage(prepared: &Prepared) -> Result<()> {
+    /// Tensors that one task checks.
+    const TENSORS: usize = 1 << 10;
+    let mut sources: Vec<TensorId> = prepared.reservation.tensors.iter().map(|tensor| tensor.source).collect();
+    sources.sort_unstable();
+    sources.dedup();
+    let catalog = &prepared.source.checkpoint.catalog;
+    let check = |id: &TensorId| catalog.tensor(*id).tilings().err();
+    sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
 /// A result without tensors is a loss, unless it was asked for.
