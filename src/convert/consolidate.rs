@@ -12,15 +12,14 @@ use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
 use super::source::ConversionSource;
-use super::target_format::{file_name, holds_shards, target_format};
-use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
+use super::target_format::target_format;
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::convert::options::{Assets, ConsolidateOptions};
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::SidecarFile;
 use crate::format::known_files::is_asset;
-use crate::format::safetensors::SelectedTensors;
-use crate::format::{Checkpoint, Format, distinct_names, natural_order, safetensors, torch};
+use crate::format::{Checkpoint, Format, WholeTarget};
 use crate::publish::DestinationKind;
 use crate::quantity::count;
 use crate::storage::lookup;
@@ -38,31 +37,29 @@ pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Ru
     source.settle(args.convert.checks, TargetFiles::Together, run)?;
     // Each walks through all of the state dict.
     let state = &source.wanted.catalog.state;
-    let (mut tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
+    let (tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
     check_model(args, &source, &tensors)?;
-    let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
-    let (mut reservation, shape) = match to {
-        Format::Safetensors => {
-            let written;
-            (written, tied) = names_to_write(&source, tensors, args.convert.tied);
-            let dtypes = source.wanted.catalog.dtypes();
-            source.forget_wishes();
-            notes.extend(elsewhere(placing.as_ref(), &written));
-            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
-            let wanted = SelectedTensors { source: &source.checkpoint.catalog, dtypes: &dtypes };
-            (safetensors::reserve(wanted, &written, &tied, &shape)?, staged)
-        }
-        Format::Torch => {
-            check_tied(args.convert.tied, to)?;
-            tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
-            distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
-            let state = model::flat_state(&tensors);
-            let name = file_name(destination, "pytorch_model.bin");
-            (torch::reserve(&source.wanted.catalog, &state, name)?, DestinationKind::File)
-        }
-        _ => return Err(holds_shards("consolidate", to)),
-    };
+    let writer = whole_writer("consolidate", to)?;
+    check_tied(args.convert.tied, to)?;
+    let (written, tied) = names_to_write(&source, tensors, args.convert.tied);
+    let dtypes = source.wanted.catalog.dtypes();
+    // Names, dtypes and shapes are all that a format needs which does not keep strides.
+    if !to.keeps_order() {
+        source.forget_wishes();
+    }
+    let ConversionSource { checkpoint, wanted, .. } = &source;
+    notes.extend(elsewhere(placing.as_ref(), &written));
+    let mut reservation = writer.reserve(WholeTarget {
+        source: if to.keeps_order() { &wanted.catalog } else { &checkpoint.catalog },
+        dtypes: &dtypes,
+        tensors: &written,
+        aliases: &tied,
+        destination,
+        max_shard_bytes: args.shards.max_shard_size,
+        placing,
+    })?;
+    let shape = shape_of(writer, destination);
     reservation.left_out = left_out;
     let mut carried = Vec::new();
     let no_assets = args.assets == Assets::None;

@@ -155,7 +155,7 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {
         let suffix = file.to.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
-        let is_torch = ["pt", "pth", "bin", "ckpt"].contains(&suffix);
+        let is_torch = Format::from_suffix(suffix) == Some(Format::Torch);
         is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
     };
     for file in carried.iter().filter(is_optimizer) {

@@ -1,10 +1,10 @@
 //! The format of a destination, from its name or from what the caller asks for.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::options::DestinationOptions;
 use crate::error::{Error, Result};
-use crate::format::Format;
+use crate::format::{Format, WriteShards};
 use crate::storage::lookup;
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
@@ -14,10 +14,12 @@ use crate::storage::lookup;
 pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     let to = named_format(args, destination, default)?;
     match &args.torch_version {
-        Some(version) if to != Format::TorchRanks => Err(Error::usage(
-            format!("options::torch_version {version} is for DTensors in rank files, and DST is to be {to}"),
-            "leave it out: every PyTorch that is supported loads the same",
-        )),
+        Some(version) if !to.entry().write_shards.is_some_and(WriteShards::depends_on_torch_version) => {
+            Err(Error::usage(
+                format!("options::torch_version {version} is for DTensors in rank files, and DST is to be {to}"),
+                "leave it out: every PyTorch that is supported loads the same",
+            ))
+        }
         _ => Ok(to),
     }
 }
@@ -35,26 +37,56 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
     if let Some(format) = Format::from_suffix(suffix) {
         return Ok(format);
     }
-    let mut known = Format::ALL.iter().flat_map(|format| format.entry().suffixes);
+    let mut known = suffixes();
     let is_misspelt = suffix.len() > 4 && known.any(|known| strsim::levenshtein(known, suffix) <= 2);
     if !OTHERS.contains(&suffix) && !is_misspelt {
         return Ok(default);
     }
     Err(Error::usage(
         format!("DST ends in .{suffix}, which is no format that is written"),
-        "files end in .safetensors, .pt, .pth, .bin or .ckpt; options::to says the format of any other name",
+        format!(
+            "files end in {}; options::to says the format of any other name",
+            join(suffixes().map(|suffix| format!(".{suffix}")), "or")
+        ),
     ))
+}
+
+/// Returns the suffixes of files that choose a format.
+fn suffixes() -> impl Iterator<Item = &'static str> {
+    Format::ALL.iter().flat_map(|format| format.entry().suffixes).copied()
 }
 
 /// The error for a verb that writes whole tensors and is asked for a format of shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
+    let is_whole = |format: &&Format| format.entry().write_whole.is_some();
+    let mut formats: Vec<&Format> = Format::ALL.iter().filter(is_whole).collect();
+    // Formats that keep everything come first.
+    formats.sort_by_key(|format| !format.holds_objects());
+    let formats = join(formats.into_iter().map(Format::to_string), "or");
     Error::usage(
-        format!("{verb} writes whole tensors, to torch or safetensors, not to {to}"),
+        format!("{verb} writes whole tensors, to {formats}, not to {to}"),
         "use `dtshard reshard` with a options::mesh to write shards",
     )
 }
 
-/// The name of a single-file destination.
-pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
-    destination.and_then(Path::file_name).map_or_else(|| PathBuf::from(default), PathBuf::from)
+/// Returns the error for whole tensors in a verb that writes shards.
+pub fn holds_whole_tensors(to: Format) -> Error {
+    let is_sharded = |format: &&Format| format.entry().write_shards.is_some();
+    let shards = Format::ALL.iter().filter(is_sharded).map(|format| format!("options::to {format}"));
+    Error::usage(
+        format!("{to} holds whole tensors, which have no mesh"),
+        format!(
+            "{} write shards; `dtshard unshard` and `dtshard consolidate` write whole tensors",
+            join(shards, "and")
+        ),
+    )
+}
+
+/// Joins words with commas, and the last two with a conjunction.
+fn join(words: impl Iterator<Item = String>, conjunction: &str) -> String {
+    let words: Vec<String> = words.collect();
+    match words.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} {conjunction} {last}", rest.join(", ")),
+        _ => words.concat(),
+    }
 }

@@ -1,4 +1,4 @@
-//! Whole tensors in safetensors files: under which names, and in which files.
+//! Whole tensors in a destination: under which names, and in which files.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,20 +6,19 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use super::source::ConversionSource;
-use super::target_format::file_name;
+use super::target_format::holds_shards;
 use crate::catalog::{Fqn, TensorId};
 use crate::convert::options::{ConvertOptions, Tied};
 use crate::error::{Error, Result};
-use crate::format::safetensors::{self, FileAssignment};
-use crate::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
+use crate::format::{Checkpoint, Format, Placing, ReadOptions, Want, WriteWhole, natural_order};
 use crate::publish::DestinationKind;
 use crate::quantity::count;
 
 /// A name that is recorded, not written, and the one that is.
 type Alias = (Fqn, Fqn);
 
-/// Those of the tensors that are taken which a safetensors target has, in natural order, and the names that are only
-/// recorded, with what they name.
+/// Returns the tensors to write under their names, in natural order, and the names that are recorded only, each with the
+/// name that is written.
 pub fn names_to_write(
     source: &ConversionSource,
     mut tensors: Vec<(Fqn, TensorId)>,
@@ -37,9 +36,12 @@ pub fn names_to_write(
     (tensors, aliases)
 }
 
-/// Only safetensors has a place to record the names that are dropped.
+/// Checks that a format can record the names of tied tensors that are dropped.
+///
+/// # Errors
+/// `Usage` where it cannot.
 pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
-    if tied != Tied::Drop {
+    if tied != Tied::Drop || to.entry().write_whole.is_some_and(WriteWhole::records_aliases) {
         return Ok(());
     }
     Err(Error::usage(
@@ -48,41 +50,34 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     ))
 }
 
-/// What DST is: a file of its own, or a folder.
-pub fn safetensors_shape(
-    destination: Option<&Path>,
-    max_shard_size: u64,
-    placing: Option<FileAssignment>,
-) -> (safetensors::FileDivision, DestinationKind) {
-    match placing {
-        _ if is_file(destination) => {
-            (safetensors::FileDivision::File(file_name(destination, "model.safetensors")), DestinationKind::File)
-        }
-        Some(placing) => (safetensors::FileDivision::Like(placing), DestinationKind::Folder),
-        None => (safetensors::FileDivision::Folder { max_shard_bytes: max_shard_size }, DestinationKind::Folder),
-    }
+/// Returns the writer of whole tensors of a format.
+///
+/// # Errors
+/// `Usage` for a format of shards.
+pub fn whole_writer(verb: &str, to: Format) -> Result<&'static dyn WriteWhole> {
+    to.entry().write_whole.ok_or_else(|| holds_shards(verb, to))
 }
 
-fn is_file(destination: Option<&Path>) -> bool {
-    destination.is_some_and(|path| path.extension().is_some_and(|suffix| suffix == "safetensors"))
+/// Returns whether a destination is one file or a folder.
+pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> DestinationKind {
+    if writer.is_one_file(destination) { DestinationKind::File } else { DestinationKind::Folder }
 }
 
-/// Which files the tensors of `--like` are in, where that is a folder of safetensors files and DST is to be one.
+/// Returns the files that the tensors of `--like` are in, if that and DST are folders of one format.
 ///
 /// # Errors
 /// As reading it.
-pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<FileAssignment>> {
-    let Some(like) = like.filter(|_| to == Format::Safetensors && !is_file(args.dst.as_deref())) else {
-        return Ok(None);
-    };
+pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<Placing>> {
+    let is_folder = |writer: &dyn WriteWhole| !writer.is_one_file(args.dst.as_deref());
+    let Some(like) = like.filter(|_| to.entry().write_whole.is_some_and(is_folder)) else { return Ok(None) };
     let options = ReadOptions { io: args.source.io, want: Want::State, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(like, &options).map_err(|error| error.within(like))?;
-    let is_one = checkpoint.format == Format::Safetensors;
-    Ok(Some(checkpoint).filter(|_| is_one).and_then(|like| FileAssignment::of(&like.catalog, &like.files)))
+    let is_same = checkpoint.format == to;
+    Ok(Some(checkpoint).filter(|_| is_same).and_then(|like| Placing::of(&like.catalog, &like.files)))
 }
 
 /// Tensors that `--like` has in none of its files.
-pub fn elsewhere(placing: Option<&FileAssignment>, written: &[(Fqn, TensorId)]) -> Option<String> {
+pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Option<String> {
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;

@@ -17,7 +17,7 @@ use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
 use crate::convert::{PlacementResolver, row_specs, shared_mesh};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
-use crate::format::{Checkpoint, Format, TensorStorage, fsdp_flat};
+use crate::format::{Checkpoint, Format, TensorStorage, WriteShards, fsdp_flat};
 use crate::layout::file::{self, LayoutFile};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::shards::SharedTensor;
@@ -130,8 +130,8 @@ fn lies(
     path: &Path,
     entry: &TensorEntry,
 ) -> Result<PlacementChoice> {
-    // These files say of DTensors, too, how they are cut; those of torch.save cannot.
-    let local = if format == Format::Local { chooser.local_layout(path, entry)? } else { None };
+    let records_splits = format.entry().write_shards.is_some_and(WriteShards::records_splits);
+    let local = if records_splits { chooser.local_layout(path, entry)? } else { None };
     let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
         Some((_, shared)) => shared,
         None => match chooser.rank_layout(path, entry)? {

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::foreign::{self, first_bytes};
-use super::known_files::is_no_model;
-use super::listing::{DetectedFiles, FileStart, FolderListing, Match, has_suffix};
+use super::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use super::torch::is_no_model;
 use super::{Format, name_of};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
@@ -71,30 +71,39 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     )
 }
 
-/// A folder with nothing in it that says what it is: its one torch file, the model before what trainers leave beside
-/// one.
+/// A folder with nothing in it that says what it is: its one file that may be a checkpoint, the model before what trainers
+/// leave beside one.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.
 pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     let listing = FolderListing::of(folder, from)?;
-    let saved = listing.files_of(Format::Torch)?;
-    let models: Vec<&PathBuf> = saved.iter().filter(|path| !is_no_model(path)).collect();
-    if let ([only], _) | ([], [only]) = (models.as_slice(), saved.iter().collect::<Vec<_>>().as_slice()) {
+    let saved = lone_files(&listing)?;
+    let models: Vec<&(Format, PathBuf)> = saved.iter().filter(|(_, path)| !is_no_model(path)).collect();
+    if let ([(_, only)], _) | ([], [(_, only)]) = (models.as_slice(), saved.as_slice()) {
         let found = one_of(folder, from, vec![detect_file(only)?])?;
-        return found.ok_or_else(|| unknown_folder(&listing));
+        return found.ok_or_else(|| unknown_folder(&listing, &saved));
     }
-    Err(from.map_or_else(|| unknown_folder(&listing), |from| not_that_format(folder, from)))
+    Err(from.map_or_else(|| unknown_folder(&listing, &saved), |from| not_that_format(folder, from)))
 }
 
-fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>) -> Error {
+/// Returns the files of a folder that may be whole checkpoints each, and their formats.
+fn lone_files(listing: &FolderListing<'_>) -> Result<Vec<(Format, PathBuf)>> {
+    let mut found = Vec::new();
+    for format in Format::ALL {
+        found.extend(format.entry().read.lone_files(listing)?.into_iter().map(|path| (*format, path)));
+    }
+    Ok(found)
+}
+
+fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved: &[(Format, PathBuf)]) -> Error {
     let what = format!("{} holds no checkpoint of a known format", folder.display());
     if let Some(error) = names.iter().find_map(|name| foreign::by_name(&folder.join(name))) {
         return error;
     }
-    let saved: Vec<&String> = names.iter().filter(|name| has_suffix(name, Format::Torch)).collect();
-    if saved.len() > 1 {
-        let own = format!("{} are torch files of their own", short_list(&saved, FEW));
+    if let [(format, _), _, ..] = saved {
+        let saved: Vec<String> = saved.iter().map(|(_, path)| name_of(path)).collect();
+        let own = format!("{} are {format} files of their own", short_list(&saved, FEW));
         return Error::unsupported(format!("{what}: {own}"), "give one of them").naming(&saved);
     }
     if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
@@ -108,12 +117,12 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>) -> Er
     )
 }
 
-/// Returns whether a folder has torch files, by their names.
+/// Returns whether a folder has files that may be whole checkpoints each, by their names.
 ///
 /// # Errors
 /// `Io`.
-pub fn has_torch_files(folder: &Path) -> Result<bool> {
-    Ok(!FolderListing::of(folder, None)?.files_of(Format::Torch)?.is_empty())
+pub fn has_lone_files(folder: &Path) -> Result<bool> {
+    Ok(!lone_files(&FolderListing::of(folder, None)?)?.is_empty())
 }
 
 fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {

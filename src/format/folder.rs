@@ -11,7 +11,7 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::detect::{detect, has_torch_files, lone_file, look};
+use super::detect::{detect, has_lone_files, lone_file, look};
 use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
 use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
@@ -212,7 +212,7 @@ fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
             found.extend((!is_second_name).then_some(last));
         }
         found
-    } else if has_torch_files(folder)? {
+    } else if has_lone_files(folder)? {
         Vec::new()
     } else {
         let tests: [&dyn Fn(&str) -> bool; 3] =

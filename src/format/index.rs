@@ -7,11 +7,11 @@ use serde::Deserialize;
 use serde_json::Value as Json;
 
 use super::json::read_document;
-use super::known_files::is_no_model;
 use super::rank_names::{Numbering, RankName};
 use super::safetensors::sharding::ShardName;
 use super::shortfall::Shortfall;
-use super::{folder_of, list, local, name_of, natural_order, relative_to_folder, series};
+use super::torch::is_no_model;
+use super::{Format, folder_of, list, local, name_of, natural_order, relative_to_folder, series};
 use crate::catalog::{Catalog, TensorEntry, model};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
@@ -19,22 +19,23 @@ use crate::storage::lookup;
 
 /// Returns whether a file is the index of a set, by its name.
 pub fn is_index(name: &str) -> bool {
-    is_safetensors_index(name) || is_torch_index(name)
+    format_of(name).is_some()
 }
 
-pub fn is_safetensors_index(name: &str) -> bool {
-    is_index_of(name, ".safetensors")
+/// Returns the format of the files that an index names, by the name of the index.
+fn format_of(name: &str) -> Option<Format> {
+    Format::ALL.iter().copied().find(|format| is_index_of(name, *format))
 }
 
-pub fn is_torch_index(name: &str) -> bool {
-    is_index_of(name, ".bin")
-}
-
-/// `model.safetensors.index.json`, or that of a variant: `model.safetensors.index.fp16.json`.
-fn is_index_of(name: &str, suffix: &str) -> bool {
+/// Returns whether a file is the index of a set of a format: `model.safetensors.index.json`, or that of a variant:
+/// `model.safetensors.index.fp16.json`.
+pub fn is_index_of(name: &str, format: Format) -> bool {
+    let Some(suffix) = format.entry().index_suffix else { return false };
     let stem = name.strip_suffix(".json").filter(|_| !name.starts_with('.'));
-    stem.and_then(|stem| stem.rsplit_once(".index"))
-        .is_some_and(|(set, variant)| set.ends_with(suffix) && (variant.is_empty() || variant.starts_with('.')))
+    stem.and_then(|stem| stem.rsplit_once(".index")).is_some_and(|(set, variant)| {
+        let is_of_suffix = set.strip_suffix(suffix).is_some_and(|set| set.ends_with('.'));
+        is_of_suffix && (variant.is_empty() || variant.starts_with('.'))
+    })
 }
 
 /// The index that loaders read: the one of the usual name, or else one of no variant.
@@ -146,12 +147,12 @@ impl ShardIndex {
     /// Files of tensors in its folder that it does not name.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
-        let suffix = if is_torch_index(&name_of(&self.path)) { ".bin" } else { ".safetensors" };
+        let suffix = format_of(&name_of(&self.path)).and_then(|format| format.entry().index_suffix);
         let is_other = |name: &String| {
             let path = folder.join(name);
             let is_of_ranks = ShardName::parse(&path).is_some() || local::rank_of(&path).is_some();
             !name.starts_with('.')
-                && name.ends_with(suffix)
+                && path.extension().and_then(|own| own.to_str()) == suffix
                 && !named.contains(name)
                 && !is_of_ranks
                 && !is_no_model(&path)
@@ -215,8 +216,8 @@ impl ShardIndex {
     pub fn warnings(&self, catalog: &Catalog) -> Result<Vec<String>> {
         let mut warnings = Vec::new();
         let index = self.path.display();
-        // Other files with this suffix belong to trainers.
-        if !is_torch_index(&name_of(&self.path)) {
+        // Other files with the suffix of torch files belong to trainers.
+        if !is_index_of(&name_of(&self.path), Format::Torch) {
             let others = self.beside()?;
             if !others.is_empty() {
                 warnings.push(format!("{index} does not name {}: not read", short_list(&others, FEW)));

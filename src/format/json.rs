@@ -53,6 +53,12 @@ pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A)
     Ok(entries)
 }
 
+/// Returns whether a file starts as a layout document of dtshard does.
+pub fn is_layout_document(head: &[u8], _len: u64) -> bool {
+    let has = |key: &[u8]| head.windows(key.len()).any(|window| window == key);
+    has(b"\"version\"") && has(b"\"world_size\"")
+}
+
 /// The content of a document of at most so many bytes.
 ///
 /// # Errors

@@ -1,4 +1,5 @@
-//! The table of files that checkpoint folders have: what `--overwrite` may replace without a look at who wrote it.
+//! The table of files that checkpoint folders have: what `--overwrite` may replace without a look at who wrote it. Each
+//! format has rows of its own; the others are here.
 //!
 //! A name decides where it says enough. Where it does not (`.pt`, `layout.json`), the first bytes have to fit, too. No
 //! more than those is read of any file. `docs/reference/folders.md` shows the same table; a test compares the two.
@@ -8,7 +9,9 @@ use std::sync::LazyLock;
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
+use super::Format;
 use super::foreign::{first_bytes, refuse_folder};
+use super::torch::is_archive;
 use crate::error::{Error, Result};
 
 /// The part that a file has in a checkpoint folder.
@@ -23,70 +26,91 @@ pub enum FileRole {
 }
 
 /// The first bytes that a file of a name must have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FileSignature {
+#[derive(Clone, Copy)]
+pub enum FileSignature {
     Any,
-    /// An archive of `torch.save`, in which the pickle comes first.
-    Torch,
-    /// The length of a header that fits the file, and a JSON object.
-    Safetensors,
-    Pickle,
-    /// A layout document of dtshard.
-    Layout,
+    /// Bytes that a function recognises, given the first ones and the length of the file.
+    Like(fn(&[u8], u64) -> bool),
     /// A name that people give to files of their own, too, and content that tells nothing. consolidate copies such a
     /// file; `--overwrite` replaces it only where it is such a copy.
     Unknown,
 }
 
-use FileRole::{Asset, Beside, Checkpoint};
+/// A row of the table: files that checkpoint folders have.
+pub struct KnownFile {
+    /// A glob of names, relative to the checkpoint's folder or to one of [`FOLDERS`] in it.
+    pub pattern: &'static str,
+    pub role: FileRole,
+    pub start: FileSignature,
+}
 
-/// Names, relative to the checkpoint's folder or to one of [`FOLDERS`] in it.
-const FILES: [(&str, FileRole, FileSignature); 35] = [
-    (".metadata", Checkpoint, FileSignature::Pickle),
-    ("__[0-9]*.metadata", Checkpoint, FileSignature::Pickle),
-    ("__[0-9]*_[0-9]*.distcp", Checkpoint, FileSignature::Any),
-    ("*.safetensors", Checkpoint, FileSignature::Safetensors),
-    ("*.{pt,pth,bin,ckpt}", Checkpoint, FileSignature::Torch),
-    ("*.{safetensors,bin}.index{,.*}.json", Beside, FileSignature::Any),
-    ("layout.json", Beside, FileSignature::Layout),
-    ("flat_layout.json", Beside, FileSignature::Layout),
-    ("config.json", Asset, FileSignature::Any),
-    ("generation_config.json", Asset, FileSignature::Any),
-    ("tokenizer.{json,model}", Asset, FileSignature::Any),
-    ("tokenizer_config.json", Asset, FileSignature::Any),
-    ("special_tokens_map.json", Asset, FileSignature::Any),
-    ("added_tokens.json", Asset, FileSignature::Any),
-    ("vocab.{json,txt}", Asset, FileSignature::Any),
-    ("merges.txt", Asset, FileSignature::Any),
-    ("spiece.model", Asset, FileSignature::Any),
-    ("sentencepiece.bpe.model", Asset, FileSignature::Any),
-    ("chat_template.{json,jinja}", Asset, FileSignature::Any),
-    ("{,video_,image_}preprocessor_config.json", Asset, FileSignature::Any),
-    ("{,image_}processor_config.json", Asset, FileSignature::Any),
-    ("tokenizer*", Asset, FileSignature::Unknown),
-    ("*.tiktoken", Asset, FileSignature::Unknown),
-    ("sentencepiece*.model", Asset, FileSignature::Unknown),
-    ("chat_template*", Asset, FileSignature::Unknown),
-    ("additional_chat_templates/*.jinja", Asset, FileSignature::Unknown),
-    ("configuration_*.py", Asset, FileSignature::Unknown),
-    ("modeling_*.py", Asset, FileSignature::Unknown),
-    ("modular_*.py", Asset, FileSignature::Unknown),
-    ("{tokenization,processing,image_processing}_*.py", Asset, FileSignature::Unknown),
-    ("LICENSE*", Asset, FileSignature::Unknown),
-    ("adapter_config.json", Beside, FileSignature::Any),
-    ("fsdp_config.json", Beside, FileSignature::Any),
-    ("trainer_state.json", Beside, FileSignature::Any),
-    ("{random_states,custom_checkpoint}_*.pkl", Beside, FileSignature::Torch),
+impl KnownFile {
+    pub const fn new(pattern: &'static str, role: FileRole, start: FileSignature) -> Self {
+        Self { pattern, role, start }
+    }
+
+    /// Configuration and tokenizer files, which loaders need.
+    const fn asset(pattern: &'static str) -> Self {
+        Self::new(pattern, FileRole::Asset, FileSignature::Any)
+    }
+
+    /// Assets whose names people give to files of their own, too.
+    const fn likely_asset(pattern: &'static str) -> Self {
+        Self::new(pattern, FileRole::Asset, FileSignature::Unknown)
+    }
+
+    /// Files that trainers and loaders keep beside the weights.
+    pub const fn beside(pattern: &'static str) -> Self {
+        Self::new(pattern, FileRole::Beside, FileSignature::Any)
+    }
+}
+
+/// The rows that belong to no format.
+static OTHERS: [KnownFile; 27] = [
+    KnownFile::asset("config.json"),
+    KnownFile::asset("generation_config.json"),
+    KnownFile::asset("tokenizer.{json,model}"),
+    KnownFile::asset("tokenizer_config.json"),
+    KnownFile::asset("special_tokens_map.json"),
+    KnownFile::asset("added_tokens.json"),
+    KnownFile::asset("vocab.{json,txt}"),
+    KnownFile::asset("merges.txt"),
+    KnownFile::asset("spiece.model"),
+    KnownFile::asset("sentencepiece.bpe.model"),
+    KnownFile::asset("chat_template.{json,jinja}"),
+    KnownFile::asset("{,video_,image_}preprocessor_config.json"),
+    KnownFile::asset("{,image_}processor_config.json"),
+    KnownFile::likely_asset("tokenizer*"),
+    KnownFile::likely_asset("*.tiktoken"),
+    KnownFile::likely_asset("sentencepiece*.model"),
+    KnownFile::likely_asset("chat_template*"),
+    KnownFile::likely_asset("additional_chat_templates/*.jinja"),
+    KnownFile::likely_asset("configuration_*.py"),
+    KnownFile::likely_asset("modeling_*.py"),
+    KnownFile::likely_asset("modular_*.py"),
+    KnownFile::likely_asset("{tokenization,processing,image_processing}_*.py"),
+    KnownFile::likely_asset("LICENSE*"),
+    KnownFile::beside("adapter_config.json"),
+    KnownFile::beside("fsdp_config.json"),
+    KnownFile::beside("trainer_state.json"),
+    // accelerate saves these with torch.save.
+    KnownFile::new("{random_states,custom_checkpoint}_*.pkl", FileRole::Beside, FileSignature::Like(is_archive)),
 ];
+
+/// The rows of all formats, then the others.
+static ROWS: LazyLock<Vec<&'static KnownFile>> = LazyLock::new(|| {
+    let of_formats = Format::ALL.iter().flat_map(|format| format.entry().known_files);
+    of_formats.chain(&OTHERS).collect()
+});
 
 /// Folders in a checkpoint's folder that have files of the table in them.
 const FOLDERS: [&str; 4] =
     ["huggingface", "lora_adapter", "pytorch_model_fsdp_{[0-9],[0-9][0-9]}", "optimizer_{[0-9],[0-9][0-9]}"];
 
-static FILE_NAMES: LazyLock<GlobSet> = LazyLock::new(|| glob_set(FILES.iter().map(|(pattern, ..)| *pattern)));
+static FILE_NAMES: LazyLock<GlobSet> = LazyLock::new(|| glob_set(ROWS.iter().map(|row| row.pattern)));
 static FOLDER_NAMES: LazyLock<GlobSet> = LazyLock::new(|| glob_set(FOLDERS));
 static ASSET_NAMES: LazyLock<GlobSet> =
-    LazyLock::new(|| glob_set(FILES.iter().filter(|(_, role, _)| *role == Asset).map(|(pattern, ..)| *pattern)));
+    LazyLock::new(|| glob_set(ROWS.iter().filter(|row| row.role == FileRole::Asset).map(|row| row.pattern)));
 
 fn glob_set(patterns: impl IntoIterator<Item = &'static str>) -> GlobSet {
     let glob = |pattern| GlobBuilder::new(pattern).literal_separator(true).empty_alternates(true).build();
@@ -124,9 +148,9 @@ fn below_known_folder(name: &Path) -> &Path {
 pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
     let name = below_known_folder(name);
     let is_hidden = name.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-    let rows = FILE_NAMES.matches(name).into_iter().map(|row| &FILES[row]);
-    let mut rows = rows.filter(|(pattern, ..)| !is_hidden || pattern.starts_with('.'));
-    rows.find(|(.., start)| starts_with(path, *start)).map(|(_, role, _)| *role)
+    let rows = FILE_NAMES.matches(name).into_iter().map(|row| ROWS[row]);
+    let mut rows = rows.filter(|row| !is_hidden || row.pattern.starts_with('.'));
+    rows.find(|row| starts_with(path, row.start)).map(|row| row.role)
 }
 
 /// Returns whether a file alone is a checkpoint, whatever its name.
@@ -135,7 +159,8 @@ pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
 /// `Io` where it cannot be read.
 pub fn is_checkpoint_file(path: &Path) -> Result<bool> {
     let (head, len) = (first_bytes(path)?, std::fs::metadata(path).map_err(Error::io("look at", path))?.len());
-    Ok(is_torch(&head) || is_safetensors(&head, len))
+    let mut tests = Format::ALL.iter().filter_map(|format| format.entry().is_checkpoint_file);
+    Ok(tests.any(|test| test(&head, len)))
 }
 
 /// Checkpoints of other frameworks have torch files, too: refuse a folder of one.
@@ -146,68 +171,19 @@ pub fn refuse_foreign_folder(folder: &Path, names: &[String]) -> Result<()> {
     refuse_folder(folder, names, None)
 }
 
-/// Torch files that trainers leave beside a model, by the beginnings of their names.
-const NO_MODEL: [&str; 11] = [
-    "scheduler",
-    "optimizer",
-    "rng_state",
-    "random_states",
-    "training_args",
-    "sampler",
-    "scaler",
-    "dataloader",
-    "dl_state_dict",
-    // What Lightning and Megatron leave in DCP directories.
-    "meta.pt",
-    "common.pt",
-];
-
-/// Returns whether trainers leave a torch file of this name beside a model.
-pub fn is_no_model(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
-}
-
 fn starts_with(path: &Path, start: FileSignature) -> bool {
-    if start == FileSignature::Any {
-        return true;
-    }
+    let test = match start {
+        FileSignature::Any => return true,
+        FileSignature::Unknown => return false,
+        FileSignature::Like(test) => test,
+    };
     let (Ok(head), Ok(metadata)) = (first_bytes(path), std::fs::metadata(path)) else { return false };
-    match start {
-        FileSignature::Any => true,
-        FileSignature::Unknown => false,
-        FileSignature::Torch => is_torch(&head),
-        FileSignature::Safetensors => is_safetensors(&head, metadata.len()),
-        FileSignature::Pickle => head.first() == Some(&0x80),
-        FileSignature::Layout => ["\"version\"", "\"world_size\""].iter().all(|key| contains(&head, key.as_bytes())),
-    }
-}
-
-/// `torch.save` writes `NAME/data.pkl` first, which tells its archives from every other ZIP file.
-fn is_torch(head: &[u8]) -> bool {
-    const NAME_LEN: usize = 26;
-    const NAME: usize = 30;
-    if !head.starts_with(b"PK\x03\x04") {
-        return false;
-    }
-    let Some(&[low, high]) = head.get(NAME_LEN..NAME_LEN + 2) else { return false };
-    let end = NAME + usize::from(u16::from_le_bytes([low, high]));
-    // A name that goes on behind the first bytes is a long one.
-    let name = head.get(NAME..end.min(head.len())).unwrap_or_default();
-    name.ends_with(b"/data.pkl")
-}
-
-fn is_safetensors(head: &[u8], len: u64) -> bool {
-    let Some(Ok(header)) = head.get(..8).map(<[u8; 8]>::try_from) else { return false };
-    head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
-}
-
-fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
-    bytes.windows(wanted.len()).any(|window| window == wanted)
+    test(&head, metadata.len())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::FileRole::{Asset, Beside, Checkpoint};
     use super::*;
 
     #[test]
@@ -285,11 +261,20 @@ mod tests {
         }
     }
 
+    /// A format may document its files on its own page.
     #[test]
     fn the_documented_table_is_this_one() {
-        let page = include_str!("../../docs/reference/folders.md");
-        let names: Vec<&str> = FILES.iter().map(|(pattern, ..)| *pattern).chain(FOLDERS).collect();
-        let missing: Vec<_> = names.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
+        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+        let read = |page: &str| std::fs::read_to_string(docs.join(page)).unwrap();
+        let table = read("reference/folders.md");
+        let is_in = |page: &str, name: &str| page.contains(&format!("`{name}`"));
+        let mut missing: Vec<&str> = OTHERS.iter().map(|row| row.pattern).chain(FOLDERS).collect();
+        missing.retain(|name| !is_in(&table, name));
+        for format in Format::ALL {
+            let page = read(&format!("reference/formats/{format}.md"));
+            let patterns = format.entry().known_files.iter().map(|row| row.pattern);
+            missing.extend(patterns.filter(|name| !is_in(&table, name) && !is_in(&page, name)));
+        }
         assert!(missing.is_empty(), "{missing:?}");
     }
 }

@@ -43,9 +43,27 @@ impl<'a> FolderListing<'a> {
 }
 
 /// Returns whether a file has a suffix of a format, and is not hidden.
-pub fn has_suffix(name: &str, format: Format) -> bool {
+fn has_suffix(name: &str, format: Format) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix);
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
+}
+
+/// Returns whether metadata in other files says what a file holds, by its name.
+#[must_use]
+pub fn is_data_file(path: &Path) -> bool {
+    format_of_data(path).is_some()
+}
+
+/// Returns the format of a data file, by its name.
+pub fn format_of_data(path: &Path) -> Option<Format> {
+    let suffix = path.extension()?.to_str()?;
+    Format::ALL.iter().copied().find(|format| format.entry().data_suffixes.contains(&suffix))
+}
+
+/// Returns whether a file has metadata and no tensor data, by its name.
+pub fn is_metadata_file(name: &str) -> bool {
+    let Some((_, suffix)) = name.rsplit_once('.') else { return false };
+    Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
 }
 
 /// How sure it is that files are a checkpoint of a format.

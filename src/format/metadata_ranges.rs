@@ -10,12 +10,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::foreign::first_bytes;
-use super::torch::{self, TensorNode};
-use super::{Checkpoint, archive, dcp, safetensors};
-use crate::catalog::{FileLocation, checked_len_bytes, model};
+use super::listing::{format_of_data, is_data_file, is_metadata_file};
+use super::registry::{Object, Objects, Read};
+use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, Holdings, IoMode, Ranges};
-use torch_pickle::pickle::Unknown;
 
 /// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
 /// what it is.
@@ -23,9 +22,6 @@ const WHOLE_BYTES: u64 = 16 << 20;
 
 /// Documents must be whole, so this is as long as they may be.
 const DOCUMENT_BYTES: u64 = 4 << 30;
-
-/// The state of a random number generator is no longer.
-const STATE_BYTES: u64 = 1 << 20;
 
 /// Where all processes find what is not tensor data of a folder of which each sees but some files.
 #[derive(Clone, Debug)]
@@ -58,10 +54,9 @@ impl Checkpoint {
     }
 }
 
-/// Whether the skeleton of a file follows from what others say of it: see [`skeleton_of_items`].
-#[must_use]
-pub fn is_data_file(path: &Path) -> bool {
-    path.extension().is_some_and(|suffix| suffix == "distcp")
+/// Returns the formats of which a file is a container.
+fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'static dyn Read> + 'a {
+    Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
 /// Whether a file may be part of a checkpoint: a document, a container of tensors, or what names one.
@@ -69,14 +64,28 @@ pub fn is_data_file(path: &Path) -> bool {
 /// # Errors
 /// `Io`.
 pub fn is_read(path: &Path) -> Result<bool> {
-    const SUFFIXES: [&str; 8] = ["distcp", "safetensors", "pt", "pth", "bin", "ckpt", "pkl", "model"];
+    // Pickles of trainers, and tokenizers.
+    const OTHERS: [&str; 2] = ["pkl", "model"];
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let suffix = path.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
-    if is_document(name) || SUFFIXES.contains(&suffix) || name.starts_with("latest") {
+    let is_known = Format::from_suffix(suffix).is_some() || is_data_file(path) || OTHERS.contains(&suffix);
+    if is_document(name) || is_known || name.starts_with("latest") {
         return Ok(true);
     }
     let head = first_bytes(path)?;
-    Ok(head.starts_with(b"PK\x03\x04") || head.starts_with(b"\x80") || head.get(8) == Some(&b'{'))
+    Ok(head.starts_with(b"\x80") || containers(path, &head).next().is_some())
+}
+
+/// Returns where metadata in a folder says that objects are in data files.
+///
+/// # Errors
+/// As reading metadata.
+pub fn objects(folder: &Path) -> Result<Objects> {
+    let mut found = Objects::new();
+    for format in Format::ALL {
+        found.extend(format.entry().read.objects(folder)?);
+    }
+    Ok(found)
 }
 
 /// The skeleton of a file that says itself what is in it.
@@ -98,24 +107,24 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
         }
         return Ok(whole(len));
     }
-    if head.starts_with(b"PK\x03\x04") {
-        look_at_archive(&files, file);
-    } else if head.get(8) == Some(&b'{') || path.extension().is_some_and(|suffix| suffix == "safetensors") {
-        look_at_safetensors(&files, file);
-    } else if len <= WHOLE_BYTES {
-        return Ok(whole(len));
+    let mut is_container = false;
+    for read in containers(path, &head) {
+        read.read_header(&files, file);
+        is_container = true;
     }
-    Ok(with_head(&files, file))
+    Ok(if is_container || len > WHOLE_BYTES { with_head(&files, file) } else { whole(len) })
 }
 
-/// The skeleton of a DCP data file, of which the metadata says where objects are.
+/// The skeleton of a data file, of which metadata says where objects are.
 ///
 /// # Errors
 /// `Io`.
-pub fn metadata_ranges_of_items(path: &Path, objects: &[dcp::StoredObject]) -> Result<Ranges> {
+pub fn metadata_ranges_of_items(path: &Path, objects: &[Object]) -> Result<Ranges> {
     let mut files = Files::new(IoMode::Read).noting();
     let file = files.add(path)?;
-    dcp::look_at(&files, file, objects);
+    if let Some(format) = format_of_data(path) {
+        format.entry().read.read_objects(&files, file, objects);
+    }
     Ok(with_head(&files, file))
 }
 
@@ -130,31 +139,7 @@ fn with_head(files: &Files, file: FileId) -> Ranges {
 }
 
 fn is_document(name: &str) -> bool {
-    [".json", ".metadata"].iter().any(|suffix| name.ends_with(suffix))
-}
-
-/// Read what can be read, for what it looks at.
-fn look_at_archive(files: &Files, file: FileId) {
-    let Ok(contents) = torch::reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
-    for (fqn, id) in model::all_tensors(&contents.value) {
-        let TensorNode::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
-        if let FileLocation::Record { record, .. } = contents.place(view)
-            && model::is_random_state(fqn.as_str())
-            && record.len <= STATE_BYTES
-        {
-            let _ = archive::data_offset(files, file, record).and_then(|data| files.read(file, data, record.len));
-        }
-    }
-}
-
-fn look_at_safetensors(files: &Files, file: FileId) {
-    let Ok(header) = safetensors::read_header(files, file) else { return };
-    for (name, stored) in header.tensors {
-        let len = checked_len_bytes(&stored.shape, stored.dtype).filter(|len| *len <= STATE_BYTES);
-        if let Some(len) = len.filter(|_| model::is_random_state(&name)) {
-            let _ = files.read(file, stored.offset, len);
-        }
-    }
+    name.rsplit_once('.').is_some_and(|(_, suffix)| suffix == "json") || is_metadata_file(name)
 }
 
 #[cfg(test)]

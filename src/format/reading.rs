@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::index::ShardIndex;
-use super::listing::DetectedFiles;
+use super::listing::{DetectedFiles, is_data_file, is_metadata_file};
 use super::parts::{self, LoadedFolder};
 use super::series::SeriesSet;
 use super::shortfall::Shortfall;
@@ -116,7 +116,7 @@ impl<'a> ReadFindings<'a> {
             .collect();
         let is_part = |path: &Path| {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            own.contains(root.join(path).as_path()) || name.ends_with(".distcp") || name.ends_with(".metadata")
+            own.contains(root.join(path).as_path()) || is_metadata_file(name) || is_data_file(path)
         };
         Ok(parts::beside(root, &is_part)?.unwrap_or_else(|| {
             catalog.warnings.push(format!("{}: too many other files in it to look at", root.display()));

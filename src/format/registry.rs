@@ -3,21 +3,24 @@
 //! A format is a folder in [`crate::format`], and one line of the table [there](super::Format::ALL). Detection, `--from`,
 //! `--to`, their help and the table in the README come from the rows.
 
-use std::path::Path as FilePath;
+use std::collections::BTreeMap;
+use std::path::{Path as FilePath, PathBuf};
 
+use super::known_files::KnownFile;
 use super::listing::{DetectedFiles, FileStart, FolderListing};
 use super::local::LocalLayout;
 use super::parts::LoadedFolder;
+use super::placing::Placing;
 use super::rank_names::RankNames;
 use super::reading::ReadFindings;
 use super::shortfall::Shortfall;
 use super::torch::{DTensorStyle, RankLayout};
 use super::{Format, ReadOptions};
-use crate::catalog::{Catalog, Path, Reservation, TensorEntry, Value};
+use crate::catalog::{Catalog, Dtype, Fqn, Path, Reservation, TensorEntry, TensorId, Value};
 use crate::error::Result;
 use crate::layout::DeviceMesh;
 use crate::layout::shards::Held;
-use crate::storage::IoMode;
+use crate::storage::{FileId, Files, IoMode};
 
 /// One row of the table: the name of a format, and what it can hold.
 pub struct FormatEntry {
@@ -29,6 +32,16 @@ pub struct FormatEntry {
     pub files: &'static str,
     /// Suffixes of a destination that choose the format if `--to` does not.
     pub suffixes: &'static [&'static str],
+    /// The suffix of the files that an index names: `safetensors` for `model.safetensors.index.json`.
+    pub index_suffix: Option<&'static str>,
+    /// The suffixes of files that have metadata and no tensor data.
+    pub metadata_suffixes: &'static [&'static str],
+    /// The suffixes of files of which metadata says where tensors and objects are.
+    pub data_suffixes: &'static [&'static str],
+    /// The files of a checkpoint folder that a new checkpoint may replace.
+    pub known_files: &'static [KnownFile],
+    /// Recognises a file that is a whole checkpoint, by its first bytes and its length.
+    pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
     /// How tensors are stored that ranks share.
     pub tensors: TensorStorage,
     /// True if the format has a place for values that are not tensors.
@@ -41,9 +54,12 @@ pub struct FormatEntry {
     pub is_in_module_order: bool,
     /// True if the file of each rank names each of its tensors, which takes memory before anything is written.
     pub names_tensors_by_rank: bool,
+    /// The reader.
     pub read: &'static dyn Read,
     /// The writer of tensors that the ranks of a mesh share.
     pub write_shards: Option<&'static dyn WriteShards>,
+    /// The writer of whole tensors.
+    pub write_whole: Option<&'static dyn WriteWhole>,
 }
 
 /// How a format stores tensors that ranks share.
@@ -77,6 +93,15 @@ pub trait Read: Sync {
         Ok(None)
     }
 
+    /// Returns the files of a folder that may be whole checkpoints each, though their names do not say so. One such file is
+    /// taken if a folder has nothing else.
+    ///
+    /// # Errors
+    /// `Io`.
+    fn lone_files(&self, _: &FolderListing<'_>) -> Result<Vec<PathBuf>> {
+        Ok(Vec::new())
+    }
+
     /// Returns the files that a checkpoint lacks, by the names of those that are there.
     ///
     /// # Errors
@@ -95,7 +120,45 @@ pub trait Read: Sync {
         path: &FilePath,
         found: DetectedFiles,
     ) -> Result<(Format, LoadedFolder)>;
+
+    /// Returns the PyTorch and the device of the job that wrote a checkpoint, if its files tell.
+    ///
+    /// # Errors
+    /// `Malformed`, `Io`.
+    fn style(&self, _: &Files) -> Result<Option<DTensorStyle>> {
+        Ok(None)
+    }
+
+    /// Returns whether a file says itself which of its bytes are tensor data, by its path and its first bytes.
+    fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
+        false
+    }
+
+    /// Reads the bytes of a container that are not tensor data. Ignores damage.
+    fn read_header(&self, _: &Files, _: FileId) {}
+
+    /// Returns the objects in the data files of a folder, as its metadata files give them.
+    ///
+    /// # Errors
+    /// As reading metadata.
+    fn objects(&self, _folder: &FilePath) -> Result<Objects> {
+        Ok(Objects::new())
+    }
+
+    /// Reads objects in a data file. Ignores damage.
+    fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
+
+/// A value that is not a tensor, in a data file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    pub fqn: Fqn,
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// Objects by data file, in the folder of the metadata.
+pub type Objects = BTreeMap<PathBuf, Vec<Object>>;
 
 /// A format that is written for the ranks of a mesh.
 pub trait WriteShards: Sync {
@@ -104,6 +167,59 @@ pub trait WriteShards: Sync {
     /// # Errors
     /// `Unsupported` where the format cannot hold a dtype, an object or a name; the errors of `layouts`.
     fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation>;
+
+    /// Returns whether files differ between releases of PyTorch.
+    fn depends_on_torch_version(&self) -> bool {
+        false
+    }
+
+    /// Returns whether files record how mesh dims cut DTensors, where that is not `torch.chunk`.
+    fn records_splits(&self) -> bool {
+        false
+    }
+}
+
+/// A format that is written as whole tensors.
+pub trait WriteWhole: Sync {
+    /// Returns whether a destination of this name is one file. If not, it is a folder.
+    fn is_one_file(&self, destination: Option<&FilePath>) -> bool;
+
+    /// Returns whether files record the names of tied tensors that are not written.
+    fn records_aliases(&self) -> bool {
+        false
+    }
+
+    /// Lays out the files of named tensors.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format cannot hold a dtype or a name.
+    fn reserve(&self, target: WholeTarget<'_>) -> Result<Reservation>;
+
+    /// Lays out the state dict of a catalog, with its nesting and its objects. Returns `None` for a format that holds
+    /// named tensors alone.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format cannot hold an object.
+    fn reserve_state(&self, _: &Catalog, _destination: Option<&FilePath>) -> Result<Option<Reservation>> {
+        Ok(None)
+    }
+}
+
+/// Named tensors to write whole.
+pub struct WholeTarget<'a> {
+    /// Shapes of tensors. Strides and dtypes are those to write if the format keeps strides.
+    pub source: &'a Catalog,
+    /// The dtype to write of each tensor of `source`.
+    pub dtypes: &'a [Dtype],
+    /// The tensors, in the order to write.
+    pub tensors: &'a [(Fqn, TensorId)],
+    /// Names that are recorded only, each with the name of the tensor that is written.
+    pub aliases: &'a [(Fqn, Fqn)],
+    pub destination: Option<&'a FilePath>,
+    /// The most bytes of tensor data in a file of a folder.
+    pub max_shard_bytes: u64,
+    /// The files that tensors of these names go to, if the destination is a folder.
+    pub placing: Option<Placing>,
 }
 
 /// A state dict to write, and how its tensors are to lie on the ranks of a job.

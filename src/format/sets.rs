@@ -10,7 +10,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::index::{ShardIndex, is_safetensors_index, is_torch_index};
+use super::index::{ShardIndex, is_index};
 use super::listing::DetectedFiles;
 use super::rank_names::RankName;
 use super::series::{Grouped, SeriesSet};
@@ -82,10 +82,8 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         Shortfall::new(missing, Error::usage(what, "give the folder, which must have all of them"))
     };
     let name = name_of(path);
-    let is_torch = !name.ends_with(".safetensors");
-    let is_index = if is_torch { is_torch_index } else { is_safetensors_index };
-    for index in list(folder_of(path))?.into_iter().filter(|name| is_index(name)).map(|name| path.with_file_name(name))
-    {
+    let indexes = list(folder_of(path))?.into_iter().filter(|name| is_index(name));
+    for index in indexes.map(|name| path.with_file_name(name)) {
         if !lookup::is_file(&index)? {
             continue;
         }
@@ -103,7 +101,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     }
     // `rank_8` in the name of a safetensors file may be that of a LoRA.
     let says_total = RankName::parse(path).is_some_and(|name| name.world_size.is_some());
-    if !is_torch && !says_total && !local::is_part(path)? {
+    if name.ends_with(".safetensors") && !says_total && !local::is_part(path)? {
         return Ok(None);
     }
     Ok(series::fragment(path)?.map(|(what, missing)| refuse(what, missing)))

@@ -22,8 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::comm::Communicator;
 use crate::error::{CatalogError, Error, FormatError, Result, StorageError};
-use crate::format::dcp::{self, Objects};
-use crate::format::{is_data_file, metadata_ranges, metadata_ranges_of_items};
+use crate::format::{self, Objects, is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
 use crate::storage::{AnchoredPath, Ranges};
 use file_inventory::FileInventory;
@@ -78,7 +77,7 @@ pub fn make(communicator: &impl Communicator, own: &Path, twin: &AnchoredPath) -
 fn objects(walked: &FileInventory, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = walked.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
-    let found = folders.into_iter().map(|folder| match dcp::objects(&twin.join(folder)) {
+    let found = folders.into_iter().map(|folder| match format::objects(&twin.join(folder)) {
         Ok(objects) => Ok((folder.to_path_buf(), objects)),
         Err(error @ Error::Storage(StorageError::Io { .. })) => Err(error),
         // What is wrong with it is said when the twin is read.

@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 
 use super::NameOptions;
-use super::survey::{LeafKind, Named, Survey, SurveyLeaf, is_number};
+use super::survey::{Leaf, LeafKind, Named, Survey, is_number};
 use crate::catalog::model;
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
@@ -46,18 +46,14 @@ impl<'o> UsedPatterns<'o> {
 }
 
 /// What to say where no name is like a pattern.
-pub(super) fn nearest_names<'s>(
-    pattern: &str,
-    leaves: impl Iterator<Item = &'s SurveyLeaf>,
-    survey: &Survey<'_>,
-) -> String {
+pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
     nearest::hint(pattern, &names)
 }
 
 /// For each leaf whether it is kept.
 pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
-    let is_gradient = |leaf: &SurveyLeaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
+    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
@@ -90,7 +86,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<boo
 }
 
 /// Flattened groups have a key a parameter, which goes where the parameter goes.
-fn is_of_left_out(survey: &Survey<'_>, leaf: SurveyLeaf, kept: &[bool]) -> bool {
+fn is_of_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
     parameter.is_some_and(|index| !kept[*index as usize])
@@ -115,7 +111,7 @@ pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -
     }
     let leaves = || survey.leaves.iter().zip(kept);
     let lost = leaves().any(|(leaf, kept)| leaf.is_parameter() && !kept);
-    let by_number = |leaf: &SurveyLeaf| {
+    let by_number = |leaf: &Leaf| {
         leaf.in_state() && leaf.kind == LeafKind::Tensor && survey.named(*leaf).parameter().is_some_and(is_number)
     };
     let numbered = if lost { leaves().filter(|(leaf, kept)| **kept && by_number(leaf)).count() } else { 0 };

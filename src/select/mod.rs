@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
 use rebuild::Rebuild;
-use survey::{LeafKind, Survey, SurveyLeaf};
+use survey::{Leaf, LeafKind, Survey};
 
 /// Which part of the state dict becomes the whole.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -172,7 +172,7 @@ fn as_it_is<'a>(
     if changes || survey.wrapped || !options.strip_prefixes.is_empty() || !options.renames.is_empty() {
         return None;
     }
-    let under_root = |leaf: &SurveyLeaf| options.root == Root::Whole || leaf.in_model;
+    let under_root = |leaf: &Leaf| options.root == Root::Whole || leaf.in_model;
     let part = match options.root {
         Root::Whole => &source.state,
         Root::Model if survey.model_root.is_empty() => survey.leaves.iter().all(under_root).then_some(&source.state)?,
@@ -219,7 +219,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
 }
 
 /// A leaf's value in the result: lists of parameters follow what happens to those.
-fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: SurveyLeaf, kept: &[bool]) -> Value {
+fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 
 use super::steps::{self, Step, rekey};
-use super::survey::{Named, Survey, SurveyLeaf, is_number};
+use super::survey::{Leaf, Named, Survey, is_number};
 use super::{NameOptions, Root};
 use crate::error::{Error, Result};
 use crate::nearest::nearest;
@@ -64,7 +64,7 @@ impl<'a, 'o> Naming<'a, 'o> {
 
     fn check_root(&self, path: &str) -> Result<()> {
         const SHOWN: usize = 12;
-        let holds_tensor = |leaf: &&SurveyLeaf| self.survey.value(**leaf).contains_tensor();
+        let holds_tensor = |leaf: &&Leaf| self.survey.value(**leaf).contains_tensor();
         let mut tensors = self.survey.leaves.iter().filter(holds_tensor);
         if tensors.any(|leaf| self.survey.named(*leaf).name.starts_with(&self.root)) {
             return Ok(());
@@ -120,7 +120,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         self.parameters = learnt.collect();
     }
 
-    fn is_under_root(&self, leaf: SurveyLeaf) -> bool {
+    fn is_under_root(&self, leaf: Leaf) -> bool {
         !matches!(self.options.root, Root::Model) || leaf.in_model
     }
 
@@ -128,7 +128,7 @@ impl<'a, 'o> Naming<'a, 'o> {
     ///
     /// # Errors
     /// `Usage` where nothing is left of its name, or too much is made of it.
-    pub fn path(&self, leaf: SurveyLeaf) -> Result<Option<Vec<Step<'a>>>> {
+    pub fn path(&self, leaf: Leaf) -> Result<Option<Vec<Step<'a>>>> {
         if !self.is_under_root(leaf) {
             return Ok(None);
         }
@@ -151,7 +151,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         Ok(Some(steps))
     }
 
-    fn steps(&self, leaf: SurveyLeaf) -> Result<Option<Vec<Step<'a>>>> {
+    fn steps(&self, leaf: Leaf) -> Result<Option<Vec<Step<'a>>>> {
         let mut named = self.survey.named(leaf);
         if !named.name.starts_with(&self.root) {
             return Ok(None);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::naming::Naming;
 use super::steps::{self, KeyRef, Step};
-use super::survey::{Survey, SurveyLeaf};
+use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
@@ -22,7 +22,7 @@ pub(super) struct Rebuild<'a> {
     /// Children by their container, text, and whether the key is text.
     children: HashMap<(u32, Box<str>, bool), u32>,
     /// Leaves by their new name.
-    names: HashMap<String, (SurveyLeaf, bool)>,
+    names: HashMap<String, (Leaf, bool)>,
 }
 
 struct RebuiltNode<'a> {
@@ -36,7 +36,7 @@ struct RebuiltNode<'a> {
 }
 
 enum RebuiltContent<'a> {
-    Leaf(Value, SurveyLeaf),
+    Leaf(Value, Leaf),
     Dict(Vec<(Option<KeyRef<'a>>, Box<str>, u32)>),
     List(BTreeMap<usize, u32>),
 }
@@ -50,7 +50,7 @@ impl<'a> Rebuild<'a> {
     ///
     /// # Errors
     /// `Usage` naming both where another one is in the way.
-    pub fn insert(&mut self, leaf: SurveyLeaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
+    pub fn insert(&mut self, leaf: Leaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
         let is_container = matches!(&value, Value::Dict(dict) if dict.entries.is_empty());
         if !is_container {
             self.claim_name(leaf, steps)?;
@@ -112,7 +112,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Two leaves of one name are an error where one of them was renamed; a source may have such itself.
-    fn claim_name(&mut self, leaf: SurveyLeaf, steps: &[Step<'_>]) -> Result<()> {
+    fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
         let name = steps::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
         match self.names.get(&name) {
@@ -125,7 +125,7 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    fn clash(&self, leaf: SurveyLeaf, other: SurveyLeaf, steps: &[Step<'_>]) -> Error {
+    fn clash(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
             format!("{first} and {second} would both be called {}", steps::join(steps)),
@@ -134,7 +134,7 @@ impl<'a> Rebuild<'a> {
         )
     }
 
-    fn any_leaf(&self, mut node: u32) -> Option<SurveyLeaf> {
+    fn any_leaf(&self, mut node: u32) -> Option<Leaf> {
         loop {
             node = match &self.nodes[node as usize].content {
                 RebuiltContent::Leaf(_, leaf) => return Some(*leaf),

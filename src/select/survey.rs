@@ -50,7 +50,7 @@ pub(super) enum OptimizerSection {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct SurveyLeaf {
+pub(super) struct Leaf {
     pub node: u32,
     pub kind: LeafKind,
     pub in_model: bool,
@@ -58,7 +58,7 @@ pub(super) struct SurveyLeaf {
     pub optimizer: Option<(u32, OptimizerSection)>,
 }
 
-impl SurveyLeaf {
+impl Leaf {
     pub fn is_parameter(self) -> bool {
         self.in_model && self.kind == LeafKind::Tensor
     }
@@ -93,7 +93,7 @@ impl Named<'_> {
 #[derive(Debug)]
 pub(super) struct Survey<'a> {
     pub nodes: Vec<SurveyNode<'a>>,
-    pub leaves: Vec<SurveyLeaf>,
+    pub leaves: Vec<Leaf>,
     /// Dotted; empty where the model is at the top.
     pub model_root: String,
     pub optimizers: u32,
@@ -160,7 +160,7 @@ impl<'a> Survey<'a> {
             _ => LeafKind::Object,
         };
         let Self { leaves, .. } = self;
-        leaves.push(SurveyLeaf { node: at.node, kind, in_model: at.in_model, optimizer: at.optimizer });
+        leaves.push(Leaf { node: at.node, kind, in_model: at.in_model, optimizer: at.optimizer });
     }
 
     fn walk_dict(&mut self, dict: &'a Dict, mut at: WalkPosition) {
@@ -268,13 +268,13 @@ impl<'a> Survey<'a> {
     }
 
     /// The name in the file, wrappers and all.
-    pub fn raw_name(&self, leaf: SurveyLeaf) -> String {
+    pub fn raw_name(&self, leaf: Leaf) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(leaf.node).into_iter().map(|(key, _)| key.text()).collect();
         texts.join(".")
     }
 
     /// The key at the top under which a leaf stands; of a leaf at the top itself, the first part of its name.
-    pub fn top(&self, leaf: SurveyLeaf) -> String {
+    pub fn top(&self, leaf: Leaf) -> String {
         let keys = self.keys(leaf.node);
         let first = keys.first().map(|(key, _)| key.text()).unwrap_or_default();
         let whole = keys.len() > 1 || !first.contains('.');
@@ -282,25 +282,25 @@ impl<'a> Survey<'a> {
     }
 
     /// The last key of a leaf.
-    pub fn last_key(&self, leaf: SurveyLeaf) -> Option<Cow<'a, str>> {
+    pub fn last_key(&self, leaf: Leaf) -> Option<Cow<'a, str>> {
         self.nodes[leaf.node as usize].key.map(KeyRef::text)
     }
 
-    pub fn value(&self, leaf: SurveyLeaf) -> &'a Value {
+    pub fn value(&self, leaf: Leaf) -> &'a Value {
         self.nodes[leaf.node as usize].value
     }
 
     /// The tensors in a leaf with their names in the file.
-    pub fn tensors(&self, leaf: SurveyLeaf, visit: &mut dyn FnMut(String, TensorId)) {
+    pub fn tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(String, TensorId)) {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
     /// The tensors in a leaf with their clean names.
-    pub fn clean_tensors(&self, leaf: SurveyLeaf, visit: &mut dyn FnMut(&str, TensorId)) {
+    pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
 
-    fn tensors_under(&self, leaf: SurveyLeaf, name: &str, visit: &mut dyn FnMut(&str, TensorId)) {
+    fn tensors_under(&self, leaf: Leaf, name: &str, visit: &mut dyn FnMut(&str, TensorId)) {
         match self.value(leaf) {
             Value::Tensor(id) => visit(name, *id),
             value => path::tensors(value, &Path::default(), &mut |path, id| {
@@ -313,7 +313,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    pub fn tensor_ids(&self, leaf: SurveyLeaf) -> Vec<TensorId> {
+    pub fn tensor_ids(&self, leaf: Leaf) -> Vec<TensorId> {
         let mut ids = Vec::new();
         path::tensors(self.value(leaf), &Path::default(), &mut |_, id| ids.push(id));
         ids
@@ -339,7 +339,7 @@ impl<'a> Survey<'a> {
     }
 
     /// `optim.state.` for what is in that optimizer.
-    pub fn state_head(&self, leaf: SurveyLeaf) -> String {
+    pub fn state_head(&self, leaf: Leaf) -> String {
         let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
             leaf.optimizer
         else {
@@ -350,7 +350,7 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    pub fn named(&self, leaf: SurveyLeaf) -> Named<'a> {
+    pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
             Some((_, OptimizerSection::State { head, flat })) => Some((head, if flat { "state.".len() } else { 0 })),

@@ -19,7 +19,7 @@ use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::{FlatTarget, PartSurvey};
-use crate::format::{Format, fsdp_flat};
+use crate::format::{Format, TensorStorage, fsdp_flat};
 use crate::layout::Rank;
 use crate::publish::DestinationKind;
 pub use target::{FlattenRequest, GroupSize};
@@ -32,14 +32,14 @@ pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -
     let source = with_others(source, (None, args.flat.like.as_deref()), &args.convert, run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
-    if to != Format::FsdpFlat {
+    if to.tensors() != TensorStorage::Flat {
         return Err(Error::usage(
             format!("flatten writes flat parameters, not {to}"),
             "`dtshard unshard` and `dtshard consolidate` write whole tensors, `dtshard reshard` DTensors",
         ));
     }
     let wish = FlattenRequest::of_arguments(args, &source)?;
-    lay_out(&wish, &args.convert, source, run)
+    lay_out(&wish, &args.convert, source, to, run)
 }
 
 /// Lays out flat parameters.
@@ -50,35 +50,28 @@ pub fn lay_out(
     wish: &FlattenRequest,
     args: &ConvertOptions,
     mut source: ConversionSource,
+    to: Format,
     run: &Run<'_>,
 ) -> Result<Prepared> {
-    check_tied(args.tied, Format::FsdpFlat)?;
+    check_tied(args.tied, to)?;
     source.settle(args.checks, TargetFiles::Apart, run)?;
     let (layout, mut notes) = wish.layout(&source)?;
     notes.extend(source.settled.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
-    let mut reservation = reserve(&source, &layout, run)?;
-    let carried = carry_along(&source, Format::FsdpFlat, layout.world_size, &mut reservation)?;
+    let mut reservation = reserve(&source, &layout, to, run)?;
+    let carried = carry_along(&source, to, layout.world_size, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
-    Ok(Prepared {
-        source,
-        reservation,
-        carried,
-        shape: DestinationKind::Folder,
-        to: Format::FsdpFlat,
-        tied: Vec::new(),
-        notes,
-    })
+    Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
 /// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter
 /// must be the same under all of its names. What the optimizer numbers goes into the layout beside the files, whatever
 /// told it here.
-pub fn reserve(source: &ConversionSource, layout: &FlatLayout, run: &Run<'_>) -> Result<Reservation> {
+pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let root = model::model_root(&wanted.state);
     let gradients = model::gradients_root(&wanted.state, &root);
-    let parts = parts(source, Format::FsdpFlat);
+    let parts = parts(source, to);
     let within = |path: &Path, at: &Path| path.0.strip_prefix(at.0.as_slice()).map(|rest| Path(rest.to_vec()));
     let model = |part: &PartTarget| within(&root, &part.at);
     let gradients = |part: &PartTarget| gradients.as_ref().and_then(|path| within(path, &part.at));

@@ -15,7 +15,7 @@ use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::convert::options::{ConvertOptions, FlattenOptions, Strategy};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order;
-use crate::format::{Checkpoint, Format, fsdp_flat};
+use crate::format::{Checkpoint, TensorStorage, fsdp_flat};
 use crate::layout::Pattern;
 
 /// What files say grows with the square of it.
@@ -247,7 +247,8 @@ impl FlattenRequest {
         let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
         let like = source.like.as_ref().filter(|like| like.format.keeps_order());
         let Checkpoint { format, catalog, .. } = &source.checkpoint;
-        let has_order = format.keeps_order() || *format == Format::FsdpFlat && knows_modules(&catalog.state);
+        let has_order =
+            format.keeps_order() || format.tensors() == TensorStorage::Flat && knows_modules(&catalog.state);
         let own = || has_order.then(|| names(&source.wanted.catalog.state));
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
@@ -264,8 +265,9 @@ fn knows_modules(state: &Value) -> bool {
 }
 
 fn not_kept(checkpoint: &Checkpoint) -> String {
-    match checkpoint.format {
-        Format::FsdpFlat => format!("{} is flat, and its units would be others", checkpoint.root.display()),
-        format => format!("{} is {format}, which does not keep it", checkpoint.root.display()),
+    let Checkpoint { format, root, .. } = checkpoint;
+    match format.tensors() {
+        TensorStorage::Flat => format!("{} is flat, and its units would be others", root.display()),
+        _ => format!("{} is {format}, which does not keep it", root.display()),
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::layout::DeviceMesh;
 
-pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run: &Run<'_>) -> Result<Prepared> {
     if let Some(placements) = args.placements.first() {
         return Err(Error::usage(
             format!("options::placements {placements}: flat parameters have none"),
@@ -29,7 +29,7 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -
             "options::to torch-ranks or options::to dcp writes tensors that are sharded one by one",
         ));
     }
-    tensor_class(args.tensor_class, Format::FsdpFlat)?;
+    tensor_class(args.tensor_class, to)?;
     if args.split.is_some() {
         return Err(Error::usage("options::split: flat parameters are cut in one way", "leave it out"));
     }
@@ -54,5 +54,5 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -
             "give one options::mesh, without options::mesh_ranks",
         ));
     }
-    flatten::lay_out(&wish, &args.convert, source, run)
+    flatten::lay_out(&wish, &args.convert, source, to, run)
 }

@@ -18,7 +18,7 @@ use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
 use super::source::ConversionSource;
-use super::target_format::target_format;
+use super::target_format::{holds_whole_tensors, target_format};
 use super::whole::check_tied;
 use super::{partial, tied};
 use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
@@ -53,14 +53,8 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -
     let ranks = match to.tensors() {
         TensorStorage::Boxes => TargetFiles::Together,
         TensorStorage::Ranks => TargetFiles::Apart,
-        TensorStorage::Flat => return flat::prepare(args, source, run),
-        TensorStorage::Whole => {
-            return Err(Error::usage(
-                format!("{to} holds whole tensors, which have no mesh"),
-                "options::to dcp, options::to dcp-hf, options::to torch-ranks and options::to local write shards; `dtshard unshard` and `dtshard consolidate` \
-                 write whole tensors",
-            ));
-        }
+        TensorStorage::Flat => return flat::prepare(args, source, to, run),
+        TensorStorage::Whole => return Err(holds_whole_tensors(to)),
     };
     check_flat(&args.convert.source, None, &[&source.checkpoint])?;
     check_tied(args.convert.tied, to)?;
@@ -95,9 +89,10 @@ fn tells_shapes_alone(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
+        // A DCP directory is refused as a layout, and not taken for shapes alone.
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
-    source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
+    source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
 }
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
@@ -177,9 +172,7 @@ impl LoadingJob {
         let ranks = saved.into_iter().flat_map(|saved| &saved.parts).map(|part| part.world_size);
         let world_size = ranks.chain([mesh.job_size()]).max().unwrap_or(0);
         let Checkpoint { files, format, .. } = example_of(source);
-        let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
-        let known = first.map(|first| torch::DTensorStyle::of_file(files, first)).transpose()?;
-        let own = known.flatten().unwrap_or_default();
+        let own = format.entry().read.style(files)?.unwrap_or_default();
         let Some(version) = version else { return Ok(Self { world_size, style: own }) };
         let release = torch::Release::of_version(version).ok_or_else(|| {
             Error::usage(

@@ -7,13 +7,12 @@ use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
 use super::source::ConversionSource;
-use super::target_format::{file_name, holds_shards, target_format};
-use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
+use super::target_format::target_format;
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{model, path};
 use crate::convert::options::UnshardOptions;
 use crate::error::{Error, Result};
-use crate::format::safetensors::SelectedTensors;
-use crate::format::{Format, safetensors, torch};
+use crate::format::{Format, WholeTarget};
 use crate::publish::DestinationKind;
 
 /// Lays out the destination of `unshard`.
@@ -38,25 +37,28 @@ pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (to, reservation, shape) = if let Some(to) = whole {
+        let writer = whole_writer("unshard", to)?;
+        check_tied(args.convert.tied, to)?;
         let wanted = &source.wanted.catalog;
-        let (reservation, shape) = match to {
-            Format::Torch => {
-                check_tied(args.convert.tied, to)?;
-                (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, DestinationKind::File)
-            }
-            Format::Safetensors => {
-                let written;
-                (written, tied) = names_to_write(&source, source.tensors(), args.convert.tied);
-                notes.extend(elsewhere(placing.as_ref(), &written));
-                let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
-                let dtypes = wanted.dtypes();
-                let taken = SelectedTensors { source: wanted, dtypes: &dtypes };
-                let mut reservation = safetensors::reserve(taken, &written, &tied, &shape)?;
-                reservation.left_out = path::object_names(&wanted.state);
-                (reservation, staged)
-            }
-            _ => return Err(holds_shards("unshard", to)),
+        let reservation = if let Some(nested) = writer.reserve_state(wanted, destination)? {
+            nested
+        } else {
+            let written;
+            (written, tied) = names_to_write(&source, source.tensors(), args.convert.tied);
+            notes.extend(elsewhere(placing.as_ref(), &written));
+            let mut reservation = writer.reserve(WholeTarget {
+                source: wanted,
+                dtypes: &wanted.dtypes(),
+                tensors: &written,
+                aliases: &tied,
+                destination,
+                max_shard_bytes: args.shards.max_shard_size,
+                placing,
+            })?;
+            reservation.left_out = path::object_names(&wanted.state);
+            reservation
         };
+        let shape = shape_of(writer, destination);
         (to, reservation, shape)
     } else {
         let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;

@@ -26,12 +26,13 @@ const ROOT: &str = ".";
 /// # Errors
 /// `Usage` where SRC has no shards that could stay.
 pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Result<Format> {
-    match source.checkpoint.format.tensors() {
-        TensorStorage::Flat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
+    let format = source.checkpoint.format;
+    match format.tensors() {
+        TensorStorage::Flat if !args.unit.is_empty() => Ok(format),
         TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
-            format!("options::unit: {} does not say how the other tensors lie on ranks", source.checkpoint.format),
+            format!("options::unit: {format} does not say how the other tensors lie on ranks"),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }
@@ -73,7 +74,7 @@ pub fn reserve(
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
             // What it would say of tensors that are no parameters was asked for.
-            let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, run)? };
+            let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
         }
         None => some_modules(&patterns, source, version),

@@ -1,8 +1,50 @@
-//! The row of the table of formats for DCP directories.
+//! DCP directories, which `torch.distributed.checkpoint.save` writes and torchtitan, accelerate, Lightning and others
+//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. The
+//! folder is read as a whole, one box at a time.
 
 use std::path::Path;
 
-use super::{metadata_files, read, reserve};
+use super::{look_at, metadata_files, objects, read, reserve};
+use crate::catalog::Reservation;
+use crate::error::{Error, FormatError, Result};
+use crate::format::Format;
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Object, Objects, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::storage::{FileId, Files};
+
+/// The row of the table of formats.
+pub static ENTRY: FormatEntry = FormatEntry {
+    name: "dcp",
+    about: "PyTorch Distributed Checkpoint directory",
+    files: "`__R_0.distcp`, `.metadata`",
+    suffixes: &[],
+    index_suffix: None,
+    metadata_suffixes: &["metadata"],
+    data_suffixes: &["distcp"],
+    known_files: &[
+        KnownFile::new(".metadata", FileRole::Checkpoint, FileSignature::Like(is_pickle)),
+        KnownFile::new("__[0-9]*.metadata", FileRole::Checkpoint, FileSignature::Like(is_pickle)),
+        KnownFile::new("__[0-9]*_[0-9]*.distcp", FileRole::Checkpoint, FileSignature::Any),
+    ],
+    is_checkpoint_file: None,
+    tensors: TensorStorage::Boxes,
+    holds_objects: true,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: false,
+    read: &Reader,
+    write_shards: Some(&Writer),
+    write_whole: None,
+};
+
+/// Returns whether a file starts as pickles of protocol 2 and later do.
+fn is_pickle(head: &[u8], _len: u64) -> bool {
+    head.first() == Some(&0x80)
+}
 
 /// Reads DCP directories.
 struct Reader;
@@ -35,30 +77,15 @@ impl Read for Reader {
         let catalog = read(&mut reading.files, path, reading.options.unknown())?;
         Ok((Format::Dcp, LoadedFolder::whole(catalog)))
     }
-}
-use crate::catalog::Reservation;
-use crate::error::{Error, FormatError, Result};
-use crate::format::Format;
-use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
-use crate::format::parts::LoadedFolder;
-use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 
-/// The row of the table of formats.
-pub static ENTRY: FormatEntry = FormatEntry {
-    name: "dcp",
-    about: "PyTorch Distributed Checkpoint directory",
-    files: "`__R_0.distcp`, `.metadata`",
-    suffixes: &[],
-    tensors: TensorStorage::Boxes,
-    holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: false,
-    read: &Reader,
-    write_shards: Some(&Writer),
-};
+    fn objects(&self, folder: &Path) -> Result<Objects> {
+        objects(folder)
+    }
+
+    fn read_objects(&self, files: &Files, file: FileId, objects: &[Object]) {
+        look_at(files, file, objects);
+    }
+}
 
 /// Writes DCP directories.
 struct Writer;

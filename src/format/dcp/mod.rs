@@ -11,7 +11,7 @@ mod read;
 mod write;
 mod write_metadata;
 
-pub use objects::{Objects, StoredObject, look_at, objects};
+pub use objects::{look_at, objects};
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};
 

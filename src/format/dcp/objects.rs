@@ -1,30 +1,18 @@
 //! Where the objects of a DCP directory lie: what reading it looks at in data files. Items that are tensors are located
 //! when their data is wanted.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use memchr::memmem;
 
 use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredItem};
 use super::read::metadata_files;
-use crate::catalog::Fqn;
 use crate::error::Result;
 use crate::format::json::read_document;
+use crate::format::registry::{Object, Objects};
 use crate::format::torch::reader;
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
-
-/// A value that is not a tensor, in a data file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredObject {
-    fqn: Fqn,
-    offset: u64,
-    len: u64,
-}
-
-/// By data file, in the folder that the metadata is in.
-pub type Objects = BTreeMap<PathBuf, Vec<StoredObject>>;
 
 /// The class of what metadata says of an object; a pickle has its name in full, or none.
 const OBJECT_CLASS: &str = "BytesStorageMetadata";
@@ -45,7 +33,7 @@ pub fn objects(folder: &Path) -> Result<Objects> {
         let files = metadata.files();
         metadata.entries(Ok, |MetadataEntry { fqn, kind, .. }| {
             if let EntryKind::Bytes(Some(StoredItem { path, offset, len })) = kind {
-                found.entry(files[path as usize].into()).or_default().push(StoredObject { fqn, offset, len });
+                found.entry(files[path as usize].into()).or_default().push(Object { fqn, offset, len });
             }
             Ok(())
         })?;
@@ -54,9 +42,9 @@ pub fn objects(folder: &Path) -> Result<Objects> {
 }
 
 /// Read objects as reading the directory does. Faults are for whoever reads that.
-pub fn look_at(files: &Files, file: FileId, objects: &[StoredObject]) {
+pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
     let whole = files.len_bytes(file);
-    for StoredObject { fqn, offset, len } in objects {
+    for Object { fqn, offset, len } in objects {
         if offset.checked_add(*len).is_some_and(|end| end <= whole) {
             let stretch = FileRange { file, offset: *offset, len: *len };
             let _ = reader::read(files, stretch, fqn.as_str(), Unknown::Drop);

@@ -1,8 +1,42 @@
-//! The row of the table of formats for DCP's Hugging Face storage.
+//! Shards of DCP's Hugging Face storage, which `HuggingFaceStorageWriter` of PyTorch writes: safetensors files that hold
+//! boxes of tensors. All shards of a folder are read together, one box at a time.
 
 use std::path::Path;
 
 use super::{lone_shard, reserve, shortfall};
+use crate::catalog::Reservation;
+use crate::error::Result;
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::safetensors::sharding::ShardName;
+use crate::format::shortfall::Shortfall;
+use crate::format::{Format, ReadOptions, safetensors, sets};
+use crate::storage::IoMode;
+
+/// The row of the table of formats.
+pub static ENTRY: FormatEntry = FormatEntry {
+    name: "dcp-hf",
+    about: "shards of DCP's Hugging Face storage",
+    files: "`shard-RRRRR-model-00001-of-00001.safetensors`",
+    suffixes: &[],
+    index_suffix: None,
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    // Those of safetensors.
+    known_files: &[],
+    is_checkpoint_file: None,
+    tensors: TensorStorage::Boxes,
+    holds_objects: false,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: true,
+    read: &Reader,
+    write_shards: Some(&Writer),
+    write_whole: None,
+};
 
 /// Reads the shards.
 struct Reader;
@@ -30,32 +64,6 @@ impl Read for Reader {
         Ok((Format::DcpHf, LoadedFolder::whole(catalog)))
     }
 }
-use crate::catalog::Reservation;
-use crate::error::Result;
-use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
-use crate::format::parts::LoadedFolder;
-use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
-use crate::format::safetensors::sharding::ShardName;
-use crate::format::shortfall::Shortfall;
-use crate::format::{Format, ReadOptions, safetensors, sets};
-use crate::storage::IoMode;
-
-/// The row of the table of formats.
-pub static ENTRY: FormatEntry = FormatEntry {
-    name: "dcp-hf",
-    about: "shards of DCP's Hugging Face storage",
-    files: "`shard-RRRRR-model-00001-of-00001.safetensors`",
-    suffixes: &[],
-    tensors: TensorStorage::Boxes,
-    holds_objects: false,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: true,
-    read: &Reader,
-    write_shards: Some(&Writer),
-};
 
 /// Writes the shards.
 struct Writer;

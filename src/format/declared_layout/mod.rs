@@ -13,7 +13,7 @@
 mod effects;
 mod misfit;
 mod reduce;
-mod resolver;
+mod teller;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -29,7 +29,7 @@ use crate::layout::parallelize::{ParameterOrder, UnboundPlan};
 use crate::layout::rules::{Fallback, MeshLayout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use reduce::ReduceRules;
-use resolver::{LayoutResolver, ResolvedLayouts};
+use teller::{LayoutResolver, ResolvedLayouts};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]

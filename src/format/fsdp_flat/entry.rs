@@ -1,13 +1,43 @@
-//! The row of the table of formats for FSDP1's flat parameters.
+//! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`: one file
+//! a rank, with that rank's part of each flat parameter. A series of rank files is read as a whole.
+//!
+//! `flatten` writes this format without a trait: its writer takes units and orders of parameters, not a layout for each
+//! tensor.
 
 use std::path::Path;
 
+use super::document::FILE_NAME;
 use crate::error::Result;
 use crate::format::Format;
+use crate::format::json::is_layout_document;
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::DetectedFiles;
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, TensorStorage};
+use crate::format::torch::entry::RankReader;
+
+/// The row of the table of formats.
+pub static ENTRY: FormatEntry = FormatEntry {
+    name: "fsdp-flat",
+    about: "the same with FSDP1's flat parameters",
+    files: "`model_world_size_N_rank_R.pt`, `flat_layout.json`",
+    suffixes: &[],
+    index_suffix: None,
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
+    is_checkpoint_file: None,
+    tensors: TensorStorage::Flat,
+    holds_objects: true,
+    has_rank_files: true,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: true,
+    read: &Reader,
+    write_shards: None,
+    write_whole: None,
+};
 
 /// Reads rank files. They are found as those of torch.save, and flat parameters show when they are read.
 struct Reader;
@@ -22,20 +52,3 @@ impl Read for Reader {
         RankReader.read(reading, path, found)
     }
 }
-use crate::format::torch::entry::RankReader;
-
-/// The row of the table of formats.
-pub static ENTRY: FormatEntry = FormatEntry {
-    name: "fsdp-flat",
-    about: "the same with FSDP1's flat parameters",
-    files: "`model_world_size_N_rank_R.pt`, `flat_layout.json`",
-    suffixes: &[],
-    tensors: TensorStorage::Flat,
-    holds_objects: true,
-    has_rank_files: true,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: true,
-    read: &Reader,
-    write_shards: None,
-};

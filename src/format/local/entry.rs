@@ -1,8 +1,42 @@
-//! The row of the table of formats for dtshard's own format.
+//! dtshard's own format for programs without DTensors: a safetensors file of what each rank holds, and `layout.json` with
+//! meshes, placements and objects. All files of a folder are read together, by that document.
 
 use std::path::Path as FilePath;
 
 use super::{FILE_NAME, LocalTarget, is_in, rank_of, read, refuse_told, reserve};
+use crate::catalog::{Path, Reservation, TensorEntry};
+use crate::error::Result;
+use crate::format::Format;
+use crate::format::json::is_layout_document;
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
+use crate::format::listing::{DetectedFiles, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::ReadFindings;
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::safetensors::entry::read_parts;
+
+/// The row of the table of formats.
+pub static ENTRY: FormatEntry = FormatEntry {
+    name: "local",
+    about: "plain safetensors of what each rank holds, and `layout.json`",
+    files: "`rank-00000.safetensors`, ..., `layout.json`",
+    suffixes: &[],
+    index_suffix: None,
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    // The files of ranks are those of safetensors.
+    known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
+    is_checkpoint_file: None,
+    tensors: TensorStorage::Ranks,
+    holds_objects: true,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: true,
+    names_tensors_by_rank: true,
+    read: &Reader,
+    write_shards: Some(&Writer),
+    write_whole: None,
+};
 
 /// Reads rank files by their document.
 struct Reader;
@@ -34,30 +68,6 @@ impl Read for Reader {
         Ok((Format::Local, loaded))
     }
 }
-use crate::catalog::{Path, Reservation, TensorEntry};
-use crate::error::Result;
-use crate::format::Format;
-use crate::format::listing::{DetectedFiles, FolderListing, Match};
-use crate::format::parts::LoadedFolder;
-use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
-use crate::format::safetensors::entry::read_parts;
-
-/// The row of the table of formats.
-pub static ENTRY: FormatEntry = FormatEntry {
-    name: "local",
-    about: "plain safetensors of what each rank holds, and `layout.json`",
-    files: "`rank-00000.safetensors`, ..., `layout.json`",
-    suffixes: &[],
-    tensors: TensorStorage::Ranks,
-    holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: true,
-    names_tensors_by_rank: true,
-    read: &Reader,
-    write_shards: Some(&Writer),
-};
 
 /// Writes rank files and their document.
 struct Writer;
@@ -67,5 +77,9 @@ impl WriteShards for Writer {
         let ShardedTarget { source, state, mesh, world_size, layouts, .. } = target;
         let layout = &mut |path: &Path, entry: &TensorEntry| layouts.local_layout(path, entry);
         reserve(source, state, LocalTarget { mesh, world_size, layout })
+    }
+
+    fn records_splits(&self) -> bool {
+        true
     }
 }

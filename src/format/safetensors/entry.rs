@@ -1,6 +1,51 @@
-//! The row of the table of formats for safetensors.
+//! safetensors, which Hugging Face libraries write and most loaders read: named whole tensors, without nesting and without
+//! objects, in one file or in a folder of files with an index. Files are read each by itself, or the set that an index
+//! names.
 
 use std::path::{Path, PathBuf};
+
+use super::sharding::ShardName;
+use super::{FileDivision, INDEX_NAME, SelectedTensors, look_at, ranks, read, reserve, starts_with_header};
+use crate::catalog::Reservation;
+use crate::error::Result;
+use crate::format::index::{ShardIndex, is_index_of, main_index};
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
+use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use crate::format::parts::LoadedFolder;
+use crate::format::reading::{ReadFindings, without_ranks};
+use crate::format::registry::{FormatEntry, Read, TensorStorage, WholeTarget, WriteWhole};
+use crate::format::series::group;
+use crate::format::shortfall::Shortfall;
+use crate::format::{Format, ReadOptions, local, sets};
+use crate::storage::{FileId, Files, IoMode, lookup};
+
+/// The suffix of its files.
+const SUFFIX: &str = "safetensors";
+
+/// The row of the table of formats.
+pub static ENTRY: FormatEntry = FormatEntry {
+    name: "safetensors",
+    about: "one file, or a folder with its index",
+    files: "`model.safetensors`, or `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`",
+    suffixes: &[SUFFIX],
+    index_suffix: Some(SUFFIX),
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    known_files: &[
+        KnownFile::new("*.safetensors", FileRole::Checkpoint, FileSignature::Like(starts_with_header)),
+        KnownFile::beside("*.safetensors.index{,.*}.json"),
+    ],
+    is_checkpoint_file: Some(starts_with_header),
+    tensors: TensorStorage::Whole,
+    holds_objects: false,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: false,
+    read: &Reader,
+    write_shards: None,
+    write_whole: Some(&Writer),
+};
 
 /// Reads one file, or the files of a folder.
 struct Reader;
@@ -8,7 +53,9 @@ struct Reader;
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         // Hubs keep other sets beside the one that transformers loads: `consolidated.safetensors.index.json`.
-        if let Some(name) = main_index(listing.names.iter().filter(|name| is_safetensors_index(name)), INDEX_NAME) {
+        if let Some(name) =
+            main_index(listing.names.iter().filter(|name| is_index_of(name, Format::Safetensors)), INDEX_NAME)
+        {
             let index = listing.folder.join(name);
             let paths = ShardIndex::read(&index)?.files()?;
             return Ok(Some(DetectedFiles {
@@ -23,7 +70,7 @@ impl Read for Reader {
     }
 
     fn find_file(&self, file: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
-        if is_safetensors_index(&file.name) {
+        if is_index_of(&file.name, Format::Safetensors) {
             let paths = ShardIndex::read(file.path)?.files()?;
             return Ok(Some(DetectedFiles::indexed(Format::Safetensors, paths, file.path.to_path_buf())));
         }
@@ -56,6 +103,14 @@ impl Read for Reader {
         reading.check_index(index, differing, &mut catalog)?;
         Ok((Format::Safetensors, LoadedFolder::whole(catalog)))
     }
+
+    fn is_container(&self, path: &Path, head: &[u8]) -> bool {
+        head.get(8) == Some(&b'{') || path.extension().is_some_and(|suffix| suffix == SUFFIX)
+    }
+
+    fn read_header(&self, files: &Files, file: FileId) {
+        look_at(files, file);
+    }
 }
 
 /// Reads files that each hold what one rank has, by their names.
@@ -74,31 +129,25 @@ pub fn read_parts(reading: &mut ReadFindings<'_>, path: &Path, paths: &[PathBuf]
     Ok((Format::Safetensors, loaded))
 }
 
-use super::sharding::ShardName;
-use super::{INDEX_NAME, ranks, read};
-use crate::error::Result;
-use crate::format::index::{ShardIndex, is_safetensors_index, main_index};
-use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
-use crate::format::parts::LoadedFolder;
-use crate::format::reading::{ReadFindings, without_ranks};
-use crate::format::registry::{FormatEntry, Read, TensorStorage};
-use crate::format::series::group;
-use crate::format::shortfall::Shortfall;
-use crate::format::{Format, ReadOptions, local, sets};
-use crate::storage::{IoMode, lookup};
+/// Writes one file, or a folder of files with an index.
+struct Writer;
 
-/// The row of the table of formats.
-pub static ENTRY: FormatEntry = FormatEntry {
-    name: "safetensors",
-    about: "one file, or a folder with its index",
-    files: "`model.safetensors`, or `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`",
-    suffixes: &["safetensors"],
-    tensors: TensorStorage::Whole,
-    holds_objects: false,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: false,
-    read: &Reader,
-    write_shards: None,
-};
+impl WriteWhole for Writer {
+    fn is_one_file(&self, destination: Option<&Path>) -> bool {
+        destination.and_then(Path::extension).is_some_and(|suffix| suffix == SUFFIX)
+    }
+
+    fn records_aliases(&self) -> bool {
+        true
+    }
+
+    fn reserve(&self, target: WholeTarget<'_>) -> Result<Reservation> {
+        let WholeTarget { source, dtypes, tensors, aliases, destination, max_shard_bytes, placing } = target;
+        let shape = match (placing, destination.and_then(Path::file_name)) {
+            (_, Some(name)) if self.is_one_file(destination) => FileDivision::File(PathBuf::from(name)),
+            (Some(placing), _) => FileDivision::Like(placing),
+            (None, _) => FileDivision::Folder { max_shard_bytes },
+        };
+        reserve(SelectedTensors { source, dtypes }, tensors, aliases, &shape)
+    }
+}

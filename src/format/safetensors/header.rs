@@ -14,8 +14,9 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value as Json};
 
-use crate::catalog::{Dtype, checked_len_bytes};
+use crate::catalog::{Dtype, checked_len_bytes, model};
 use crate::error::{Error, Result};
+use crate::format::MAX_RANDOM_STATE_BYTES;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
@@ -29,6 +30,23 @@ const MAX_DIMS: usize = 64;
 
 /// Entries of `__metadata__`: names of tied tensors, and a few words of its writer. Each takes memory, however short.
 const MAX_NOTES: usize = 1 << 20;
+
+/// Returns whether a file starts with the length of a header that fits into it, and a JSON object.
+pub fn starts_with_header(head: &[u8], len: u64) -> bool {
+    let Some(Ok(header)) = head.get(..8).map(<[u8; 8]>::try_from) else { return false };
+    head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
+}
+
+/// Reads the header of a file, and the states of random number generators in it. Ignores damage.
+pub fn look_at(files: &Files, file: FileId) {
+    let Ok(header) = read_header(files, file) else { return };
+    for (name, stored) in header.tensors {
+        let len = checked_len_bytes(&stored.shape, stored.dtype).filter(|len| *len <= MAX_RANDOM_STATE_BYTES);
+        if let Some(len) = len.filter(|_| model::is_random_state(&name)) {
+            let _ = files.read(file, stored.offset, len);
+        }
+    }
+}
 
 /// One file's header, checked.
 #[derive(Debug)]

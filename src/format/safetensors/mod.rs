@@ -14,21 +14,20 @@ pub mod ranks;
 pub(super) mod sharding;
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use header::{StoredTensor, WrittenTensor, parse_header, read_header, write_header};
+pub use header::{StoredTensor, WrittenTensor, look_at, parse_header, read_header, starts_with_header, write_header};
 use rayon::prelude::*;
 use serde_json::json;
 
 use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, untold_shapes};
 use super::index::ShardIndex;
+use super::placing::Placing;
 use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
-use crate::catalog::{
-    Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
-};
+use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
 use crate::error::{CatalogError, Error, Result};
 use crate::storage::{FileId, Files};
 
@@ -175,43 +174,7 @@ pub enum FileDivision {
     /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
     Folder { max_shard_bytes: u64 },
     /// A folder of the files that another one has.
-    Like(FileAssignment),
-}
-
-/// Which file of a folder each tensor is in.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FileAssignment(BTreeMap<Fqn, PathBuf>);
-
-impl FileAssignment {
-    /// That of safetensors files; `None` where there is only one.
-    #[must_use]
-    pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
-        let file_of = |id: TensorId| {
-            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.place.file());
-            places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
-        };
-        let named = model::all_tensors(&catalog.state).into_iter();
-        let placing: BTreeMap<Fqn, PathBuf> = named.filter_map(|(fqn, id)| Some((fqn, file_of(id)?))).collect();
-        let distinct: BTreeSet<&PathBuf> = placing.values().collect();
-        (distinct.len() > 1).then_some(Self(placing))
-    }
-
-    #[must_use]
-    pub fn has(&self, fqn: &Fqn) -> bool {
-        self.0.contains_key(fqn)
-    }
-
-    /// The tensors of each file, in their order. One that is in none joins the one before it.
-    fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
-        let first = self.0.values().min().cloned().unwrap_or_default();
-        let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);
-        let mut groups: BTreeMap<&PathBuf, Vec<(Fqn, T)>> = BTreeMap::new();
-        for tensor in tensors {
-            at = self.0.get(&tensor.0).unwrap_or(at);
-            groups.entry(at).or_default().push(tensor.clone());
-        }
-        groups.into_iter().map(|(name, tensors)| (name.clone(), tensors)).collect()
-    }
+    Like(Placing),
 }
 
 /// A file, and the tensors in it.

@@ -1,22 +1,24 @@
-//! The rows of the table of formats for torch.save files.
+//! Files of `torch.save`, two formats. `torch`, which most training scripts write, is one file with a whole state dict, or
+//! the set of files that an index names. `torch-ranks` is a file for each rank of a job with DTensors or ShardedTensors,
+//! which verl and others write; a series of rank files is read as a whole.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use super::{RankTarget, read, reserve_ranks};
+use super::{DTensorStyle, RankTarget, is_archive, is_no_model, look_at, read, reserve, reserve_ranks};
 use crate::catalog::{Catalog, Reservation, TensorId, model};
 use crate::error::Result;
 use crate::format::detect::not_that_format;
-use crate::format::index::{ShardIndex, is_torch_index, main_index};
-use crate::format::known_files::is_no_model;
+use crate::format::index::{ShardIndex, is_index_of, main_index};
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WholeTarget, WriteShards, WriteWhole};
 use crate::format::series::{Grouped, group};
 use crate::format::shortfall::Shortfall;
-use crate::format::{Format, ReadOptions, fsdp_flat, sets};
-use crate::storage::{Files, IoMode};
+use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
+use crate::storage::{FileId, Files, IoMode};
 
 /// One file of whole tensors, or the set that an index names.
 pub static ONE_FILE: FormatEntry = FormatEntry {
@@ -24,6 +26,14 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     about: "one `torch.save` file, or a set with an index",
     files: "exactly DST",
     suffixes: &["pt", "pth", "bin", "ckpt"],
+    index_suffix: Some("bin"),
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    known_files: &[
+        KnownFile::new("*.{pt,pth,bin,ckpt}", FileRole::Checkpoint, FileSignature::Like(is_archive)),
+        KnownFile::beside("*.bin.index{,.*}.json"),
+    ],
+    is_checkpoint_file: Some(is_archive),
     tensors: TensorStorage::Whole,
     holds_objects: true,
     has_rank_files: false,
@@ -32,6 +42,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     names_tensors_by_rank: false,
     read: &Reader,
     write_shards: None,
+    write_whole: Some(&Writer),
 };
 
 /// One file a rank.
@@ -40,6 +51,12 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     about: "one `torch.save` file a rank: DTensor, ShardedTensor, plain tensors",
     files: "`model_world_size_N_rank_R.pt`, or one such series for each series of SRC",
     suffixes: &[],
+    index_suffix: None,
+    metadata_suffixes: &[],
+    data_suffixes: &[],
+    // Those of torch.
+    known_files: &[],
+    is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,
     holds_objects: true,
     has_rank_files: true,
@@ -48,6 +65,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     names_tensors_by_rank: true,
     read: &RankReader,
     write_shards: Some(&RankWriter),
+    write_whole: None,
 };
 
 /// The index that loaders of torch files read.
@@ -55,7 +73,7 @@ const INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
 /// Returns the torch files of a folder by their names; `None` where an index names those that are read.
 fn grouped(listing: &FolderListing<'_>) -> Result<Option<Grouped>> {
-    if listing.names.iter().any(|name| is_torch_index(name)) {
+    if listing.names.iter().any(|name| is_index_of(name, Format::Torch)) {
         return Ok(None);
     }
     let mut grouped = group(listing.folder, &listing.files_of(Format::Torch)?)?;
@@ -69,7 +87,7 @@ struct Reader;
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         let Some(mut saved) = grouped(listing)? else {
-            let indexes = listing.names.iter().filter(|name| is_torch_index(name));
+            let indexes = listing.names.iter().filter(|name| is_index_of(name, Format::Torch));
             let index = listing.folder.join(main_index(indexes, INDEX_NAME).expect("an index was found"));
             let paths = ShardIndex::read(&index)?.files()?;
             return Ok(Some(DetectedFiles {
@@ -88,11 +106,15 @@ impl Read for Reader {
     }
 
     fn find_file(&self, file: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
-        if is_torch_index(&file.name) {
+        if is_index_of(&file.name, Format::Torch) {
             let paths = ShardIndex::read(file.path)?.files()?;
             return Ok(Some(DetectedFiles::indexed(Format::Torch, paths, file.path.to_path_buf())));
         }
         Ok(file.is_zip().then(|| file.found(Format::Torch, Match::Certain)))
+    }
+
+    fn lone_files(&self, listing: &FolderListing<'_>) -> Result<Vec<PathBuf>> {
+        listing.files_of(Format::Torch)
     }
 
     fn shortfall(
@@ -111,6 +133,14 @@ impl Read for Reader {
         let differing = index.as_ref().and_then(|index| differing(&reading.files, index, &catalog, &found.paths));
         reading.check_index(index, differing, &mut catalog)?;
         Ok((Format::Torch, LoadedFolder::whole(catalog)))
+    }
+
+    fn is_container(&self, _: &Path, head: &[u8]) -> bool {
+        head.starts_with(b"PK\x03\x04")
+    }
+
+    fn read_header(&self, files: &Files, file: FileId) {
+        look_at(files, file);
     }
 }
 
@@ -156,6 +186,10 @@ impl Read for RankReader {
         let format = if flat.any || is_asked_for { Format::FsdpFlat } else { Format::TorchRanks };
         Ok((format, loaded))
     }
+
+    fn style(&self, files: &Files) -> Result<Option<DTensorStyle>> {
+        files.ids().next().map_or(Ok(None), |first| DTensorStyle::of_file(files, first))
+    }
 }
 
 /// Writes rank files.
@@ -174,4 +208,32 @@ impl WriteShards for RankWriter {
         };
         reserve_ranks(source, state, target)
     }
+
+    fn depends_on_torch_version(&self) -> bool {
+        true
+    }
+}
+
+/// Writes one file.
+struct Writer;
+
+impl WriteWhole for Writer {
+    fn is_one_file(&self, _: Option<&Path>) -> bool {
+        true
+    }
+
+    fn reserve(&self, target: WholeTarget<'_>) -> Result<Reservation> {
+        let WholeTarget { source, tensors, destination, .. } = target;
+        distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
+        reserve(source, &model::flat_state(tensors), file_name(destination, "pytorch_model.bin"))
+    }
+
+    fn reserve_state(&self, source: &Catalog, destination: Option<&Path>) -> Result<Option<Reservation>> {
+        reserve(source, &source.state, file_name(destination, "checkpoint.pt")).map(Some)
+    }
+}
+
+/// Returns the name of a destination. A plan may have none.
+fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
+    destination.and_then(Path::file_name).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }

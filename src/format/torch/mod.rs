@@ -9,6 +9,7 @@ pub mod load;
 mod mesh;
 pub mod ranks;
 pub mod reader;
+mod recognise;
 mod release;
 mod tensor;
 mod view;
@@ -21,6 +22,7 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use context::View;
+pub use recognise::{is_archive, is_no_model, look_at};
 pub use release::{DTensorStyle, Release};
 pub use tensor::{ProcessGroup, TensorNode};
 pub use write::{

@@ -1,0 +1,44 @@
+//! The files of a folder that named tensors are in.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use crate::catalog::{Catalog, Fqn, TensorId, model};
+use crate::storage::Files;
+
+/// Which file of a folder each tensor is in.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placing(BTreeMap<Fqn, PathBuf>);
+
+impl Placing {
+    /// Returns the file of each tensor of a checkpoint, or `None` if it has one file.
+    #[must_use]
+    pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
+        let file_of = |id: TensorId| {
+            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.place.file());
+            places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
+        };
+        let named = model::all_tensors(&catalog.state).into_iter();
+        let placing: BTreeMap<Fqn, PathBuf> = named.filter_map(|(fqn, id)| Some((fqn, file_of(id)?))).collect();
+        let distinct: BTreeSet<&PathBuf> = placing.values().collect();
+        (distinct.len() > 1).then_some(Self(placing))
+    }
+
+    /// Returns whether a tensor is in one of the files.
+    #[must_use]
+    pub fn has(&self, fqn: &Fqn) -> bool {
+        self.0.contains_key(fqn)
+    }
+
+    /// Divides tensors among the files, in their order. A tensor that is in no file joins the one before it.
+    pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
+        let first = self.0.values().min().cloned().unwrap_or_default();
+        let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);
+        let mut groups: BTreeMap<&PathBuf, Vec<(Fqn, T)>> = BTreeMap::new();
+        for tensor in tensors {
+            at = self.0.get(&tensor.0).unwrap_or(at);
+            groups.entry(at).or_default().push(tensor.clone());
+        }
+        groups.into_iter().map(|(name, tensors)| (name.clone(), tensors)).collect()
+    }
+}

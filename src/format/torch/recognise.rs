@@ -1,0 +1,62 @@
+//! Which files are those of torch.save, by first bytes, and which hold no model, by names; and the bytes of an archive that
+//! are not tensor data.
+
+use std::path::Path;
+
+use super::reader;
+use super::tensor::TensorNode;
+use crate::catalog::{FileLocation, model};
+use crate::format::{MAX_RANDOM_STATE_BYTES, archive};
+use crate::storage::{FileId, Files};
+use torch_pickle::pickle::Unknown;
+
+/// Torch files that trainers leave beside a model, by the beginnings of their names.
+const NO_MODEL: [&str; 11] = [
+    "scheduler",
+    "optimizer",
+    "rng_state",
+    "random_states",
+    "training_args",
+    "sampler",
+    "scaler",
+    "dataloader",
+    "dl_state_dict",
+    // What Lightning and Megatron leave in DCP directories.
+    "meta.pt",
+    "common.pt",
+];
+
+/// Returns whether trainers leave a torch file of this name beside a model.
+pub fn is_no_model(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
+}
+
+/// Returns whether a file starts as an archive of `torch.save`, which has `NAME/data.pkl` first. That tells it from every
+/// other ZIP file.
+pub fn is_archive(head: &[u8], _len: u64) -> bool {
+    const NAME_LEN: usize = 26;
+    const NAME: usize = 30;
+    if !head.starts_with(b"PK\x03\x04") {
+        return false;
+    }
+    let Some(&[low, high]) = head.get(NAME_LEN..NAME_LEN + 2) else { return false };
+    let end = NAME + usize::from(u16::from_le_bytes([low, high]));
+    // A name that goes on behind the first bytes is a long one.
+    let name = head.get(NAME..end.min(head.len())).unwrap_or_default();
+    name.ends_with(b"/data.pkl")
+}
+
+/// Reads an archive, and the states of random number generators in it. Ignores damage.
+pub fn look_at(files: &Files, file: FileId) {
+    let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
+    for (fqn, id) in model::all_tensors(&contents.value) {
+        let TensorNode::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
+        if let FileLocation::Record { record, .. } = contents.place(view)
+            && model::is_random_state(fqn.as_str())
+            && record.len <= MAX_RANDOM_STATE_BYTES
+        {
+            let _ = archive::data_offset(files, file, record).and_then(|data| files.read(file, data, record.len));
+        }
+    }
+}
