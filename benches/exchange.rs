@@ -1,7 +1,8 @@
-//! Rounds of exchanges between very many processes: what deriving them costs each, and how even they are.
+//! Benchmarks planning the rounds of an exchange between very many processes: its cost per process, and its balance.
 //!
-//! Layers of Llama 3.1 405B with AdamW from one mesh to another, a process for each rank of the larger one, and 100,000
-//! tensors of 1 KiB (`small`) between few. One thread, nothing is moved. Figures are processor seconds, and bytes of the busiest process over those of the average one.
+//! Converts layers of Llama 3.1 405B with AdamW from one mesh to another, with a process for each rank of the larger
+//! mesh, and 100,000 tensors of 1 KiB (`small`) between few ranks. It runs on one thread and moves no data. Figures are
+//! processor seconds, and bytes of the busiest process divided by those of the average process.
 //!
 //! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER is a part of `| from | to |` as it is printed.
 
@@ -12,17 +13,17 @@ mod support;
 use std::time::Duration;
 
 use dtshard::comm::Part;
-use dtshard::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, Reducing, Rounds, Topology};
-use dtshard::exec::division::stretch;
+use dtshard::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, ReductionMethod, Rounds, Topology};
+use dtshard::exec::division::even_share;
 use support::cost::{peak_mb, timed};
 use support::model::{Job, Tensor, small_tensors, tensors};
 use support::tables::tables;
 
 const BUCKET_BYTES: u64 = 64 << 20;
 
-/// The busiest over the average, of something.
-fn busiest(loads: &[Load], of: impl Fn(&Load) -> u64) -> f64 {
-    let (most, sum) = loads.iter().map(of).fold((0, 0), |(most, sum), bytes| (bytes.max(most), sum + bytes));
+/// Returns the value of the busiest process divided by the average.
+fn busiest(loads: &[Load], value: impl Fn(&Load) -> u64) -> f64 {
+    let (most, sum) = loads.iter().map(value).fold((0, 0), |(most, sum), bytes| (bytes.max(most), sum + bytes));
     #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
     let ratio = most as f64 * loads.len() as f64 / sum.max(1) as f64;
     ratio
@@ -37,8 +38,8 @@ fn main() {
             _ => filter = argument,
         }
     }
-    // Rounds are made by all threads of the pool.
-    rayon::ThreadPoolBuilder::new().num_threads(1).build_global().expect("nobody has made it");
+    // All threads of the pool plan rounds, so the pool gets one.
+    rayon::ThreadPoolBuilder::new().num_threads(1).build_global().expect("the global pool is built once");
     println!("| from | to | rounds | copies | GB | on the wire | s | in rounds: read | sent | received | peak MB |");
     println!("|---|---|---|---|---|---|---|---|---|---|---|");
     let large = [8, 64, 256].into_iter().flat_map(|ranks| {
@@ -55,17 +56,21 @@ fn main() {
             if what.is_empty() { Box::new(tensors(layers)) } else { Box::new(small_tensors(100_000)) };
         let (catalog, reservation) = tables(&from, &to, tensors);
         let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
-        let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
+        let todos: Vec<_> = (0..of).map(|index| even_share(&reservation.files, Part { index, of })).collect();
         let owners = FileOwners::new(&reservation.files, &todos);
         let nodes = (0..of).map(|rank| rank / 8).collect();
-        let parties =
-            Topology { sight: FileVisibility::Shared, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
+        let topology = Topology {
+            sight: FileVisibility::Shared,
+            nodes,
+            counting: Counting::Any,
+            reducing: ReductionMethod::InRankOrder,
+        };
         let mut spent = Duration::ZERO;
         let (mut count, mut copies) = (0, 0);
         let mut sums = vec![Load::default(); of as usize];
         let (mut read, mut sent, mut received) = (0.0, 0.0, 0.0);
         timed(&mut spent, || {
-            for round in Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES) {
+            for round in Rounds::new(&catalog, &reservation.tensors, &owners, &topology, BUCKET_BYTES) {
                 let round = round.expect("a plan");
                 let moves = Moves::new(&round, 0);
                 copies += moves.first.packs.iter().map(Vec::len).sum::<usize>();
@@ -79,15 +84,15 @@ fn main() {
         });
         let total: u64 = sums.iter().map(|load| load.read).sum();
         let wire: u64 = sums.iter().map(Load::received).sum();
-        let of_all = |sum: f64| sum / f64::from(count).max(1.0);
+        let average = |sum: f64| sum / f64::from(count).max(1.0);
         #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
         let (gigabytes, percent) = (total as f64 / 1e9, 100.0 * wire as f64 / total.max(1) as f64);
         println!(
             "{name} {count} | {copies} | {gigabytes:.1} | {percent:.0} % | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
             spent.as_secs_f64(),
-            of_all(read),
-            of_all(sent),
-            of_all(received),
+            average(read),
+            average(sent),
+            average(received),
             peak_mb(),
         );
     }

@@ -1,7 +1,8 @@
-//! `.metadata` for very many ranks: laid out, written, and read again as `inspect` reads it.
+//! Benchmarks `.metadata` for very many ranks: planning it, writing it, and reading it as `inspect` does.
 //!
-//! Tensors of 405B over all ranks of `fsdp=16384`, one chunk a rank, until there are enough chunks. The data files have
-//! their lengths and no blocks. Figures are processor seconds; the peak is that of the process so far, in MB.
+//! Tensors of the 405B model over all ranks of `fsdp=16384`, one chunk per rank, until there are enough chunks. The
+//! data files have their lengths but no disk blocks. Figures are processor seconds; the peak is the memory of the
+//! process so far, in MB.
 //!
 //! `cargo bench --bench metadata [-- --chunks N] [--ranks N] [--keep DIR]`
 
@@ -18,8 +19,8 @@ use dtshard::format::{Checkpoint, ReadOptions, dcp};
 use support::cost::{nanos_each, peak_mb, timed};
 use support::model::{Job, Tensor, tensors};
 
-/// Whole rows for every rank, as many tensors as make so many chunks.
-fn chosen(ranks: u64, chunks: u64) -> Vec<Tensor> {
+/// Returns tensors with whole rows for every rank, as many as give this number of chunks.
+fn choose_tensors(ranks: u64, chunks: u64) -> Vec<Tensor> {
     let even = tensors(126).filter(|tensor| tensor.shape.len() == 2 && tensor.shape[0] >= ranks);
     even.take(usize::try_from(chunks.div_ceil(ranks)).expect("a few tensors")).collect()
 }
@@ -36,7 +37,7 @@ fn catalog(tensors: &[Tensor]) -> Catalog {
     catalog
 }
 
-/// Files without blocks, but for `.metadata`.
+/// Creates sparse files, and `.metadata` with its content.
 fn write(reservation: &Reservation, folder: &Path) -> u64 {
     let mut len = 0;
     for file in &reservation.files {
@@ -64,12 +65,12 @@ fn main() {
             other => panic!("{other}: expected --ranks, --chunks or --keep"),
         }
     }
-    let made = tempfile::tempdir().expect("a folder");
-    let folder = keep.unwrap_or_else(|| made.path().to_path_buf());
+    let temporary = tempfile::tempdir().expect("a folder");
+    let folder = keep.unwrap_or_else(|| temporary.path().to_path_buf());
     std::fs::create_dir_all(&folder).expect("a folder");
 
     let job = Job::fsdp(ranks);
-    let tensors = chosen(ranks, chunks);
+    let tensors = choose_tensors(ranks, chunks);
     let source = catalog(&tensors);
     println!("| step | chunks | s | ns a chunk | peak MB |");
     println!("|---|---|---|---|---|");

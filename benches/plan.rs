@@ -1,10 +1,10 @@
-//! Plans for clusters that are not at hand: every tensor of Llama 3.1 405B with AdamW from one mesh to another.
+//! Benchmarks plans for large clusters: every tensor of Llama 3.1 405B with AdamW from one mesh to another.
 //!
-//! One thread, tensor by tensor, nothing kept: tables of both sides, the proof, the intersection, and its lowering to
-//! strided copies of bytes. An *item* is a strided copy. Figures are processor seconds.
+//! It runs on one thread, tensor by tensor, and keeps nothing: tables of both sides, the proof, the intersection, and
+//! its lowering to strided byte copies. An *item* is a strided copy. Figures are processor seconds.
 //!
-//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers, and FILTER is a part of `| from | to |`
-//! as it is printed.
+//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers, and FILTER is a part of `| from | to
+//! |` as it is printed.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its figures")]
 

@@ -1,17 +1,17 @@
-//! What a stretch of work cost: seconds of this process's processor time, and its peak memory.
+//! Measures the cost of work: processor time of this process in seconds, and its peak memory.
 //!
-//! Processor time and not wall: everything that is measured so runs on one thread, and other work on the machine is not
-//! what is asked about. Memory is that of the process, in MB of 10^6 bytes, from `/proc/self/status` (Linux).
+//! Processor time is used instead of wall time because all measured work runs on one thread, and other work on the
+//! machine must not count. Memory is that of the process, in MB of 10^6 bytes, from `/proc/self/status` (Linux).
 
 use std::time::Duration;
 
-/// Processor time of this process so far.
+/// Returns the processor time of this process so far.
 pub fn processor_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("below 10^9"))
 }
 
-/// What `work` gives, and the time it took.
+/// Returns the result of `work`, and adds its time to `spent`.
 pub fn timed<T>(spent: &mut Duration, work: impl FnOnce() -> T) -> T {
     let start = processor_time();
     let result = work();
@@ -19,7 +19,7 @@ pub fn timed<T>(spent: &mut Duration, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// The most memory that was resident at once, in MB.
+/// Returns the peak of resident memory, in MB.
 pub fn peak_mb() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -27,7 +27,7 @@ pub fn peak_mb() -> u64 {
     kib.unwrap_or(0) * 1024 / 1_000_000
 }
 
-/// Nanoseconds an item.
+/// Returns nanoseconds per item.
 #[expect(clippy::cast_precision_loss, reason = "figures to read")]
 pub fn nanos_each(spent: Duration, items: u64) -> f64 {
     spent.as_nanos() as f64 / items.max(1) as f64

@@ -1,4 +1,4 @@
-//! What the benches share: a synthetic model on any mesh, and what a run cost.
+//! Shared parts of the benchmarks: a synthetic model on any mesh, and the cost of a run.
 
 #![allow(dead_code, reason = "each bench takes what it needs")]
 

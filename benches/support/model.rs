@@ -1,8 +1,8 @@
-//! Llama 3.1 405B with the state of AdamW, laid out on any mesh: tables of chunks for clusters that nobody has at hand.
+//! Llama 3.1 405B with the state of AdamW, laid out on any mesh: tables of chunks for large clusters.
 //!
-//! Counts elements. Nothing is on disk and no place is real; the boxes are those that the placements give, so what is
-//! planned is what a checkpoint of such a job would make to plan. Tensors come one by one, as they are planned: all
-//! tables at once would be the memory of the bench and not of what it measures.
+//! Counts elements. Nothing is on disk and file positions are not real; the chunks are those of the placements, so
+//! planning does the same work as for a checkpoint of such a job. Tensors are generated one by one: all tables at once
+//! would dominate the memory that the benchmark measures.
 //!
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
@@ -17,26 +17,30 @@ const FFN: u64 = 53_248;
 const VOCAB: u64 = 128_256;
 const KEYS: u64 = 8 * 128;
 
-/// How tensor parallelism takes a parameter.
+/// Sharding of a parameter by tensor parallelism.
 #[derive(Clone, Copy)]
 pub enum Role {
-    /// `ColwiseParallel`: by rows of the weight.
+    /// `ColwiseParallel`: rows of the weight are sharded.
     Column,
-    /// `RowwiseParallel`: by columns of the weight.
+    /// `RowwiseParallel`: columns of the weight are sharded.
     Row,
-    /// Norms: whole on every rank of tp.
+    /// Norms: replicated on the tp dimension.
     Whole,
-    /// `step`: plain everywhere.
+    /// `step`: replicated on all ranks.
     Plain,
 }
 
+/// A tensor of the model or of its optimizer state.
 pub struct Tensor {
+    /// Name in the state dict.
     pub fqn: String,
+    /// Global shape.
     pub shape: Dims,
+    /// Sharding by tensor parallelism.
     pub role: Role,
 }
 
-/// All tensors of `layers` layers (126 in the model): each parameter, then what AdamW keeps of it.
+/// Returns all tensors of `layers` layers (126 in the model): each parameter, and its AdamW state.
 pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
     const LAYER: [(&str, &[u64], Role); 9] = [
         ("attention.wq.weight", &[HIDDEN, HIDDEN], Role::Column),
@@ -72,14 +76,15 @@ pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
     })
 }
 
-/// So many of 16 rows, of 512 elements in all: weights of very many small experts.
+/// Returns `count` tensors of 16 x 32 elements: weights of very many small experts.
 pub fn small_tensors(count: u64) -> impl Iterator<Item = Tensor> {
     let name = |index: u64| format!("model.layers.{}.experts.{}.weight", index / 100, index % 100);
     (0..count).map(move |index| Tensor { fqn: name(index), shape: Dims::from_slice(&[16, 32]), role: Role::Column })
 }
 
-/// A job: a mesh, and how it shares tensors.
+/// A training job: a mesh, and its placements of tensors.
 pub struct Job {
+    /// The mesh, for printing.
     pub name: String,
     layout: MeshLayout,
     column: Vec<PlacementSpec>,
@@ -96,23 +101,23 @@ impl Job {
         Self { name: mesh.to_owned(), layout, column: parse(column), row: parse(row), whole: parse(whole) }
     }
 
-    /// FSDP2 alone: rows over all ranks.
+    /// Returns a job with FSDP2 alone: rows are sharded over all ranks.
     pub fn fsdp(ranks: u64) -> Self {
         Self::new(&format!("fsdp={ranks}"), "S(0)", "S(0)", "S(0)")
     }
 
-    /// FSDP2 over tensor parallelism.
+    /// Returns a job with FSDP2 and tensor parallelism.
     pub fn fsdp_tp(ranks: u64, tp: u64) -> Self {
         let strided = format!("_S(0,{tp}),S(0)");
         Self::new(&format!("fsdp={},tp={tp}", ranks / tp), &strided, "S(0),S(1)", "S(0),R")
     }
 
-    /// Columns of every matrix over all ranks.
+    /// Returns a job that shards the columns of every matrix over all ranks.
     pub fn columns(ranks: u64) -> Self {
         Self::new(&format!("tp={ranks}"), "S(1)", "S(1)", "R")
     }
 
-    /// How the ranks share a tensor.
+    /// Returns the placements of a tensor.
     pub fn shared(&self, tensor: &Tensor) -> SharedTensor {
         let specs = match tensor.role {
             Role::Column => &self.column,
@@ -124,12 +129,12 @@ impl Job {
         specs.iter().map(resolve).collect::<Vec<_>>().into()
     }
 
-    /// Its distinct tiles.
+    /// Returns the distinct tiles of a tensor.
     pub fn shards(&self, tensor: &Tensor) -> Vec<Held> {
         self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit")
     }
 
-    /// The tensor with a chunk for every distinct tile, as DCP stores it.
+    /// Returns the tensor with a chunk for every distinct tile, as DCP stores it.
     pub fn entry(&self, tensor: &Tensor) -> TensorEntry {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
         for (tile, ranks) in self.shards(tensor) {

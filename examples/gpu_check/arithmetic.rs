@@ -1,4 +1,4 @@
-//! Reductions and casts by a device against those of the host, to the last bit.
+//! Compares reductions and casts on a device with those on the host, bit for bit.
 
 use std::time::{Duration, Instant};
 
@@ -13,16 +13,16 @@ use serde_json::json;
 use super::random::Random;
 use super::{Verdict, line};
 
-/// Elements of a job, as a rule, and seldom; and jobs of a launch.
-const MOST: u64 = 1 << 15;
-const VERY_MOST: u64 = 1 << 21;
-const MOST_JOBS: u64 = 12;
+/// Usual largest number of elements in a job, rare largest number, and jobs in a launch.
+const USUAL_ELEMENTS: u64 = 1 << 15;
+const MAX_ELEMENTS: u64 = 1 << 21;
+const MAX_JOBS: u64 = 12;
 
 const INTEGERS: [Dtype; 9] =
     [Dtype::Bool, Dtype::U8, Dtype::U16, Dtype::U32, Dtype::U64, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64];
 const COMPLEX: [(Dtype, Dtype); 3] = [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)];
 
-/// Lists of both, for so many seconds.
+/// Checks random lists of reductions, then of casts, each for `seconds`.
 pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     let checks: [(&str, Check); 2] = [("reductions", reductions), ("casts", casts)];
     let mut is_right = true;
@@ -46,7 +46,7 @@ pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     Ok(is_right)
 }
 
-/// A launch of random jobs.
+/// A check of one launch of random jobs.
 type Check = fn(&Gpu, &Arithmetic, &mut Random) -> Result<Checked>;
 
 #[derive(Default)]
@@ -59,7 +59,7 @@ fn size(dtype: Dtype) -> usize {
     usize::try_from(dtype.itemsize()).expect("a few bytes")
 }
 
-/// Elements of any bits, or numbers that are not far from 1.
+/// Returns elements of random bits, or numbers of small magnitude.
 fn elements(dtype: Dtype, numel: usize, random: &mut Random) -> Vec<u8> {
     if let Some((_, part)) = COMPLEX.iter().find(|(complex, _)| *complex == dtype) {
         return elements(*part, 2 * numel, random);
@@ -76,7 +76,7 @@ fn elements(dtype: Dtype, numel: usize, random: &mut Random) -> Vec<u8> {
         });
         return bytes;
     }
-    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "any number will do")]
+    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "any number is valid")]
     let numbers =
         (0..numel).flat_map(|_| ((random.below(1 << 24) as f64 / f64::from(1 << 22) - 2.0) as f32).to_le_bytes());
     let numbers: Vec<u8> = numbers.collect();
@@ -88,11 +88,11 @@ fn elements(dtype: Dtype, numel: usize, random: &mut Random) -> Vec<u8> {
 }
 
 fn numel(random: &mut Random) -> u64 {
-    let most = if random.below(60) == 0 { VERY_MOST } else { [20, 2000, MOST][random.index(3)] };
+    let most = if random.below(60) == 0 { MAX_ELEMENTS } else { [20, 2000, USUAL_ELEMENTS][random.index(3)] };
     random.below(most)
 }
 
-/// Where something begins behind what is there: as a device likes it, or anywhere.
+/// Returns an offset after `end`: 16-byte aligned, or arbitrary.
 fn start(end: usize, random: &mut Random) -> usize {
     end.next_multiple_of(16) + if random.below(2) == 0 { 0 } else { random.index(16) }
 }
@@ -111,7 +111,7 @@ fn reducer(random: &mut Random) -> Reducer {
 
 fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Checked> {
     let (mut memory, mut end, mut jobs, mut checked) = (Vec::new(), 0, Vec::new(), Checked::default());
-    for _ in 0..=random.below(MOST_JOBS) {
+    for _ in 0..=random.below(MAX_JOBS) {
         let (reducer, numel, parts) = (reducer(random), numel(random), 1 + random.index(5));
         let count = usize::try_from(numel).expect("few");
         let (summands, target) = (start(memory.len(), random), start(end, random));
@@ -126,54 +126,54 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
     let outcome = trial.reduce(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; end];
     trial.fetch(&mut got)?;
-    // What is not written stays 0.
-    let (mut wanted_outcome, mut wanted) = (Ok(()), vec![0; end]);
+    // Bytes that are not written stay 0.
+    let (mut expected_outcome, mut expected) = (Ok(()), vec![0; end]);
     for (nth, job) in jobs.iter().enumerate() {
         let len = usize::try_from(job.numel).expect("few") * size(job.reducer.dtype());
         let (mut sums, value) = (vec![0; len * job.reducer.widening()], job.target..job.target + len);
         for part in 0..job.parts as usize {
             job.reducer.add(part == 0, &memory[job.summands + part * len..][..len], &mut sums);
         }
-        if let Err(fault) = job.reducer.finish(&mut sums, &mut wanted[value.clone()]) {
-            wanted_outcome = wanted_outcome.and(Err((nth, fault)));
-            wanted[value.clone()].copy_from_slice(&got[value]);
+        if let Err(fault) = job.reducer.finish(&mut sums, &mut expected[value.clone()]) {
+            expected_outcome = expected_outcome.and(Err((nth, fault)));
+            expected[value.clone()].copy_from_slice(&got[value]);
         }
     }
-    if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
+    if let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) {
         let job = jobs.iter().rfind(|job| job.target <= at);
-        checked.wrong = Some(format!("byte {at} is {}, and not {}: {job:?}", got[at], wanted[at]));
-    } else if outcome != wanted_outcome {
-        checked.wrong = Some(format!("{outcome:?}, and not {wanted_outcome:?}"));
+        checked.wrong = Some(format!("byte {at} is {}, expected {}: {job:?}", got[at], expected[at]));
+    } else if outcome != expected_outcome {
+        checked.wrong = Some(format!("{outcome:?}, expected {expected_outcome:?}"));
     }
     Ok(checked)
 }
 
 fn casts(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Checked> {
-    let (mut memory, mut wanted, mut jobs, mut checked) = (Vec::new(), Vec::new(), Vec::new(), Checked::default());
+    let (mut memory, mut expected, mut jobs, mut checked) = (Vec::new(), Vec::new(), Vec::new(), Checked::default());
     let mut counts = Vec::new();
-    for _ in 0..=random.below(MOST_JOBS) {
+    for _ in 0..=random.below(MAX_JOBS) {
         let from = Dtype::CAST_TARGETS[random.index(4)];
         let Some(cast) = Cast::new(from, Dtype::CAST_TARGETS[random.index(8)]) else { continue };
         let numel = numel(random);
         let elements = elements(from, usize::try_from(numel).expect("few"), random);
-        let (source, target) = (start(memory.len(), random), start(wanted.len(), random));
+        let (source, target) = (start(memory.len(), random), start(expected.len(), random));
         memory.resize(source, 0);
         memory.extend(&elements);
-        wanted.resize(target + elements.len() / size(from) * size(cast.to()), 0);
-        counts.push(cast.convert(&elements, &mut wanted[target..]));
+        expected.resize(target + elements.len() / size(from) * size(cast.to()), 0);
+        counts.push(cast.convert(&elements, &mut expected[target..]));
         jobs.push(CastJob { cast, numel, counted: 0..numel, source, target });
         checked.elements += numel;
     }
-    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), wanted.len())?;
+    let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), expected.len())?;
     trial.bring(&memory)?;
     let got_counts = trial.convert(arithmetic, &jobs, 1)?;
-    let mut got = vec![0xA5; wanted.len()];
+    let mut got = vec![0xA5; expected.len()];
     trial.fetch(&mut got)?;
-    if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
+    if let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) {
         let job = jobs.iter().rfind(|job| job.target <= at);
-        checked.wrong = Some(format!("byte {at} is {}, and not {}: {job:?}", got[at], wanted[at]));
+        checked.wrong = Some(format!("byte {at} is {}, expected {}: {job:?}", got[at], expected[at]));
     } else if got_counts != counts {
-        checked.wrong = Some(format!("{got_counts:?}, and not {counts:?}: {jobs:?}"));
+        checked.wrong = Some(format!("{got_counts:?}, expected {counts:?}: {jobs:?}"));
     }
     Ok(checked)
 }

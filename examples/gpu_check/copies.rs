@@ -1,4 +1,4 @@
-//! Strided copies by a device against those of the host.
+//! Compares strided copies on a device with those on the host.
 
 use std::time::{Duration, Instant};
 
@@ -11,26 +11,26 @@ use serde_json::json;
 use super::random::Random;
 use super::{Verdict, line, packers};
 
-/// Lengths of runs are up to this.
+/// Longest run, in bytes.
 const LONGEST_RUN: u64 = 64 << 10;
-/// What a copy has of bytes, at most, and a list of copies.
-const MOST: u64 = 1 << 20;
-const MOST_COPIES: u64 = 40;
+/// Most bytes in a copy, and most copies in a list.
+const MAX_BYTES: u64 = 1 << 20;
+const MAX_COPIES: u64 = 40;
 
-/// A copy, and how long what it is in has to be.
+/// A copy, with the lengths of its source and target.
 struct Shape {
     copy: StridedCopy,
     source_len: u64,
     target_len: u64,
 }
 
-/// Runs of whole elements, whose loops the source may have in another order than the target; wherever they begin.
+/// Returns a copy of runs of whole elements, at random offsets; source and target may have different loop orders.
 fn shape(random: &mut Random) -> Shape {
     let itemsize = [1, 2, 3, 4, 6, 8, 12, 16][random.index(8)];
     let longest = 1 << random.below(LONGEST_RUN.ilog2().into());
     let run_bytes = (1 + random.below(2 * longest)).next_multiple_of(itemsize);
     let mut levels: Vec<LoopLevel> = Vec::new();
-    let mut left = (MOST / run_bytes).min(8192);
+    let mut left = (MAX_BYTES / run_bytes).min(8192);
     for _ in 0..random.below(6) {
         let most = left.min(1 << random.below(10)).max(1);
         let level = LoopLevel { count: 1 + random.below(most), source_step: 0, target_step: 0 };
@@ -49,14 +49,14 @@ fn shape(random: &mut Random) -> Shape {
         outer.target_step = target_span + random.below(3) * itemsize;
         target_span = outer.target_step * outer.count;
     }
-    // As elements are aligned, or as devices like it, or anywhere.
+    // Aligned to elements, to 16 bytes, or not at all.
     let alignment = [itemsize, 16, 1][random.index(3)];
     let (source, target) = (random.below(40) * alignment, random.below(40) * alignment);
     let copy = StridedCopy { source, target, run_bytes, levels: levels.into_iter().collect() };
     Shape { copy, source_len: source + source_span, target_len: target + target_span }
 }
 
-/// Lists of random copies, for so many seconds by each who does them.
+/// Checks lists of random copies, for `seconds` with each packer.
 pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     let mut is_right = true;
     for (name, packer) in packers(gpu) {
@@ -65,7 +65,7 @@ pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
         let mut wrong = None;
         let until = Instant::now() + Duration::from_secs(seconds);
         while wrong.is_none() && Instant::now() < until {
-            let shapes: Vec<Shape> = (0..=random.below(MOST_COPIES)).map(|_| shape(&mut random)).collect();
+            let shapes: Vec<Shape> = (0..=random.below(MAX_COPIES)).map(|_| shape(&mut random)).collect();
             wrong = difference(gpu, &packer, &shapes, &mut random)?;
             lists += 1;
             copies += shapes.len();
@@ -79,12 +79,12 @@ pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     Ok(is_right)
 }
 
-/// Where the device has something else than the host after the same copies.
+/// Returns the first byte in which device and host differ after the same copies.
 fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random) -> Result<Option<String>> {
     let longest = shapes.iter().map(|shape| shape.source_len).max().unwrap_or(0);
     let mut source = vec![0; len(longest)];
     random.fill(&mut source);
-    // What is not written stays 0.
+    // Bytes that are not written stay 0.
     source.iter_mut().for_each(|byte| *byte |= 1);
     let mut expected = Vec::new();
     let mut placed = Vec::new();
@@ -101,10 +101,10 @@ fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random)
     trial.fetch(&mut got)?;
     let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) else { return Ok(None) };
     let (copy, base) = &placed[placed.partition_point(|(_, base)| *base <= at) - 1];
-    Ok(Some(format!("byte {} of {copy:?} is {}, and not {}", at - base, got[at], expected[at])))
+    Ok(Some(format!("byte {} of {copy:?} is {}, expected {}", at - base, got[at], expected[at])))
 }
 
-/// Copies that 32 bits do not count, in the narrowest lanes and in the widest; and one of very many runs.
+/// Checks copies of more than 4 GiB, in the narrowest and the widest lanes, and one copy of very many runs.
 pub fn large(gpu: &Gpu) -> Verdict {
     let run_bytes = (4_u64 << 30) + 4096;
     let mut source = vec![0; len(run_bytes + 16)];
@@ -139,7 +139,7 @@ pub fn large(gpu: &Gpu) -> Verdict {
 
 const RUN: usize = 16;
 
-/// Every other run, of so many bytes in all.
+/// Returns a copy of every other run, of `bytes` in all.
 fn every_other(part: u64, bytes: u64) -> StridedCopy {
     let run = RUN as u64;
     let runs = LoopLevel { count: bytes / run, source_step: 2 * run, target_step: run };

@@ -1,4 +1,4 @@
-//! How fast a folder takes and gives files, from memory and into it: what rounds cannot be faster than.
+//! Measures how fast files are written to and read from a folder: an upper limit for the speed of rounds.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -12,33 +12,34 @@ use super::random::Random;
 use super::{Verdict, figure};
 
 const LEN: usize = 2 << 30;
-const STRIP: usize = 8 << 20;
+const BLOCK: usize = 8 << 20;
 const TURNS: usize = 5;
 
+/// Measures a folder, and deletes the test file.
 pub fn all(folder: &Path) -> Verdict {
     let path = folder.join("gpu_check.bytes");
-    let done = measured(&path);
+    let done = measure(&path);
     let _ = fs::remove_file(&path);
     done
 }
 
-fn measured(path: &Path) -> Verdict {
+fn measure(path: &Path) -> Verdict {
     let mut bytes = vec![0; LEN];
     Random::new(3).fill(&mut bytes);
-    let offset = |strip: usize| (strip * STRIP) as u64;
+    let offset = |block: usize| (block * BLOCK) as u64;
     let (mut writes, mut reads) = (Vec::new(), Vec::new());
-    // The first time is not counted: a machine may have to find the memory.
+    // The first turn does not count: the machine may first have to allocate the memory.
     for turn in 0..=TURNS {
         let file = File::options().read(true).write(true).create(true).truncate(true).open(path);
         let file = file.map_err(Error::io("create", path))?;
         let begun = Instant::now();
         let written =
-            bytes.par_chunks(STRIP).enumerate().try_for_each(|(nth, strip)| file.write_all_at(strip, offset(nth)));
+            bytes.par_chunks(BLOCK).enumerate().try_for_each(|(nth, block)| file.write_all_at(block, offset(nth)));
         written.map_err(Error::io("write", path))?;
         writes.push(rate(begun));
         let begun = Instant::now();
-        let strips = bytes.par_chunks_mut(STRIP).enumerate();
-        let read = strips.map(|(nth, strip)| file.read_exact_at(strip, offset(nth))).collect::<std::io::Result<()>>();
+        let blocks = bytes.par_chunks_mut(BLOCK).enumerate();
+        let read = blocks.map(|(nth, block)| file.read_exact_at(block, offset(nth))).collect::<std::io::Result<()>>();
         read.map_err(Error::io("read", path))?;
         reads.push(rate(begun));
         if turn == 0 {

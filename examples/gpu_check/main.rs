@@ -1,18 +1,18 @@
-//! Checks a GPU, and measures it: what `scripts/gpu-check` runs beside `dtshard` itself. Prints JSON, a line for each
-//! check and each figure.
+//! Checks and measures a GPU; `scripts/gpu-check` runs it beside `dtshard` itself. Prints JSON, a line for each check
+//! and each figure.
 //!
 //! ```text
 //! gpu_check about             devices, NCCL, and whether there is a kernel
-//! gpu_check copies SECONDS SEED      random strided copies against the host's, so long for each way to do them
-//! gpu_check arithmetic SECONDS SEED  random reductions and casts against the host's, so long for each
-//! gpu_check large             copies of more than 4 GiB; takes twice as much of the host's memory
-//! gpu_check speeds WHAT MB    with so many: copies within the device, arithmetic there, transfers up and down, or rounds
-//! gpu_check files FOLDER      how fast files are written and read there
+//! gpu_check copies SECONDS SEED      random strided copies against the host's, SECONDS for each packer
+//! gpu_check arithmetic SECONDS SEED  random reductions and casts against the host's, SECONDS for each
+//! gpu_check large             copies of more than 4 GiB; needs twice as much host memory
+//! gpu_check speeds WHAT MB    copies within the device, arithmetic, transfers to and from the device, or rounds, of MB
+//! gpu_check files FOLDER      speed of writing and reading files in FOLDER
 //! ```
 //!
-//! `--ptx FILE` in front takes a kernel that was compiled before.
+//! `--ptx FILE` before the other arguments uses a kernel that was compiled before.
 
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "lines are what it is for")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "the program prints its results")]
 
 mod arithmetic;
 mod copies;
@@ -33,22 +33,22 @@ use serde_json::{Value, json};
 const USAGE: &str = "gpu_check [--ptx FILE] about | copies SECONDS SEED | arithmetic SECONDS SEED | large | \
                      speeds copies|arithmetic|transfers|rounds MB | files FOLDER";
 
-/// Whether all that was checked was right.
+/// True if all checks passed.
 type Verdict = Result<bool>;
 
 fn main() -> ExitCode {
-    let mut words: Vec<String> = std::env::args().skip(1).collect();
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
     let mut settings = Settings::new(&process_environment);
-    if words.len() > 1 && words[0] == "--ptx" {
-        match std::fs::read_to_string(&words[1]) {
+    if arguments.len() > 1 && arguments[0] == "--ptx" {
+        match std::fs::read_to_string(&arguments[1]) {
             Ok(text) => settings.kernels = Kernels::Ptx(text),
-            Err(error) => return failed(&format!("{}: {error}", words[1])),
+            Err(error) => return failed(&format!("{}: {error}", arguments[1])),
         }
-        words.drain(..2);
+        arguments.drain(..2);
     }
     let gpu = || gpu::open_alone(&settings);
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let verdict = match words[..] {
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let verdict = match arguments[..] {
         ["about"] => gpu().and_then(|gpu| about(&gpu)),
         [what @ ("copies" | "arithmetic"), seconds, seed] => match (seconds.parse(), seed.parse()) {
             (Ok(seconds), Ok(seed)) => gpu().and_then(|gpu| match what {
@@ -73,16 +73,16 @@ fn main() -> ExitCode {
     match verdict {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
-        Err(error) => failed(&told(&error)),
+        Err(error) => failed(&message(&error)),
     }
 }
 
-fn failed(why: &str) -> ExitCode {
-    eprintln!("{why}");
+fn failed(reason: &str) -> ExitCode {
+    eprintln!("{reason}");
     ExitCode::FAILURE
 }
 
-fn told(error: &Error) -> String {
+fn message(error: &Error) -> String {
     error.hint().map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"))
 }
 
@@ -90,7 +90,7 @@ fn line(value: &Value) {
     println!("{value}");
 }
 
-/// A figure, and what part it is of another one.
+/// Prints a figure, and its ratio to another one.
 fn figure(name: &str, bytes_per_second: f64, of: Option<f64>) {
     line(&json!({
         "figure": name,
@@ -104,16 +104,16 @@ fn about(gpu: &Gpu) -> Verdict {
         Packer::Kernel(_) => None,
         Packer::Copies(why) => Some(why),
     };
-    // What it cannot tell of itself it cannot do either.
+    // An NCCL without a version cannot be used.
     let nccl = gpu.nccl().map_err(str::to_owned).and_then(|nccl| nccl.version().map_err(|error| error.to_string()));
     let (devices, device) = (Device::visible()?, gpu.device.name());
     line(&json!({ "devices": devices, "device": device, "no_nccl": nccl.err(), "no_kernel": why }));
     Ok(true)
 }
 
-/// Who does copies, by name: the kernel if there is one, and the driver.
+/// Returns the ways to copy, by name: the kernel if there is one, and the driver.
 fn packers(gpu: &Gpu) -> Vec<(&'static str, Packer)> {
-    let driver = ("driver", Packer::Copies("the driver is to copy".into()));
+    let driver = ("driver", Packer::Copies("the driver copies".into()));
     match &gpu.packer {
         Packer::Kernel(_) => vec![("kernel", gpu.packer.clone()), driver],
         Packer::Copies(_) => vec![driver],

@@ -1,9 +1,9 @@
-//! Speeds of a device, in bytes that are copied a second: each is read once and written once. Of arithmetic half of the
-//! bytes that are read and written are counted, so that it compares.
+//! Measures speeds of a device, in bytes copied per second: each byte is read once and written once. For arithmetic,
+//! half of the bytes that are read and written count, so that speeds compare.
 //!
-//! A clock of the host runs around calls that wait for the device, each of which takes many milliseconds. What is compared
-//! takes turns, behind a second in which clocks come up; what is told are medians. All of it is random bytes, which are
-//! many times what caches hold.
+//! The host's clock measures calls that wait for the device, each of many milliseconds. Compared works take turns,
+//! after a warm-up in which clocks rise; the figures are medians. All data is random bytes, many times larger than
+//! caches.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,10 +13,10 @@ use dtshard::catalog::Dtype;
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
-    Counting, FileOwners, FileVisibility, Moves, PooledBuffer, Reducing, Rounds, Shuffle, StridedCopy, Topology,
+    Counting, FileOwners, FileVisibility, Moves, PooledBuffer, ReductionMethod, Rounds, Shuffle, StridedCopy, Topology,
 };
 use dtshard::exec::cast::Cast;
-use dtshard::exec::division::stretch;
+use dtshard::exec::division::even_share;
 use dtshard::exec::reduce::Reducer;
 use dtshard::gpu::{CastJob, DeviceShuffle, Gpu, Nccl, Packer, Pinned, ReductionJob, Sharing, TransferTrial};
 use dtshard::layout::ReduceOp;
@@ -28,23 +28,23 @@ use super::support::tables::tables;
 use super::{Verdict, figure, packers};
 
 const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
-/// Ranks between which rows become columns.
+/// Ranks that exchange rows for columns.
 const RANKS: u64 = 4;
 const BUCKET_BYTES: u64 = 64 << 20;
-/// What is measured takes at least so long.
+/// Shortest time of a measured call.
 const LONG: Duration = Duration::from_millis(40);
-/// Rounds of which a device does all in less than so long, and what takes its place does few.
+/// Time of the measured rounds; a device finishes all rounds in less time, its replacement only some.
 const LONG_ROUNDS: Duration = Duration::from_millis(500);
-/// As many as are under way at a time.
+/// Rounds in flight at a time.
 const FEW_ROUNDS: usize = 2;
-/// What runs before anything is measured.
+/// Warm-up before measuring.
 const WARM: Duration = Duration::from_millis(300);
 const TURNS: usize = 7;
 
-/// Copies, and how often they are done in a call.
+/// Copies, with the offset of each target.
 type Copies = Vec<(StridedCopy, usize)>;
 
-/// Something that is measured, and the bytes that it counts.
+/// Measured work, and the bytes that it counts.
 struct Work<'a> {
     bytes: u64,
     call: Box<dyn FnMut() -> Result<()> + 'a>,
@@ -55,7 +55,7 @@ impl<'a> Work<'a> {
         Self { bytes, call: Box::new(call) }
     }
 
-    /// So many calls in one as take long enough; `call` is given how many.
+    /// Repeats `call` in one measurement until it takes long enough; `call` gets the number of repetitions.
     fn many(bytes: u64, mut call: impl FnMut(u32) -> Result<()> + 'a) -> Result<Self> {
         call(1)?;
         let begun = Instant::now();
@@ -70,14 +70,14 @@ impl<'a> Work<'a> {
     }
 }
 
-/// How often it takes so long, of something that takes `once`.
+/// Returns how many calls of duration `once` take as long as `long`.
 fn times(long: Duration, once: Duration) -> u32 {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
     let times = (long.as_secs_f64() / once.as_secs_f64()).ceil().clamp(1.0, 500.0) as u32;
     times
 }
 
-/// Bytes a second of each of these, which take turns.
+/// Returns bytes per second of each work; the works take turns.
 fn rates<const N: usize>(mut works: [Work<'_>; N]) -> Result<[f64; N]> {
     let begun = Instant::now();
     while begun.elapsed() < WARM {
@@ -100,7 +100,7 @@ fn rates<const N: usize>(mut works: [Work<'_>; N]) -> Result<[f64; N]> {
     Ok(seconds.map(|mut seconds| rate(nths.next().expect("as many"), &mut seconds)))
 }
 
-/// Random bytes in memory of the host that the device reaches.
+/// Returns random bytes in host memory that the device can access.
 fn random(gpu: &Gpu, len: usize) -> Result<PooledBuffer<Pinned>> {
     let mut bytes = Pinned::rooms(&gpu.device).buffer(len)?;
     Random::new(4).fill(&mut bytes);
@@ -112,13 +112,13 @@ fn trial(gpu: &Gpu, packer: Packer, bytes: &[u8]) -> Result<TransferTrial> {
     trial.bring(bytes).map(|()| trial)
 }
 
-/// What all else within a device is measured against: the driver copies everything at once.
+/// Returns the reference for all copies within the device: the driver copies everything at once.
 fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(TransferTrial, Copies)> {
     let whole = StridedCopy { source: 0, target: 0, run_bytes: bytes.len() as u64, levels: [].into_iter().collect() };
-    Ok((trial(gpu, Packer::Copies("as fast as it gets".into()), bytes)?, vec![(whole, 0)]))
+    Ok((trial(gpu, Packer::Copies("reference copy by the driver".into()), bytes)?, vec![(whole, 0)]))
 }
 
-/// Pack and unpack, each beside a copy of as many bytes.
+/// Measures pack and unpack, each against a copy of the same size.
 pub fn copies(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
     let (mut plain, whole) = reference(gpu, &bytes)?;
@@ -137,9 +137,9 @@ pub fn copies(gpu: &Gpu, len: usize) -> Verdict {
     Ok(true)
 }
 
-/// A sum of four parts in bf16, and a cast of f32 to bf16, as far as memory goes.
+/// Measures a sum of four parts in bf16, and a cast of f32 to bf16, against a copy.
 pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
-    let arithmetic = gpu.arithmetic().map_err(|why| Error::usage(why.to_owned(), "look at the kernel"))?;
+    let arithmetic = gpu.arithmetic().map_err(|why| Error::usage(why.to_owned(), "check the kernel"))?;
     let bytes = random(gpu, len)?;
     let (mut plain, whole) = reference(gpu, &bytes)?;
     let mut trial = trial(gpu, gpu.packer.clone(), &bytes)?;
@@ -147,7 +147,7 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
     let moved = |read: u64, written: u64| len / read * (read + written) / 2;
     let reducer = Reducer::new(Dtype::Bf16, ReduceOp::Sum, 1).expect("a sum of floats");
     let sum = ReductionJob { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
-    // What is summed are random bits: no floats can fail.
+    // The sum is of random bits: float sums cannot fail.
     let sums = Work::many(moved(4, 1), |times| trial.reduce(arithmetic, &[sum], times).map(drop))?;
     let [copy, rate] = rates([Work::copies(&mut plain, whole.clone())?, sums])?;
     figure("sum of 4 parts in bf16", rate, Some(copy));
@@ -159,19 +159,19 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
     Ok(true)
 }
 
-/// Between pinned memory and the device: up, down, and both at once.
+/// Measures transfers between pinned memory and the device: to it, from it, and both at once.
 pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut room = Pinned::rooms(&gpu.device).buffer(len)?;
+    let mut target = Pinned::rooms(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let len = len as u64;
-    let works = [Work::new(len, || one.bring(&bytes)), Work::new(len, || two.fetch(&mut room))];
+    let works = [Work::new(len, || one.bring(&bytes)), Work::new(len, || two.fetch(&mut target))];
     let [up, down] = rates(works)?;
     figure("from pinned memory to the device", up, None);
     figure("from the device to pinned memory", down, None);
     let both = || {
         thread::scope(|scope| {
-            let down = scope.spawn(|| two.fetch(&mut room));
+            let down = scope.spawn(|| two.fetch(&mut target));
             one.bring(&bytes)?;
             down.join().expect("no panic")
         })
@@ -181,7 +181,7 @@ pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
     Ok(true)
 }
 
-/// Rows of as many runs as there are ranks: each rank's runs behind each other.
+/// Returns copies that pack rows of `RANKS` runs: the runs of each rank one after the other.
 fn packs(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     let each = len as u64 / RANKS;
     let level = LoopLevel { count: each / run, source_step: RANKS * run, target_step: run };
@@ -194,7 +194,7 @@ fn packs(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     (0..RANKS).map(|rank| (copy(rank), 0)).collect()
 }
 
-/// The way back.
+/// Returns the inverse copies.
 fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     let mut copies = packs(run, len);
     for (copy, _) in &mut copies {
@@ -206,53 +206,53 @@ fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     copies
 }
 
-/// Rounds of one process that makes columns of rows, with nothing to read or write: up, unpack, down, one behind the
-/// other, beside the ways up and down alone.
+/// Measures rounds of one process that turns rows into columns, without reading or writing files: transfer, unpack,
+/// transfer back, one round after the other, against the transfers alone.
 pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut room = Pinned::rooms(&gpu.device).buffer(len)?;
+    let mut target = Pinned::rooms(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let peers = Nccl::meet(gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0)))?;
-    // The first ones are square matrices of 1 GiB.
+    // The first two tensors are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
-    let owners = FileOwners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
-    let parties = Topology {
+    let owners = FileOwners::new(&reservation.files, &[even_share(&reservation.files, Part { index: 0, of: 1 })]);
+    let topology = Topology {
         sight: FileVisibility::Shared,
         nodes: vec![0],
         counting: Counting::Any,
-        reducing: Reducing::InRankOrder,
+        reducing: ReductionMethod::InRankOrder,
     };
-    let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
+    let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &topology, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers, None)?;
         let rooms = shuffle.rooms();
-        let mut some = |moves: &[Arc<Moves>]| {
+        let mut run = |moves: &[Arc<Moves>]| {
             let mut given = 0;
-            let mut under_way = None;
+            let mut in_flight = None;
             for moves in moves {
                 let next = (moves, shuffle.begin(moves, rooms.buffer(moves.stage_len)?)?);
-                if let Some((before, begun)) = under_way.replace(next) {
+                if let Some((before, begun)) = in_flight.replace(next) {
                     given += shuffle.finish(before, begun)?.values.len();
                 }
             }
-            if let Some((last, begun)) = under_way {
+            if let Some((last, begun)) = in_flight {
                 given += shuffle.finish(last, begun)?.values.len();
             }
             Ok(given as u64)
         };
-        // All of them, unless that takes very long.
+        // All rounds, unless they take very long.
         let few = &moves[..moves.len().min(FEW_ROUNDS)];
-        some(few)?;
+        run(few)?;
         let begun = Instant::now();
-        some(few)?;
+        run(few)?;
         let moves = &moves[..moves.len().min(FEW_ROUNDS * times(LONG_ROUNDS, begun.elapsed()) as usize)];
-        let given = some(moves)?;
+        let given = run(moves)?;
         let len = len as u64;
         let works = [
             Work::new(len, || one.bring(&bytes)),
-            Work::new(len, || two.fetch(&mut room)),
-            Work::new(given, || some(moves).map(drop)),
+            Work::new(len, || two.fetch(&mut target)),
+            Work::new(given, || run(moves).map(drop)),
         ];
         let [up, down, rounds] = rates(works)?;
         figure("rounds of 64 MB: up, unpack and down together", rounds, Some(up.min(down)));

@@ -273,7 +273,7 @@ impl Flow {
 
     fn label(&self, verb: &'static str) -> &'static str {
         match lock(&self.timing).phase {
-            Phase::Moving => verb,
+            Phase::Copying => verb,
             Phase::Allocating => "allocating",
             Phase::Syncing => "syncing",
         }
@@ -283,7 +283,7 @@ impl Flow {
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
         let timing = lock(&self.timing);
-        let (begun, first) = timing.begun.filter(|_| timing.phase == Phase::Moving)?;
+        let (begun, first) = timing.begun.filter(|_| timing.phase == Phase::Copying)?;
         let moved = timing.bytes + self.done.load(Ordering::Relaxed) - first;
         let time = timing.time + now.saturating_duration_since(begun);
         let rate = human_rate(moved, time).filter(|_| moved > 0)?;
@@ -340,7 +340,7 @@ mod tests {
             flow.enter(phase);
             assert_eq!((flow.label("writing"), flow.pace(500 * MB, start + seconds(9))), (label, None));
         }
-        flow.enter(Phase::Moving);
+        flow.enter(Phase::Copying);
         assert_eq!((flow.label("writing"), flow.pace(500 * MB, start + seconds(9))), ("writing", None));
         flow.advance(MB, start + seconds(20));
         flow.advance(100 * MB, start + seconds(21));

@@ -121,7 +121,7 @@ fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[
 fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Option<String>> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
     let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
-    let text = std::fs::read(&found.place).map_err(Error::io("read", &found.from))?;
+    let text = std::fs::read(&found.read_path).map_err(Error::io("read", &found.from))?;
     Ok(serde_json::from_slice(&text).ok().and_then(|config| differing_dtype(&config, source)))
 }
 

@@ -10,9 +10,9 @@ use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
-use crate::exec::{HELD_BYTES, Options};
+use crate::exec::{BLOCK_JOINER_BYTES, Options};
 use crate::quantity::{count, human_bytes};
-use crate::storage::memory::Anonymous;
+use crate::storage::memory::AnonymousMemory;
 
 fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
@@ -54,7 +54,7 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     let threads = if conversion.source.is_exchanged() { options.threads.min(most) } else { options.threads };
     let options = Options { threads, ..options };
     match strip_bytes(max_memory, held, scratch, options.threads) {
-        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
+        Ok(strip_bytes) => Ok(Options { write_block_bytes: strip_bytes.min(options.write_block_bytes), ..options }),
         Err(_) => {
             // With more memory there may be more threads.
             let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
@@ -76,18 +76,18 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
 
 /// All anonymous memory of a conversion at its peak, which is while metadata is read, or while data moves. `before` is
 /// what there is when all is read and laid out and no tensor data has moved.
-pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
+pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
     /// Stack of a worker, and what its allocations leave unused.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
-    let buffers = options.threads as u64 * (options.strip_bytes + scratch);
+    let buffers = options.threads as u64 * (options.write_block_bytes + scratch);
     let Some(before) = before else {
         return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
-    let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
+    let waiting = conversion.reservation.waiting_bytes(options.write_block_bytes);
     let rounds = rounds_bytes(conversion);
-    let edges = if options.sync { HELD_BYTES } else { 0 };
+    let edges = if options.sync { BLOCK_JOINER_BYTES } else { 0 };
     let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
     // Another run is not the same to the last page.
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)

@@ -16,7 +16,7 @@ use super::unused_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
-use crate::exchange::Reducing;
+use crate::exchange::ReductionMethod;
 use crate::exec::copy::Stats;
 use crate::exec::{Input, Options, copy};
 use crate::format::resolve_unseen;
@@ -138,7 +138,7 @@ fn copy_source(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
 fn preflight(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<bool> {
     check_destination(prepared, args, destination)?;
     let claim = claim(prepared, args, &run.options, run);
-    let reducing = Reducing::InRankOrder;
+    let reducing = ReductionMethod::InRankOrder;
     let about = about(prepared, reducing, run);
     match Staging::preflight(destination, prepared.shape, &claim, &plan(prepared, reducing, &about)) {
         Ok(found) => Ok(found != Preflight::Done),
@@ -188,7 +188,7 @@ fn how(io: IoMode, options: &Options) -> String {
         IoMode::Read => "by read calls",
         IoMode::Direct => "past the page cache",
     };
-    format!("reading {io}, {}, strips of {}", count(options.threads, "thread"), human_bytes(options.strip_bytes))
+    format!("reading {io}, {}, strips of {}", count(options.threads, "thread"), human_bytes(options.write_block_bytes))
 }
 
 /// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind

@@ -13,7 +13,7 @@ use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError};
 use crate::exchange::partial_replicas;
 use crate::exec::Extents;
-use crate::exec::sidecar_files::{SidecarFile, is_carried};
+use crate::exec::sidecar_files::{SidecarFile, is_copied};
 use crate::progress::Task;
 use crate::publish::Staging;
 use crate::publish::journal::doubt;
@@ -89,7 +89,7 @@ impl JournalSet<'_> {
                 ));
             }
         }
-        let whole = own.leaving_out(|file| misfits.contains_key(&file));
+        let whole = own.without_files(|file| misfits.contains_key(&file));
         let found = if verify && !known.taken.is_empty() {
             let own_bytes = known.taken.iter().filter(|taken| whole.overlaps(taken.file, &taken.range));
             let progress = Task::start(self.run.progress, "checking", own_bytes.map(RecordedRange::len_bytes).sum());
@@ -147,8 +147,8 @@ impl JournalSet<'_> {
             return Ok(false);
         }
         let (folder, stop) = (self.staging.folder(), &self.run.stop);
-        let is_there = self.staging.confirm(stop, "what is recorded as copied", || is_carried(file, folder, false))?;
-        let is_whole = is_there && (!verify || is_carried(file, folder, true)?);
+        let is_there = self.staging.confirm(stop, "what is recorded as copied", || is_copied(file, folder, false))?;
+        let is_whole = is_there && (!verify || is_copied(file, folder, true)?);
         if !is_whole {
             let path = self.staging.folder().join(&file.to);
             self.run.progress.warning(&format!("{} is not what was copied; it is copied again", path.display()));

@@ -12,7 +12,7 @@ use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
 use crate::convert::options::SourceOptions;
 use crate::error::{Error, Result};
-use crate::exec::{DEFAULT_STRIP_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
+use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::{BOUNCE_BYTES, IoMode};
@@ -50,7 +50,7 @@ pub fn work_options(
     let scratch = scratch_bytes(io, ReadTiming::of(rounds.is_some()));
     // Rounds give way to threads that are asked for, and to one at least.
     let least = args.threads.unwrap_or(1).min(MAX_THREADS);
-    let workers = least as u64 * (DEFAULT_STRIP_BYTES + scratch);
+    let workers = least as u64 * (DEFAULT_WRITE_BLOCK_BYTES + scratch);
     let room = max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(least));
     let taken = rounds.map_or(0, |bucket| bucket.within(room).held_bytes());
     let reducing = if rounds.is_some() { REDUCING_BYTES } else { 0 };
@@ -72,7 +72,7 @@ pub fn work_options(
     };
     let workers = Workers::start(threads);
     let taken = taken.saturating_add(threads as u64 * reducing);
-    Ok((Options { threads, strip_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync }, workers))
+    Ok((Options { threads, write_block_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync }, workers))
 }
 
 /// Threads that share the work of one operation.
@@ -135,7 +135,7 @@ fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let cores = cores(given);
     let affordable = |strip_bytes: u64| affordable(max_memory, scratch, strip_bytes);
     let for_disk = if pace == Bottleneck::Disk && given.is_none() { DISK_THREADS } else { 1 };
-    let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
+    let for_disk = for_disk.min(affordable(DEFAULT_WRITE_BLOCK_BYTES));
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
@@ -197,7 +197,7 @@ pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) ->
     }
     // Where so much is taken that sums end at what 64 bits hold, nothing is left.
     let left = max_memory.saturating_sub(taken).saturating_sub(BASE_BYTES) / threads as u64;
-    Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_STRIP_BYTES))
+    Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
 }
 
 /// Rounds, which are reduced by as many threads as there are: also by those that are not to read and write, since there is
@@ -217,7 +217,7 @@ pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
 }
 
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
-    let workers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io, ReadTiming::Ahead));
+    let workers = options.threads as u64 * (options.write_block_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
 }
 
@@ -230,9 +230,9 @@ mod tests {
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        assert_eq!(strip_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
         let small = strip_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
-        assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
+        assert!(small < DEFAULT_WRITE_BLOCK_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
         assert!(strip_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
         // Direct reads take a buffer more, which the floor has.
         let direct = scratch_bytes(Some(IoMode::Direct), ReadTiming::AsTheyWrite);
@@ -274,10 +274,10 @@ mod tests {
     fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
         let cores = threads_within(u64::MAX, SCRATCH_BYTES, Bottleneck::Processor);
         assert_eq!(threads_within(512_000_000, SCRATCH_BYTES, Bottleneck::Disk), cores.max(DISK_THREADS));
-        let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
+        let three = BASE_BYTES + 3 * (DEFAULT_WRITE_BLOCK_BYTES + SCRATCH_BYTES);
         let threads = |pace| threads_within(three, SCRATCH_BYTES, pace);
         assert_eq!(threads(Bottleneck::Disk), threads(Bottleneck::Processor).max(3));
-        assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_STRIP_BYTES);
+        assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
     }
 
     #[test]

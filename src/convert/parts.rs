@@ -133,7 +133,7 @@ pub fn carry_along(
         let own = root.join(to_path);
         let mut file = carried_file(&source.checkpoint, source.checkpoint.place(&own), to_path.clone())?;
         if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
-            let text = std::fs::read(&file.place).map_err(Error::io("read", &file.from))?;
+            let text = std::fs::read(&file.read_path).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));
             reservation.files.push(file);
@@ -142,7 +142,7 @@ pub fn carry_along(
                 file.seen_by = peers.carriers(&own);
             }
             if !file.seen_by.is_empty() {
-                file.place = own;
+                file.read_path = own;
             }
             carried.push(file);
         }
@@ -172,7 +172,7 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
 /// `Io` where it cannot be looked at, or is no file.
 pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<SidecarFile> {
     let file = SidecarFile::new(place, to)?;
-    Ok(match checkpoint.original(&file.place) {
+    Ok(match checkpoint.original(&file.read_path) {
         Some((from, modified)) => SidecarFile { from, modified, ..file },
         None => file,
     })

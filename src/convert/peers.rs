@@ -30,12 +30,12 @@ use crate::exchange::HostShuffle;
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::{Amount, SourceCopy};
 use crate::exchange::{
-    Counting, Exchange, FileOwners, FileVisibility, Load, Reducing, Topology, agree, differing, differing_pair,
+    Counting, Exchange, FileOwners, FileVisibility, Load, ReductionMethod, Topology, agree, differing, differing_pair,
 };
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
-use crate::exec::copy::{Stats, Writing};
-use crate::exec::division::own_files;
+use crate::exec::copy::{Stats, WriteContext};
+use crate::exec::division::own_rank_files;
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::global_totals::GlobalTotals;
 use crate::fault;
@@ -62,7 +62,7 @@ pub struct Peers {
     nodes: Vec<u32>,
     roster: ProcessTable,
     counting: Counting,
-    reducing: Reducing,
+    reducing: ReductionMethod,
     bucket: Bucket,
     /// Process 0 holds it while the copy of SRC is in use.
     copying: Option<Presence>,
@@ -145,8 +145,8 @@ impl Peers {
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match link.way() {
-            Transport::Nccl(..) if args.exchange.fast_reduce => Reducing::ByNccl,
-            _ => Reducing::InRankOrder,
+            Transport::Nccl(..) if args.exchange.fast_reduce => ReductionMethod::Nccl,
+            _ => ReductionMethod::InRankOrder,
         };
         let bucket = Bucket::of(&args.exchange);
         let mut peers = Self { link, mirror: None, nodes, roster, counting, reducing, bucket, copying: None, work };
@@ -165,8 +165,8 @@ impl Peers {
             return self.link.settle(checkpoint);
         }
         let mirror = self.work.of_run().join(MIRROR);
-        let twin = self.mirror.insert(metadata_mirror::make(&self.link, &args.src, &mirror)?);
-        if twin.is_blind(run.launch.part.index) {
+        let twin = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
+        if twin.sees_no_files(run.launch.part.index) {
             let src = args.src.display();
             run.progress.warning(&format!("no files at {src}: this process reads nothing"));
         }
@@ -262,7 +262,7 @@ impl Peers {
 
     /// Who reduces.
     #[must_use]
-    pub fn reducing(&self) -> Reducing {
+    pub fn reducing(&self) -> ReductionMethod {
         self.reducing
     }
 
@@ -297,7 +297,7 @@ impl Peers {
     /// Who can read all of a file of SRC, where not all can.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
-        let apart = self.mirror.as_ref().filter(|twin| !twin.holds_whole(path));
+        let apart = self.mirror.as_ref().filter(|twin| !twin.holds_all_of(path));
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
@@ -364,7 +364,7 @@ impl Peers {
         &self,
         checkpoint: &Checkpoint,
         reservation: &Reservation,
-        writing: Writing<'_>,
+        writing: WriteContext<'_>,
         progress: &dyn Progress,
     ) -> Result<Stats> {
         let files = &reservation.files;
@@ -388,8 +388,8 @@ impl Peers {
         let Traffic { sent, received } = stats.traffic;
         progress.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        let own = GlobalTotals { received, folded: stats.folded_bytes };
-        Ok(Stats { together: own.add_up(&self.link)?, ..stats })
+        let own = GlobalTotals { received, nccl_reduced: stats.nccl_reduced_bytes };
+        Ok(Stats { global_totals: own.sum_over_processes(&self.link)?, ..stats })
     }
 
     /// What it takes to write all, and what each of them would read, send and receive.
@@ -404,7 +404,7 @@ impl Peers {
     ) -> Result<(Stats, Vec<Load>)> {
         let files = &reservation.files;
         let of = self.link.size();
-        let todos: Vec<Extents> = (0..of).map(|index| own_files(files, Part { index, of })).collect();
+        let todos: Vec<Extents> = (0..of).map(|index| own_rank_files(files, Part { index, of })).collect();
         let (parties, owners) = (self.parties(checkpoint), FileOwners::new(files, &todos));
         self.exchange((checkpoint, reservation), &parties, &owners).dry_run(&run.stop)
     }

@@ -10,7 +10,7 @@ use crate::comm::Part;
 use crate::convert::options::ConvertOptions;
 use crate::error::Result;
 use crate::exec::Extents;
-use crate::exec::division::{own_files, stretch};
+use crate::exec::division::{even_share, own_rank_files};
 use crate::exec::sidecar_files::{SidecarFile, check_distinct};
 use crate::format::Format;
 use crate::publish::DestinationKind;
@@ -38,7 +38,7 @@ impl Prepared {
 
     /// Returns the ranges of the output that a part writes.
     pub fn division(&self, part: Part) -> Extents {
-        let divide = if self.source.is_exchanged() { own_files } else { stretch };
+        let divide = if self.source.is_exchanged() { own_rank_files } else { even_share };
         divide(&self.reservation.files, part)
     }
 }

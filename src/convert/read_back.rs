@@ -9,9 +9,9 @@ use super::reading::input;
 use super::run::Run;
 use crate::catalog::{Catalog, OutputFile, SITE_BYTES};
 use crate::error::{CatalogError, Error, Result};
-use crate::exec::checksums::{WrongSum, first_wrong};
+use crate::exec::checksums::{ChecksumMismatch, first_mismatch};
 use crate::exec::header_bytes::first_difference;
-use crate::exec::sidecar_files::is_carried;
+use crate::exec::sidecar_files::is_copied;
 use crate::exec::{Extents, Input, Silent, compare};
 use crate::format::resolve;
 use crate::progress::Task;
@@ -110,7 +110,7 @@ impl ReadBack<'_> {
             return Ok(found);
         }
         for file in &conversion.carried {
-            if !is_carried(file, folder, true)? {
+            if !is_copied(file, folder, true)? {
                 let message = format!("{} is not what was copied there", folder.join(&file.to).display());
                 let error = Error::usage(message, self.hint);
                 return Ok(Some(Mismatch { error, bytes: Extents::new() }));
@@ -131,7 +131,7 @@ impl ReadBack<'_> {
             let message = format!("{}: byte {offset} is not what was laid out", path.display());
             return Ok(Some(wrong(offset..offset + 1, Error::usage(message, self.hint))));
         }
-        Ok(first_wrong(file, &path, &self.run.stop)?.map(|WrongSum { of, site, expected, found }| {
+        Ok(first_mismatch(file, &path, &self.run.stop)?.map(|ChecksumMismatch { range: of, site, expected, found }| {
             let message = format!(
                 "{}: CRC-32 of bytes {} to {}, at byte {site}: expected {expected:08x}, found {found:08x}",
                 path.display(),

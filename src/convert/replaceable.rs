@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::exec::sidecar_files::{SidecarFile, is_carried, is_unchanged_copy};
+use crate::exec::sidecar_files::{SidecarFile, is_copied, is_unchanged_copy};
 use crate::format::known_files::{FileRole, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use crate::name_list::short_list;
 use crate::publish::DestinationKind;
@@ -134,8 +134,8 @@ impl FoundFile<'_> {
         }
         let Some(file) = self.carried.iter().find(|file| file.to == name) else { return Ok(false) };
         // A process that does not see the file leaves it to those that do.
-        let is_elsewhere = !file.seen_by.is_empty() && file.place.symlink_metadata().is_err();
+        let is_elsewhere = !file.seen_by.is_empty() && file.read_path.symlink_metadata().is_err();
         Ok(is_elsewhere
-            || file.len <= MAX_COMPARED_BYTES && is_carried(file, &AnchoredPath::for_a_look(self.destination), true)?)
+            || file.len <= MAX_COMPARED_BYTES && is_copied(file, &AnchoredPath::read_only(self.destination), true)?)
     }
 }

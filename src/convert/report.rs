@@ -17,7 +17,7 @@ use crate::exchange::Load;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
 use crate::quantity::{count, human_bytes, human_rate};
-use crate::storage::memory::{Anonymous, anonymous};
+use crate::storage::memory::{AnonymousMemory, anonymous_memory};
 use crate::text::harmless;
 
 /// What a caller learns of a conversion before anything is written. `Display` prints what `--dry-run` prints.
@@ -105,7 +105,7 @@ pub struct Account<'a> {
     destination: Option<&'a Path>,
     options: &'a Options,
     /// Memory when all is read and laid out, and no tensor data has moved.
-    before: Option<Anonymous>,
+    before: Option<AnonymousMemory>,
     /// Limit of memory in bytes.
     max_memory: u64,
     /// Bytes that each process would move, where they exchange bytes and a preview was asked for.
@@ -165,7 +165,7 @@ fn count_values(number: u64) -> String {
 impl<'a> Account<'a> {
     pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
         let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
-        Self { conversion, destination, options, before: anonymous(), max_memory, loads: Vec::new(), idle }
+        Self { conversion, destination, options, before: anonymous_memory(), max_memory, loads: Vec::new(), idle }
     }
 
     /// Makes the preview; `foreseen` is what a run would meet at the destination.
@@ -237,11 +237,11 @@ impl<'a> Account<'a> {
     fn closing_line(&self, stats: &Stats, time: Duration) -> String {
         let reservation = &self.conversion.reservation;
         let (carried, bytes) = (&self.conversion.carried, self.conversion.len_bytes());
-        let before = match stats.bytes_before {
+        let before = match stats.bytes_already_written {
             0 => String::new(),
             before => format!(", {} of it before", human_bytes(before)),
         };
-        let rate = match bytes.saturating_sub(stats.bytes_before) {
+        let rate = match bytes.saturating_sub(stats.bytes_already_written) {
             0 => None,
             now => human_rate(now, time),
         };
@@ -254,7 +254,7 @@ impl<'a> Account<'a> {
             time.as_secs_f64(),
         );
         let (left_out, _) = left_out(self.conversion);
-        let wire = (stats.together.received > 0).then(|| human_bytes(stats.together.received));
+        let wire = (stats.global_totals.received > 0).then(|| human_bytes(stats.global_totals.received));
         let parts =
             [("left out: ", left_out), ("cast ", cast_text(stats)), ("on the wire ", wire.into_iter().collect())];
         for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {

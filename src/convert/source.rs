@@ -15,7 +15,7 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
-use crate::exchange::Reducing;
+use crate::exchange::ReductionMethod;
 use crate::exec::Silent;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
@@ -82,8 +82,8 @@ fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'stat
 impl ConversionSource {
     /// Who makes values of summands.
     #[must_use]
-    pub fn reducing(&self) -> Reducing {
-        self.peers.as_ref().map_or(Reducing::InRankOrder, Peers::reducing)
+    pub fn reducing(&self) -> ReductionMethod {
+        self.peers.as_ref().map_or(ReductionMethod::InRankOrder, Peers::reducing)
     }
 
     /// Returns whether processes exchange what they read of it.

@@ -9,7 +9,7 @@ use super::prepared::Prepared;
 use super::reading::input;
 use super::run::Run;
 use crate::convert::options::{Backend, ConvertOptions, ExchangeOptions};
-use crate::exchange::Reducing;
+use crate::exchange::ReductionMethod;
 use crate::exec::copy::Stats;
 
 const FAST_REDUCE: &str = "options::fast_reduce";
@@ -25,7 +25,7 @@ pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
         FAST_REDUCE if is_by_hosts(conversion) => {
-            Some(format!("bytes do not go by NCCL, so all is reduced {}", Reducing::InRankOrder))
+            Some(format!("bytes do not go by NCCL, so all is reduced {}", ReductionMethod::InRankOrder))
         }
         _ => why_none.clone(),
     };
@@ -47,14 +47,15 @@ fn short_rounds(bytes: u64) -> Option<String> {
 
 /// What shows when all is done.
 pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
-    let is_by_nccl = conversion.source.reducing() == Reducing::ByNccl;
+    let is_by_nccl = conversion.source.reducing() == ReductionMethod::Nccl;
     // Of a run that goes on, another one may have had all that there was.
-    let is_all = stats.bytes_before == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);
-    (is_all && stats.together.folded == 0).then(|| {
+    let is_all =
+        stats.bytes_already_written == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);
+    (is_all && stats.global_totals.nccl_reduced == 0).then(|| {
         format!(
             "{FAST_REDUCE} had no effect: there is no tensor of which each process has read another summand, in a dtype and \
              an op of NCCL, so all was reduced {}",
-            Reducing::InRankOrder
+            ReductionMethod::InRankOrder
         )
     })
 }
@@ -72,7 +73,7 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
 
 /// Whether processes have met that reduce on their hosts.
 fn is_by_hosts(conversion: &Prepared) -> bool {
-    conversion.source.peers.is_some() && conversion.source.reducing() == Reducing::InRankOrder
+    conversion.source.peers.is_some() && conversion.source.reducing() == ReductionMethod::InRankOrder
 }
 
 fn has_summands(conversion: &Prepared) -> bool {

@@ -23,12 +23,12 @@ use crate::catalog::OutputFile;
 use crate::comm::{Launch, Part};
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
-use crate::exchange::Reducing;
-use crate::exec::copy::{Stats, Writing, copy};
+use crate::exchange::ReductionMethod;
+use crate::exec::copy::{Stats, WriteContext, copy};
 use crate::exec::fingerprint::fingerprint;
-use crate::exec::plan_description::About;
-use crate::exec::sidecar_files::{SidecarFile, carry};
-use crate::exec::{Extents, Options, sources};
+use crate::exec::plan_description::PlanDescription;
+use crate::exec::sidecar_files::{SidecarFile, copy_file};
+use crate::exec::{Extents, Options, source_tensors};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
 use crate::publish::log::{AtEnd, Log};
@@ -132,17 +132,17 @@ pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, ru
 }
 
 /// What a plan is of, for people.
-pub fn about(conversion: &Prepared, reducing: Reducing, run: &Run<'_>) -> About {
+pub fn about(conversion: &Prepared, reducing: ReductionMethod, run: &Run<'_>) -> PlanDescription {
     let Prepared { source, carried, .. } = conversion;
     let mut options = run.labels.clone();
-    if reducing == Reducing::ByNccl {
+    if reducing == ReductionMethod::Nccl {
         options.insert(String::from("options::fast_reduce"), reducing.to_string());
     }
-    About::new(options, &source.checkpoint.files, carried, &roots(source))
+    PlanDescription::new(options, &source.checkpoint.files, carried, &roots(source))
 }
 
 /// What is to be made, as other processes and later runs know it.
-pub fn plan<'a>(conversion: &Prepared, reducing: Reducing, about: &'a About) -> WorkPlan<'a> {
+pub fn plan<'a>(conversion: &Prepared, reducing: ReductionMethod, about: &'a PlanDescription) -> WorkPlan<'a> {
     let Prepared { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
     let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), reducing);
@@ -173,7 +173,7 @@ impl DestinationWriter<'_> {
 
     /// The carried files that are a part's, with their numbers.
     fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &SidecarFile)> {
-        let is_own = move |(number, file): &(u32, &SidecarFile)| file.carrier(*number, part.of) == part.index;
+        let is_own = move |(number, file): &(u32, &SidecarFile)| file.assigned_process(*number, part.of) == part.index;
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
@@ -185,7 +185,7 @@ impl DestinationWriter<'_> {
         let own = conversion.division(part);
         let mut known = self.records.believed(&own, verify)?;
         let peers = conversion.source.peers.as_ref();
-        if let Some(peers) = peers.filter(|peers| peers.reducing() == Reducing::ByNccl) {
+        if let Some(peers) = peers.filter(|peers| peers.reducing() == ReductionMethod::Nccl) {
             known = self.made_alike(peers)?;
         }
         let todo = own.without(&known.done);
@@ -195,7 +195,7 @@ impl DestinationWriter<'_> {
         // An earlier run may have been told to check less.
         let see_apart = peers.is_some_and(Peers::see_apart);
         let checked = if see_apart { Extents::of_files(files) } else { own };
-        conversion.source.check(&sources(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
+        conversion.source.check(&source_tensors(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = !staging.is_kept() && !verify;
@@ -208,11 +208,11 @@ impl DestinationWriter<'_> {
             if self.records.has_carried(&known, number, file, verify)? {
                 meter.skip(file.len);
             } else {
-                carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
+                copy_file(file, staging.folder(), options.sync, &meter, &run.stop)?;
                 log.carried(number);
             }
         }
-        let writing = Writing {
+        let writing = WriteContext {
             reservation: &conversion.reservation,
             folder: staging.folder(),
             log: &log,
@@ -226,13 +226,13 @@ impl DestinationWriter<'_> {
             }
             _ => copy(input(&conversion.source.checkpoint), writing)?,
         };
-        if conversion.source.reducing() == Reducing::ByNccl {
-            let bytes = human_bytes(stats.folded_bytes);
+        if conversion.source.reducing() == ReductionMethod::Nccl {
+            let bytes = human_bytes(stats.nccl_reduced_bytes);
             run.progress.detail(&format!("options::fast_reduce: {bytes} were reduced by NCCL for this process"));
         }
         staging.finish()?;
         let bytes_before = before.bytes(&staging.others()?);
-        Ok((Stats { bytes_before, ..stats }, before))
+        Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
     /// What is done, of copies of a value only where NCCL has made them at once. Collective.
@@ -326,7 +326,7 @@ impl DestinationWriter<'_> {
             let carried = &conversion.carried;
             staging.confirm(&run.stop, "what was written", || has_all(staging.folder(), self.files(), carried))?;
             seal(staging.folder(), self.files(), carried, known, staging.journals(), options.sync)?;
-            stats.lose(&known.lost);
+            stats.set_cast_losses(&known.lost);
         }
         if self.args.execute.verify {
             let hint = if known.is_some() { WRONG_AND_KEPT } else { WRONG };
@@ -346,7 +346,7 @@ impl DestinationWriter<'_> {
         let mut said = Instant::now();
         let mut every = SAY_AFTER;
         let mut notify = |others: &[OtherPart]| {
-            stats.bytes_before = before.bytes(others);
+            stats.bytes_already_written = before.bytes(others);
             if said.elapsed() >= every
                 && let Some(text) = waiting_for(others)
             {

@@ -121,7 +121,7 @@ impl<'a> Demand<'a> {
                 Some(share) => {
                     let of =
                         |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
-                    (share.summands.iter().map(of).collect(), Reducer::of(entry, share)?)
+                    (share.summands.iter().map(of).collect(), Reducer::for_share(entry, share)?)
                 }
             };
             wanted.push(Arc::new(WantedTile { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));

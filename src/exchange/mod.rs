@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
-pub use crate::exec::reduce::Reducing;
+pub use crate::exec::reduce::ReductionMethod;
 pub use buffers::{BufferPool, HostMemory, PooledBuffer};
 pub use casts::{CastTile, Casting, Casts, Portion};
 pub use demand::FileOwners;
@@ -58,7 +58,7 @@ use staged::{Stage, Staged};
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
+use crate::exec::copy::{Stats, TileBatch, TileSource, WriteContext, write};
 use crate::exec::gather::TileElements;
 use crate::exec::row_groups::OutputRange;
 use crate::exec::window::{CastCounter, PlannedTile};
@@ -103,7 +103,7 @@ impl<'a> Exchange<'a> {
     /// # Errors
     /// As [`Rounds`]; `Stopped`.
     pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
-        let mut stats = Stats::of(self.input, self.reservation);
+        let mut stats = Stats::for_reservation(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
         // However much there is, it is weighed in a number of rounds that ends.
         let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
@@ -122,7 +122,12 @@ impl<'a> Exchange<'a> {
     ///
     /// # Errors
     /// As [`crate::exec::copy::copy`], and `Comm` where another process fails.
-    pub fn run<C: Communicator>(&self, communicator: &C, shuffle: impl Shuffle, writing: Writing<'_>) -> Result<Stats> {
+    pub fn run<C: Communicator>(
+        &self,
+        communicator: &C,
+        shuffle: impl Shuffle,
+        writing: WriteContext<'_>,
+    ) -> Result<Stats> {
         let (stop, todo) = (writing.stop, writing.log.todo());
         let casting = shuffle.casting();
         let (staged, to_shuffle) = sync_channel(0);
@@ -143,8 +148,9 @@ impl<'a> Exchange<'a> {
             let shuffle = || self.shuffle(communicator, shuffle, to_shuffle, shuffled);
             let started = start_within(scope, "reads", read).and_then(|_| start_within(scope, "exchange", shuffle));
             let supply = Batches { shuffled: to_write, stop };
-            let done =
-                started.and_then(|_| writing.make()).and_then(|outputs| write(self.input, outputs, supply, writing));
+            let done = started
+                .and_then(|_| writing.create_files())
+                .and_then(|outputs| write(self.input, outputs, supply, writing));
             if let Err(error) = &done {
                 communicator.fail(&error.to_string());
             }
@@ -158,7 +164,7 @@ impl<'a> Exchange<'a> {
         moves: impl Fn(&Round<'_>) -> Moves,
         rooms: Arc<BufferPool<M>>,
         staged: SyncSender<Result<Staged<M>>>,
-        writing: Writing<'_>,
+        writing: WriteContext<'_>,
     ) {
         let stage = Stage::new(self.input, rooms, writing.options.threads, writing.stop);
         for round in self.rounds() {
@@ -230,7 +236,7 @@ impl<'a> Exchange<'a> {
         let taken = Stats {
             bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,
-            folded_bytes: moves.folds.iter().flat_map(|fold| &fold.value).map(|value| value.len() as u64).sum(),
+            nccl_reduced_bytes: moves.folds.iter().flat_map(|fold| &fold.value).map(|value| value.len() as u64).sum(),
             ..Stats::default()
         };
         let (mut slots, mut payloads) = (Vec::new(), Vec::new());
@@ -242,38 +248,38 @@ impl<'a> Exchange<'a> {
             let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
             let place = laid.map_or(place, |laid| &laid.place);
             let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
-                None => (pair.0, CastCounter::InStrips(pair)),
+                None => (pair.0, CastCounter::WhileWriting(pair)),
                 Some((cast, portions)) => {
                     let firsts = portions.iter().map(|portion| portion.counted.start);
-                    (cast.to(), CastCounter::Before(pair, firsts.zip(lost.by_ref()).collect()))
+                    (cast.to(), CastCounter::Counted(pair, firsts.zip(lost.by_ref()).collect()))
                 }
             };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.place(chunk) else { continue };
-                let values = TileElements { memory: Arc::clone(&memory), place: place.clone() };
-                let tile = PreparedTile::held(source, dtype, numel, values).cast_to(pair.1)?;
+                let values = TileElements { memory: Arc::clone(&memory), range: place.clone() };
+                let tile = PreparedTile::from_memory(source, dtype, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
                 payloads.push(OutputRange {
                     file,
                     offset,
                     len: numel * itemsize,
-                    slot: slots.len(),
+                    tile_index: slots.len(),
                     itemsize,
                     group: None,
                 });
                 // Of replicas the first counts, whoever does it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
-                let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::InStrips(pair)));
-                slots.push(PlannedTile { tile, counted, copies: None });
+                let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::WhileWriting(pair)));
+                slots.push(PlannedTile { tile, cast_counter: counted, copy_group: None });
             }
         }
-        Ok((slots, Batch { payloads, taken, is_checked }))
+        Ok((slots, TileBatch { output_ranges: payloads, read_stats: taken, is_checked }))
     }
 }
 
 /// The tiles of a round.
-type Arrived = (Vec<PlannedTile>, Batch);
+type Arrived = (Vec<PlannedTile>, TileBatch);
 
 /// What comes from the shuffle, until a signal does.
 struct Batches<'a> {
@@ -281,8 +287,8 @@ struct Batches<'a> {
     stop: &'a Stop,
 }
 
-impl Supply for Batches<'_> {
-    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>> {
+impl TileSource for Batches<'_> {
+    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>> {
         // The memory that they hold is wanted for the next round.
         slots.clear();
         loop {

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
     use crate::catalog::{Chunk, Dtype, FileLocation, OutputFile, TensorId};
     use crate::exec::Extents;
-    use crate::exec::reduce::Reducing;
+    use crate::exec::reduce::ReductionMethod;
     use crate::layout::Tile;
     use crate::storage::FileId;
 
@@ -132,7 +132,7 @@ mod tests {
         }
         let files = [output];
         let owners = FileOwners::new(&files, &[Extents::of_files(&files), Extents::new()]);
-        let (sight, reducing) = (FileVisibility::Shared, Reducing::InRankOrder);
+        let (sight, reducing) = (FileVisibility::Shared, ReductionMethod::InRankOrder);
         let parties = Topology { sight, nodes: vec![0, 0], counting: Counting::Any, reducing };
         let mut ahead = Prefetch::new(&catalog, &reserved, &owners, &parties);
         assert!(ahead.next().unwrap().unwrap().unit.number == 0);

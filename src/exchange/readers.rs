@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::catalog::TensorEntry;
 use crate::comm::{Communicator, node};
 use crate::error::{CommError, Error, Result};
-use crate::exec::reduce::Reducing;
+use crate::exec::reduce::ReductionMethod;
 use crate::storage::{FileId, Files};
 
 /// Which processes can read which files.
@@ -39,7 +39,7 @@ pub struct Topology {
     /// For each rank its node.
     pub nodes: Vec<u32>,
     pub counting: Counting,
-    pub reducing: Reducing,
+    pub reducing: ReductionMethod,
 }
 
 /// Which of several replicas is read.

@@ -21,7 +21,7 @@ pub fn reduce(moves: &Moves, unpacked: &mut [u8]) -> Result<()> {
     values.into_par_iter().zip(made().collect::<Vec<_>>()).try_for_each(|(values, tile)| {
         let Making::Reduced { summands, reducer, .. } = &tile.making else { return Ok(()) };
         let summands = &behind[summands.start - moves.given_len..summands.end - moves.given_len];
-        reduce_tile(*reducer, summands, values).map_err(|fault| fault.of(&tile.wanted.fqn))
+        reduce_tile(*reducer, summands, values).map_err(|fault| fault.for_tensor(&tile.wanted.fqn))
     })
 }
 

@@ -12,7 +12,7 @@ use super::reduced::reduce;
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exec::cast::LossCounts;
-use crate::exec::room;
+use crate::exec::sized_buffer;
 
 /// Moves what a process has staged, and gives what it gets, round by round.
 pub trait Shuffle: Send {
@@ -107,8 +107,8 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
     /// Pack, and go over the wire.
     fn go(&mut self, hop: &TransferPhase, source: &[u8]) -> Result<()> {
         let told = hop.told.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
-        let outgoing = room(&mut self.outgoing, hop.outgoing_len());
-        let incoming = room(&mut self.incoming, hop.incoming_len());
+        let outgoing = sized_buffer(&mut self.outgoing, hop.outgoing_len());
+        let incoming = sized_buffer(&mut self.incoming, hop.incoming_len());
         let mut packed = pieces(outgoing, hop.to.iter().map(|range| (range.start, range.len())));
         packed.push(&mut incoming[told]);
         let copies: Vec<_> = hop.packs.iter().chain([&hop.tells]).collect();

@@ -8,7 +8,7 @@ use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
 use super::moves::{Moves, SourceRead};
 use crate::error::Result;
 use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
-use crate::exec::{DEFAULT_STRIP_BYTES, Input, PreparedTile, Scratch, Stop};
+use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Input, PreparedTile, Scratch, Stop};
 
 /// A round that has been read.
 pub struct Staged<M: HostMemory> {
@@ -49,7 +49,7 @@ impl<'a, M: HostMemory> Stage<'a, M> {
         let mut strips = Vec::new();
         for ((read, place), whole) in moves.reads.iter().zip(places).zip(wholes) {
             let (itemsize, whole) = whole?;
-            let elements = DEFAULT_STRIP_BYTES / itemsize;
+            let elements = DEFAULT_WRITE_BLOCK_BYTES / itemsize;
             let strip = usize::try_from(elements * itemsize).expect("a strip fits memory");
             let firsts = (0..).map(|index| read.first + index * elements);
             strips.extend(firsts.zip(place.chunks_mut(strip)).map(|(first, strip)| (Arc::clone(&whole), first, strip)));
@@ -61,13 +61,13 @@ impl<'a, M: HostMemory> Stage<'a, M> {
             let mut scratch = Scratch::default();
             while let Some((whole, first, strip)) = next() {
                 self.stop.check()?;
-                let noting = CrcRecorder { passing: &self.passing, sums: &mut Vec::new() };
-                whole.read_summing(self.input, first, strip, &mut scratch, Some(noting))?;
+                let noting = CrcRecorder { source_crcs: &self.passing, parts: &mut Vec::new() };
+                whole.read_with_checksums(self.input, first, strip, &mut scratch, Some(noting))?;
             }
             Ok(())
         })?;
         if moves.ends_whole {
-            self.passing.settle(self.input.files)?;
+            self.passing.check_complete(self.input.files)?;
         }
         let is_checked = self.passing.is_empty();
         Ok(Staged { moves, bytes, is_checked })

@@ -30,7 +30,7 @@ use super::phase::Message;
 use super::readers::{Reader, Topology};
 use super::transfers::{SourceRange, Transfer, TransferTarget, Unit};
 use crate::error::Result;
-use crate::exec::reduce::Reducing;
+use crate::exec::reduce::ReductionMethod;
 use crate::plan::Pieces;
 
 /// Strided copies that all processes together pack in a round, at the most: each knows those of all. They take memory, too,
@@ -97,8 +97,8 @@ impl<'a> TransferPlan<'a> {
                     continue;
                 }
                 let folding = match parties.reducing {
-                    Reducing::InRankOrder => None,
-                    Reducing::ByNccl => ReductionKind::of(wanted, ranks),
+                    ReductionMethod::InRankOrder => None,
+                    ReductionMethod::Nccl => ReductionKind::of(wanted, ranks),
                 };
                 let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
                 for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {

@@ -1,97 +1,102 @@
-//! The block of source bytes that a worker holds: read once, copied out of many times.
+//! A block of source bytes that a worker reads once and copies from many times.
 //!
-//! Counts bytes. Where the strips of a [band](super::bands) want short runs of the same rows, all that they want is read
-//! into the block first, and each takes its runs out of it. Whoever wants what is not held reads for itself, so nothing
-//! depends on what is. Invariant: `bytes` holds the stretches of `held`, in their order and without gaps, and is at most
-//! [`BLOCK_BYTES`] long.
+//! Counts bytes. Where the write blocks of a [row group](super::row_groups) need short runs of the same rows, the
+//! worker first reads all needed ranges into the source block, then fills each write block from it. A range that is not
+//! in the source block is read directly, so correctness does not depend on its content. Invariant: `bytes` holds
+//! `ranges` in their order and without gaps, and is at most [`BLOCK_BYTES`] long.
 
-use super::{BLOCK_BYTES, room};
+use super::{BLOCK_BYTES, sized_buffer};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Stretches with less than this between them are read in one go: it takes no longer, and disks have no shorter blocks.
+/// Ranges with a smaller gap between them are read by one call: it takes no longer, and disk blocks are not shorter.
 const GAP_BYTES: u64 = 4 << 10;
 
+/// Source bytes in memory, and the file ranges that they are.
+///
+/// Source bytes in memory, and the file ranges that they are.
 #[derive(Debug, Default)]
-pub struct Block {
+pub struct SourceBlock {
     bytes: Vec<u8>,
-    held: Vec<FileRange>,
+    ranges: Vec<FileRange>,
 }
 
-impl Block {
-    /// Read what is wanted, as far as there is room.
+impl SourceBlock {
+    /// Reads the wanted ranges, as many as fit.
     ///
     /// # Errors
-    /// As reading.
-    pub fn hold(&mut self, files: &Files, wanted: WantedRange) -> Result<()> {
-        self.held.clear();
-        let mut room_left = BLOCK_BYTES;
-        let mut fits = |stretch: &FileRange| {
-            let left = room_left.checked_sub(stretch.len);
-            room_left = left.unwrap_or(room_left);
+    /// Errors of reading.
+    pub fn load(&mut self, files: &Files, wanted: WantedRanges) -> Result<()> {
+        self.ranges.clear();
+        let mut bytes_left = BLOCK_BYTES;
+        let mut fits = |range: &FileRange| {
+            let left = bytes_left.checked_sub(range.len);
+            bytes_left = left.unwrap_or(bytes_left);
             left.is_some()
         };
-        let held: Vec<FileRange> = wanted.stretches().into_iter().filter(|stretch| fits(stretch)).collect();
-        let mut rest = room(&mut self.bytes, as_size(held.iter().map(|stretch| stretch.len).sum()));
-        for stretch in &held {
-            let (place, after) = rest.split_at_mut(as_size(stretch.len));
-            files.open(stretch.file)?.read_exact_at(place, stretch.offset)?;
+        let ranges: Vec<FileRange> = wanted.merged().into_iter().filter(|range| fits(range)).collect();
+        let mut rest = sized_buffer(&mut self.bytes, as_size(ranges.iter().map(|range| range.len).sum()));
+        for range in &ranges {
+            let (target, after) = rest.split_at_mut(as_size(range.len));
+            files.open(range.file)?.read_exact_at(target, range.offset)?;
             rest = after;
         }
-        self.held = held;
+        self.ranges = ranges;
         Ok(())
     }
 
-    /// The bytes of a stretch, where they are held.
+    /// Returns the bytes of a range; `None` if the block does not contain all of it.
     #[must_use]
-    pub fn get(&self, wanted: FileRange) -> Option<&[u8]> {
+    pub fn get(&self, range: FileRange) -> Option<&[u8]> {
         let mut start = 0;
-        for held in &self.held {
-            if held.file == wanted.file && held.offset <= wanted.offset {
-                let within = wanted.offset - held.offset;
-                if within + wanted.len <= held.len {
-                    return Some(&self.bytes[as_size(start + within)..][..as_size(wanted.len)]);
+        for loaded in &self.ranges {
+            if loaded.file == range.file && loaded.offset <= range.offset {
+                let within = range.offset - loaded.offset;
+                if within + range.len <= loaded.len {
+                    return Some(&self.bytes[as_size(start + within)..][..as_size(range.len)]);
                 }
             }
-            start += held.len;
+            start += loaded.len;
         }
         None
     }
 
-    /// Room for something else, after which nothing is held.
-    pub fn room(&mut self, len: u64) -> &mut [u8] {
-        self.held.clear();
-        room(&mut self.bytes, as_size(len))
+    /// Returns `len` bytes of the buffer for another use; the block contains no range afterwards.
+    pub fn reuse(&mut self, len: u64) -> &mut [u8] {
+        self.ranges.clear();
+        sized_buffer(&mut self.bytes, as_size(len))
     }
 
+    /// Returns the memory that the block has allocated.
     #[cfg(test)]
     pub fn capacity(&self) -> usize {
         self.bytes.capacity()
     }
 }
 
-/// What is to be held.
+/// The ranges that a row group needs from the source.
 #[derive(Debug, Default)]
-pub struct WantedRange(Vec<FileRange>);
+pub struct WantedRanges(Vec<FileRange>);
 
-impl WantedRange {
-    /// Pieces of one strip come in the order of their source, nearly all of them: so there are few stretches at any time.
+impl WantedRanges {
+    /// Adds a range. Nearly all pieces of a write block come in the order of their source, so there are few ranges at
+    /// any time.
     pub fn add(&mut self, next: FileRange) {
-        if !self.0.last_mut().is_some_and(|last| joined(last, &next)) {
+        if !self.0.last_mut().is_some_and(|last| merge(last, &next)) {
             self.0.push(next);
         }
     }
 
-    /// In the order of files, none near another.
-    fn stretches(mut self) -> Vec<FileRange> {
-        self.0.sort_unstable_by_key(|stretch| (stretch.file, stretch.offset));
-        self.0.dedup_by(|next, last| joined(last, next));
+    /// Returns the ranges in file order, with near ranges merged.
+    fn merged(mut self) -> Vec<FileRange> {
+        self.0.sort_unstable_by_key(|range| (range.file, range.offset));
+        self.0.dedup_by(|next, last| merge(last, next));
         self.0
     }
 }
 
-/// Whether `next`, which begins no earlier than `last`, became a part of it.
-fn joined(last: &mut FileRange, next: &FileRange) -> bool {
+/// Merges `next`, which begins no earlier than `last`, into `last` if they are near; returns whether it did.
+fn merge(last: &mut FileRange, next: &FileRange) -> bool {
     let end = last.offset + last.len;
     let joins = last.file == next.file && last.offset <= next.offset && next.offset <= end + GAP_BYTES;
     if joins {
@@ -110,27 +115,27 @@ mod tests {
     use crate::storage::IoMode;
 
     #[test]
-    fn what_is_wanted_is_read_once_as_far_as_it_fits() {
+    fn wanted_ranges_are_read_once_as_far_as_they_fit() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f");
         let content: Vec<u8> = (0..3_000_000_u32).flat_map(|n| u8::try_from(n % 251)).collect();
         std::fs::write(&path, &content).unwrap();
         let mut files = Files::new(IoMode::Read);
         let file = files.add(&path).unwrap();
-        let stretch = |offset, len| FileRange { file, offset, len };
-        let mut block = Block::default();
-        let mut wanted = WantedRange::default();
-        let stretches = [stretch(20_000, 10), stretch(5, 100), stretch(50, 200), stretch(100_000, 2 << 20)];
-        stretches.into_iter().for_each(|stretch| wanted.add(stretch));
-        block.hold(&files, wanted).unwrap();
-        assert_eq!(block.held, [stretch(5, 245), stretch(20_000, 10)]);
-        assert_eq!(block.get(stretch(60, 190)).unwrap(), &content[60..250]);
-        assert_eq!(block.get(stretch(20_001, 9)).unwrap(), &content[20_001..20_010]);
+        let range = |offset, len| FileRange { file, offset, len };
+        let mut block = SourceBlock::default();
+        let mut wanted = WantedRanges::default();
+        let ranges = [range(20_000, 10), range(5, 100), range(50, 200), range(100_000, 2 << 20)];
+        ranges.into_iter().for_each(|range| wanted.add(range));
+        block.load(&files, wanted).unwrap();
+        assert_eq!(block.ranges, [range(5, 245), range(20_000, 10)]);
+        assert_eq!(block.get(range(60, 190)).unwrap(), &content[60..250]);
+        assert_eq!(block.get(range(20_001, 9)).unwrap(), &content[20_001..20_010]);
         assert_eq!(files.bytes_read(), 255);
-        for beyond in [stretch(0, 6), stretch(240, 11), stretch(20_001, 10), stretch(100_000, 1)] {
+        for beyond in [range(0, 6), range(240, 11), range(20_001, 10), range(100_000, 1)] {
             assert_eq!(block.get(beyond), None);
         }
-        block.room(3);
-        assert_eq!(block.get(stretch(60, 1)), None);
+        block.reuse(3);
+        assert_eq!(block.get(range(60, 1)), None);
     }
 }

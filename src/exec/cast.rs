@@ -1,9 +1,9 @@
-//! Casts between floating-point dtypes, bit for bit as PyTorch's CPU `tensor.to(dtype)`.
+//! Casts between floating-point dtypes, bit for bit equal to PyTorch's CPU `tensor.to(dtype)`.
 //!
-//! Counts bytes at its door and elements inside; elements are little-endian and need no alignment.
+//! Takes and returns bytes and counts elements inside; elements are little-endian and need no alignment.
 //!
-//! Source of the rule: PyTorch 2.15.0, as `floats.rs` has it. Every cast goes through f32, so f64 to f16, bf16
-//! and the 8-bit floats rounds twice.
+//! The rules are those of PyTorch 2.15.0, see `floats.rs`. Every cast goes through f32, so a cast of f64 to f16, bf16
+//! or an 8-bit float rounds twice.
 
 use std::iter::zip;
 
@@ -20,26 +20,27 @@ pub struct Cast {
     to: Dtype,
 }
 
-/// The dtype of a tensor in the source, and the one in the target.
+/// Dtype of a tensor in the source, and its dtype in the target.
 pub type DtypePair = (Dtype, Dtype);
 
-/// What a cast met that its target does not hold, in elements.
+/// Elements that the target dtype of a cast cannot represent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
-    /// Values beyond the largest finite one of the target, which became infinite, NaN or that largest one. Infinities
-    /// count where the target has none.
+    /// Values beyond the largest finite value of the target dtype; they became infinite, NaN or that largest value.
+    /// Infinities count if the target dtype has none.
     pub overflows: u64,
-    /// NaNs of the source.
+    /// NaNs in the source.
     pub nans: u64,
 }
 
 impl LossCounts {
+    /// Adds other counts to these.
     pub fn add(&mut self, other: Self) {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);
     }
 
-    /// Without those of some of the elements.
+    /// Returns these counts minus `other`, the counts of some of the elements.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         let overflows = self.overflows.saturating_sub(other.overflows);
@@ -48,7 +49,7 @@ impl LossCounts {
 }
 
 impl Cast {
-    /// `None` where the dtypes are equal or one of them is not castable.
+    /// Returns the cast between two dtypes; `None` if they are equal or one of them is not castable.
     #[must_use]
     pub fn new(from: Dtype, to: Dtype) -> Option<Self> {
         use Dtype::{Bf16, F8E4m3fn, F8E4m3fnuz, F8E5m2, F8E5m2fnuz, F16, F32, F64};
@@ -57,31 +58,33 @@ impl Cast {
         (possible && from != to).then_some(Self { from, to })
     }
 
+    /// Returns the source dtype.
     #[must_use]
     pub fn from(&self) -> Dtype {
         self.from
     }
 
+    /// Returns the target dtype.
     #[must_use]
     pub fn to(&self) -> Dtype {
         self.to
     }
 
-    /// Cast the elements of `source` to those of `target`.
+    /// Casts the elements of `source` into `target`.
     ///
     /// # Panics
-    /// Where the two do not have the same number of elements.
+    /// If the two do not have the same number of elements.
     pub fn convert(&self, source: &[u8], target: &mut [u8]) -> LossCounts {
         match self.from {
             Dtype::F64 => self.load_with(source, target, load_f64),
             Dtype::F32 => self.load_with(source, target, |bytes| exact(u32::from_le_bytes(bytes))),
             Dtype::F16 => self.load_with(source, target, |bytes| exact(single_of_f16(bytes))),
             Dtype::Bf16 => self.load_with(source, target, |bytes| exact(single_of_bf16(bytes))),
-            other => unreachable!("{other} is not cast from"),
+            other => unreachable!("no cast from {other}"),
         }
     }
 
-    /// One loop for each pair of dtypes, in which everything but the values is known to the compiler.
+    /// Runs one loop per pair of dtypes, in which the compiler knows everything but the values.
     #[inline]
     fn load_with<const N: usize>(
         self,
@@ -90,27 +93,34 @@ impl Cast {
         load: impl Fn([u8; N]) -> LoadedFloat,
     ) -> LossCounts {
         match self.to {
-            Dtype::F64 => each(source, target, Infinity::Kept, load, store_f64),
-            Dtype::F32 => each(source, target, Infinity::Kept, load, store_f32),
-            Dtype::F16 => each(source, target, F16.infinity, load, |single| F16.store_16(single)),
+            Dtype::F64 => convert_elements(source, target, Infinity::Kept, load, store_f64),
+            Dtype::F32 => convert_elements(source, target, Infinity::Kept, load, store_f32),
+            Dtype::F16 => convert_elements(source, target, F16.infinity, load, |single| F16.store_16(single)),
             Dtype::Bf16 if self.from == Dtype::F16 => {
-                each(source, target, BF16_OF_F16.infinity, load, |single| BF16_OF_F16.store_16(single))
+                convert_elements(source, target, BF16_OF_F16.infinity, load, |single| BF16_OF_F16.store_16(single))
             }
-            Dtype::Bf16 => each(source, target, BF16.infinity, load, |single| BF16.store_16(single)),
-            Dtype::F8E4m3fn => each(source, target, F8_E4M3FN.infinity, load, |single| F8_E4M3FN.store_8(single)),
-            Dtype::F8E5m2 => each(source, target, F8_E5M2.infinity, load, |single| F8_E5M2.store_8(single)),
-            Dtype::F8E4m3fnuz => each(source, target, F8_E4M3FNUZ.infinity, load, |single| F8_E4M3FNUZ.store_8(single)),
-            Dtype::F8E5m2fnuz => each(source, target, F8_E5M2FNUZ.infinity, load, |single| F8_E5M2FNUZ.store_8(single)),
-            other => unreachable!("{other} is not cast to"),
+            Dtype::Bf16 => convert_elements(source, target, BF16.infinity, load, |single| BF16.store_16(single)),
+            Dtype::F8E4m3fn => {
+                convert_elements(source, target, F8_E4M3FN.infinity, load, |single| F8_E4M3FN.store_8(single))
+            }
+            Dtype::F8E5m2 => convert_elements(source, target, F8_E5M2.infinity, load, |single| F8_E5M2.store_8(single)),
+            Dtype::F8E4m3fnuz => {
+                convert_elements(source, target, F8_E4M3FNUZ.infinity, load, |single| F8_E4M3FNUZ.store_8(single))
+            }
+            Dtype::F8E5m2fnuz => {
+                convert_elements(source, target, F8_E5M2FNUZ.infinity, load, |single| F8_E5M2FNUZ.store_8(single))
+            }
+            other => unreachable!("no cast to {other}"),
         }
     }
 }
 
-/// Elements that 32-bit counters are kept for: narrow counters let the loop be vectorised.
+/// Elements counted in 32-bit counters at a time: narrow counters let the compiler vectorise the loop.
 const BLOCK: usize = 4096;
 
+/// Converts each element, and counts the values that the target cannot represent.
 #[inline]
-fn each<const N: usize, const M: usize>(
+fn convert_elements<const N: usize, const M: usize>(
     source: &[u8],
     target: &mut [u8],
     infinity: Infinity,
@@ -118,16 +128,16 @@ fn each<const N: usize, const M: usize>(
     store: impl Fn(u32) -> StoredFloat<M>,
 ) -> LossCounts {
     let (elements, rest) = source.as_chunks::<N>();
-    let (slots, left) = target.as_chunks_mut::<M>();
-    let fits = elements.len() == slots.len() && rest.is_empty() && left.is_empty();
-    assert!(fits, "{} bytes do not become {}", source.len(), target.len());
+    let (outputs, left) = target.as_chunks_mut::<M>();
+    let fits = elements.len() == outputs.len() && rest.is_empty() && left.is_empty();
+    assert!(fits, "cannot cast {} bytes into {} bytes", source.len(), target.len());
     let mut counts = LossCounts::default();
-    for (elements, slots) in zip(elements.chunks(BLOCK), slots.chunks_mut(BLOCK)) {
+    for (elements, outputs) in zip(elements.chunks(BLOCK), outputs.chunks_mut(BLOCK)) {
         let (mut overflows, mut nans) = (0_u32, 0_u32);
-        for (element, slot) in zip(elements, slots) {
+        for (element, output) in zip(elements, outputs) {
             let loaded = load(*element);
             let stored = store(loaded.single);
-            *slot = stored.bytes;
+            *output = stored.bytes;
             overflows += u32::from(stored.beyond && (loaded.was_finite || infinity == Infinity::Lost));
             nans += u32::from(magnitude(loaded.single) > INFINITY);
         }
@@ -158,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn casts_are_between_different_floats() {
+    fn only_two_different_float_dtypes_have_a_cast() {
         assert_eq!(pairs().len(), 28);
         assert_eq!(Cast::new(Dtype::F32, Dtype::F32), None);
         for other in [Dtype::Bool, Dtype::I64, Dtype::C64, Dtype::F8E8m0fnu, Dtype::F4E2m1fnX2] {
@@ -169,26 +179,27 @@ mod tests {
     }
 
     #[test]
-    fn hard_cases_are_as_in_pytorch() {
+    fn corner_cases_equal_pytorch() {
         let bytes = fixture("cases.safetensors");
         let cases = SafeTensors::deserialize(&bytes).unwrap();
         for cast in pairs() {
             let source = cases.tensor(cast.from().name()).unwrap();
-            let wanted = cases.tensor(&format!("{}.{}", cast.from(), cast.to())).unwrap();
-            // One byte off, so that nothing is aligned.
+            let expected = cases.tensor(&format!("{}.{}", cast.from(), cast.to())).unwrap();
+            // Shifted by one byte, so that no element is aligned.
             let shifted: Vec<u8> = std::iter::once(0).chain(source.data().iter().copied()).collect();
             let (found, _) = converted(cast, &shifted[1..]);
             let size = usize::try_from(cast.from().itemsize()).unwrap();
             let sizes = (size, usize::try_from(cast.to().itemsize()).unwrap());
-            let elements = source.data().chunks(sizes.0).zip(found.chunks(sizes.1).zip(wanted.data().chunks(sizes.1)));
-            for (element, (found, wanted)) in elements {
-                assert_eq!(found, wanted, "{} to {}: {element:02x?}", cast.from(), cast.to());
+            let elements =
+                source.data().chunks(sizes.0).zip(found.chunks(sizes.1).zip(expected.data().chunks(sizes.1)));
+            for (element, (found, expected)) in elements {
+                assert_eq!(found, expected, "{} to {}: {element:02x?}", cast.from(), cast.to());
             }
         }
     }
 
     #[test]
-    fn very_many_patterns_are_as_in_pytorch() {
+    fn dense_bit_patterns_equal_pytorch() {
         let sums: serde_json::Value = serde_json::from_slice(&fixture("sums.json")).unwrap();
         let dense = sums["dense"].as_u64().unwrap();
         for cast in pairs() {
@@ -208,14 +219,14 @@ mod tests {
     }
 
     #[test]
-    fn what_the_target_does_not_hold_is_counted() {
+    fn values_that_the_target_cannot_represent_are_counted() {
         let values = [1.0, 1e30, -1e30, f32::INFINITY, f32::NAN, 65_519.0, 65_520.0, -0.0, 448.0, 464.0, 465.0];
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         for (to, overflows) in [
             (Dtype::F64, 0),
             (Dtype::F16, 3),
             (Dtype::Bf16, 0),
-            // Infinity, too, is something that these do not have.
+            // These dtypes cannot represent infinity either.
             (Dtype::F8E4m3fn, 6),
             (Dtype::F8E4m3fnuz, 8),
             (Dtype::F8E5m2, 4),
@@ -231,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_and_values_go_on_over_many_blocks() {
+    fn input_of_many_blocks_is_cast_and_counted() {
         let source: Vec<u8> = (0..3 * BLOCK + 7).flat_map(|_| f32::MAX.to_le_bytes()).collect();
         let (found, counts) = converted(Cast::new(Dtype::F32, Dtype::F16).unwrap(), &source);
         assert_eq!(counts.overflows, 3 * BLOCK as u64 + 7);

@@ -1,12 +1,13 @@
-//! CRC-32s of parts of spans on their way to becoming those of whole spans, and from there into the file.
+//! Computes the CRC-32s that output files contain: from checksums of parts to checksums of whole spans, then into the
+//! file.
 //!
-//! Most sums are of tensors that lie within one strip, with the place for the sum behind them: those are put there before
-//! the strip is written. What is spread over strips is logged with them. A run that writes everything puts it together when
-//! all is done, strips of nothing but literals (such as the directory of a torch file) are filled after that, and what is
-//! still open then is written on its own. Where several runs write a checkpoint, whoever seals it has the parts of all
-//! ([`patch`]).
+//! Most spans are tensors within one write block, with the site of the checksum behind them: these checksums are put
+//! into the block before it is written. A span that several write blocks share is logged in parts with them. A run that
+//! writes all data combines these parts when all data is written, then fills the blocks that hold only header bytes
+//! (such as the directory of a torch file), and then writes the checksums that are still missing. Where several runs
+//! write a checkpoint, the process that seals it has the parts of all runs ([`write_combined`]).
 //!
-//! Counts bytes. Invariant: spans ascend, and so do their first sites, and their second ones (see [`Sum`]).
+//! Counts bytes. Invariant: spans ascend, and so do their first sites and their second sites (see [`ChecksumSpan`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,21 +20,22 @@ use rayon::prelude::*;
 
 use super::Stop;
 use super::digest::{Digest, for_each_block};
-use super::finished::SumPart;
+use super::finished::ChecksumPart;
 use super::output::Outputs;
 use super::write_blocks::WriteBlock;
 use crate::catalog::{ChecksumSpan, OutputFile, Reservation, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
+/// The checksums of all output files of a run.
 pub struct Checksums<'a> {
     files: &'a [OutputFile],
-    /// Whether all data comes by, so that all sums will be known.
-    settles: bool,
-    /// By file: every sum, once all data is there.
+    /// True if this run writes all data, so that all checksums will be known.
+    covers_all_data: bool,
+    /// All checksums of each file, known once all data is written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// Sites that a strip was written over before the sum was known.
-    open: Mutex<Vec<OpenChecksum>>,
+    /// Sites whose block was written before the checksum was known.
+    unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
 struct OpenChecksum {
@@ -42,70 +44,79 @@ struct OpenChecksum {
     site: u64,
 }
 
-/// What is left to be done when a strip is closed.
+/// Checksum work that remains after the sites in a write block have been filled.
 #[derive(Default)]
-pub struct Left {
-    /// Parts of spans that are needed beyond the strip.
-    pub parts: Vec<SumPart>,
-    /// Sites, ascending, whose sum is not known. They are not to be written with the strip: a process that was taken for
-    /// dead may come back after another one has sealed.
+pub struct DeferredChecksums {
+    /// Checksums of the parts of spans that reach beyond the write block.
+    pub parts: Vec<ChecksumPart>,
+    /// Sites, ascending, whose checksum is not known. They must not be written with the block: a process that was
+    /// believed dead may continue to write after another process has sealed the checkpoint.
     pub sites: Vec<u64>,
 }
 
-/// What was summed in one strip, in order.
+/// Checksums of the parts of one write block, in order.
 #[derive(Default)]
-pub struct BlockChecksums(Vec<SumPart>);
+pub struct BlockChecksums(Vec<ChecksumPart>);
 
 impl BlockChecksums {
-    /// Note that `bytes` are at this place of the file, of which some stretches, ascending, are summed already.
-    pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[SumPart]) {
-        let crc = Digest::plain(place, bytes, known);
-        self.0.push(SumPart { offset: place.start, len: place.end - place.start, crc });
+    /// Adds the checksum of `bytes`, which are at `place` of the file. `known` holds the checksums of some ranges in
+    /// it, ascending.
+    pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[ChecksumPart]) {
+        let crc = Digest::without_sites(place, bytes, known);
+        self.0.push(ChecksumPart { offset: place.start, len: place.end - place.start, crc });
     }
 
-    pub fn parts(&self) -> &[SumPart] {
+    /// Returns the checksums, in order.
+    pub fn parts(&self) -> &[ChecksumPart] {
         &self.0
     }
 
-    /// The sum of a span that lies within the strip.
-    fn whole(&self, sum: &ChecksumSpan, strip: &Range<u64>) -> Option<u32> {
-        if sum.range.start < strip.start || strip.end < sum.range.end {
+    /// Returns the checksum of a span; `None` if the span reaches beyond the write block.
+    fn of_span(&self, sum: &ChecksumSpan, block: &Range<u64>) -> Option<u32> {
+        if sum.range.start < block.start || block.end < sum.range.end {
             return None;
         }
         let first = self.0.partition_point(|part| part.offset < sum.range.start);
-        Some(combined(self.0[first..].iter().take_while(|part| part.offset < sum.range.end)))
+        Some(combine(self.0[first..].iter().take_while(|part| part.offset < sum.range.end)))
     }
 }
 
-/// The sum of parts that follow each other.
-fn combined<'p>(parts: impl IntoIterator<Item = &'p SumPart>) -> u32 {
+/// Returns the checksum of consecutive parts.
+fn combine<'p>(parts: impl IntoIterator<Item = &'p ChecksumPart>) -> u32 {
     let mut whole = Hasher::new();
     parts.into_iter().for_each(|part| whole.combine(&Hasher::new_with_initial_len(part.crc, part.len)));
     whole.finalize()
 }
 
 impl<'a> Checksums<'a> {
-    /// `settles` says that all data of the reservation will come by.
-    pub fn new(reservation: &'a Reservation, settles: bool) -> Self {
+    /// Prepares the checksums of a reservation. `covers_all_data` is true if this run writes all of its data.
+    pub fn new(reservation: &'a Reservation, covers_all_data: bool) -> Self {
         let files = &reservation.files;
         let site = |sum: &ChecksumSpan, nth: usize| sum.sites.get(nth).copied();
         debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.sums.is_sorted_by_key(|sum| site(sum, nth)))));
-        Self { files, settles, values: OnceLock::new(), open: Mutex::default() }
+        Self { files, covers_all_data, values: OnceLock::new(), unwritten: Mutex::default() }
     }
 
-    /// Whether the file has any.
-    pub fn are_wanted(&self, file: u32) -> bool {
+    /// Returns whether the file contains checksums.
+    pub fn has_checksums(&self, file: u32) -> bool {
         !self.files[file as usize].sums.is_empty()
     }
 
-    /// Whether something in the strip is summed.
-    pub fn has_summed(&self, strip: &WriteBlock) -> bool {
-        strip.segments.iter().any(|segment| self.files[strip.file as usize].sums_at(segment.offset))
+    /// Returns whether a checksum covers some part of the write block.
+    pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
+        block.segments.iter().any(|segment| self.files[block.file as usize].sums_at(segment.offset))
     }
 
-    /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
-    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: BlockChecksums) -> Left {
-        let mut left = Left::default();
+    /// Puts the checksums that are known by now into a write block, which is complete otherwise. `parts` are the
+    /// checksums of this block.
+    pub fn fill_sites(
+        &self,
+        file: u32,
+        range: &Range<u64>,
+        bytes: &mut [u8],
+        parts: BlockChecksums,
+    ) -> DeferredChecksums {
+        let mut deferred = DeferredChecksums::default();
         let sums = self.files[file as usize].sums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
         for nth in 0..most_sites {
@@ -113,72 +124,72 @@ impl<'a> Checksums<'a> {
             let here = (first..).zip(&sums[first..]).take_while(|(_, sum)| sum.sites[nth] < range.end);
             for (index, sum) in here {
                 let site = sum.sites[nth];
-                let value = self.value(file, index).or_else(|| parts.whole(sum, range));
+                let value = self.value(file, index).or_else(|| parts.of_span(sum, range));
                 match value.filter(|_| range.start <= site && site + SITE_BYTES <= range.end) {
                     Some(value) => {
                         let value = value.to_le_bytes();
-                        let at = usize::try_from(site - range.start).expect("a strip fits memory");
+                        let at = usize::try_from(site - range.start).expect("a write block fits memory");
                         bytes[at..at + value.len()].copy_from_slice(&value);
                     }
                     None => {
-                        left.sites.push(site);
-                        // Otherwise the strip before has noted it.
-                        if self.settles && range.start <= site {
+                        deferred.sites.push(site);
+                        // Otherwise the previous block has noted it.
+                        if self.covers_all_data && range.start <= site {
                             let open = OpenChecksum { file, sum: index, site };
-                            self.open.lock().expect("no panic while the lock is held").push(open);
+                            self.unwritten.lock().expect("no panic while the lock is held").push(open);
                         }
                     }
                 }
             }
         }
-        left.sites.sort_unstable();
-        left.parts = parts.0;
-        left.parts.retain(|part| !is_closed(sums, part.offset, range));
-        left
+        deferred.sites.sort_unstable();
+        deferred.parts = parts.0;
+        deferred.parts.retain(|part| !is_within_block(sums, part.offset, range));
+        deferred
     }
 
     fn value(&self, file: u32, sum: usize) -> Option<u32> {
         self.values.get().map(|values| values[file as usize][sum])
     }
 
-    /// All data is there: put the sums together.
-    pub fn settle(&self, mut parts: Vec<(u32, SumPart)>) {
+    /// Combines the parts into checksums of whole spans, once all data is written.
+    pub fn combine_all(&self, mut parts: Vec<(u32, ChecksumPart)>) {
         parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
-        let of_file = |(index, file): (u32, &OutputFile)| {
+        let file_values = |(index, file): (u32, &OutputFile)| {
             let mut value = |sum: &ChecksumSpan| {
-                let is_of = |(file, part): &&(u32, SumPart)| (*file, part.offset) < (index, sum.range.end);
-                combined(std::iter::from_fn(|| parts.next_if(is_of)).map(|(_, part)| part))
+                let is_part = |(file, part): &&(u32, ChecksumPart)| (*file, part.offset) < (index, sum.range.end);
+                combine(std::iter::from_fn(|| parts.next_if(is_part)).map(|(_, part)| part))
             };
             file.sums.iter().map(&mut value).collect()
         };
-        let values = (0_u32..).zip(self.files).map(of_file).collect();
-        // Done once.
+        let values = (0_u32..).zip(self.files).map(file_values).collect();
+        // The only call of `set`.
         let _ = self.values.set(values);
     }
 
-    /// Write what is still open.
+    /// Writes the checksums whose block was written before they were known.
     ///
     /// # Errors
     /// `Io`.
-    pub fn patch(&self, outputs: &Outputs) -> Result<()> {
-        let open = self.open.lock().expect("no panic while the lock is held");
+    pub fn write_deferred(&self, outputs: &Outputs) -> Result<()> {
+        let open = self.unwritten.lock().expect("no panic while the lock is held");
         open.iter().try_for_each(|OpenChecksum { file, sum, site }| {
-            let value = self.value(*file, *sum).expect("settled before");
+            let value = self.value(*file, *sum).expect("combine_all was called");
             outputs.write(*file, *site, &value.to_le_bytes())
         })
     }
 }
 
-/// Put the sums of spans together of which journals have parts, in ascending order, and write them where they belong.
-/// Spans without parts were closed in their strips.
+/// Combines parts from journals, which must ascend, into checksums of spans, and writes them to their sites. Checksums
+/// of spans without parts were written with their block.
 ///
 /// # Errors
-/// `Io`; `Malformed` where parts do not make up their span.
-pub fn patch(
+/// `Io`; `Malformed` if the parts do not make up their span.
+pub fn write_combined(
     outputs: &Outputs,
     files: &[OutputFile],
-    parts: &BTreeMap<u32, Vec<SumPart>>,
+    parts: &BTreeMap<u32, Vec<ChecksumPart>>,
     journals: &Path,
 ) -> Result<()> {
     for (file, parts) in parts {
@@ -196,39 +207,43 @@ pub fn patch(
                 return Err(Error::malformed(
                     journals,
                     files[*file as usize].path.display().to_string(),
-                    format!("sums of all of bytes {} to {}", sum.range.start, sum.range.end),
-                    String::from("a part that is missing or there twice"),
+                    format!("checksum parts for all of bytes {} to {}", sum.range.start, sum.range.end),
+                    String::from("a missing or duplicate part"),
                 ));
             }
-            let value = combined(parts).to_le_bytes();
+            let value = combine(parts).to_le_bytes();
             sum.sites.iter().try_for_each(|site| outputs.write(*file, *site, &value))?;
         }
     }
     Ok(())
 }
 
-/// A sum in a file that is not that of what it is of.
+/// A checksum in a file that differs from the checksum of the data.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WrongSum {
-    pub of: Range<u64>,
+pub struct ChecksumMismatch {
+    /// Range that the checksum covers.
+    pub range: Range<u64>,
+    /// Offset of the checksum in the file.
     pub site: u64,
+    /// CRC-32 of the data.
     pub expected: u32,
+    /// CRC-32 in the file.
     pub found: u32,
 }
 
-/// The first sum of a file that is complete, at `path`, that is not that of what is there.
+/// Returns the first checksum in the complete file at `path` that differs from its data.
 ///
 /// # Errors
 /// `Io`, `Stopped`.
-pub fn first_wrong(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Result<Option<WrongSum>> {
+pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Result<Option<ChecksumMismatch>> {
     if file.sums.is_empty() {
         return Ok(None);
     }
     let open = path.open().map_err(Error::io("open", path))?;
-    let look = |sum: &ChecksumSpan| -> Result<Option<WrongSum>> {
+    let check = |sum: &ChecksumSpan| -> Result<Option<ChecksumMismatch>> {
         let mut hasher = Hasher::new();
-        for_each_block(&open, path.path(), &sum.range, |block| {
-            hasher.update(block);
+        for_each_block(&open, path.path(), &sum.range, |bytes| {
+            hasher.update(bytes);
             stop.check()
         })?;
         let expected = hasher.finalize();
@@ -237,18 +252,18 @@ pub fn first_wrong(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Resul
             open.read_exact_at(&mut value, *site).map_err(Error::io("read", path))?;
             let found = u32::from_le_bytes(value);
             if found != expected {
-                return Ok(Some(WrongSum { of: sum.range.clone(), site: *site, expected, found }));
+                return Ok(Some(ChecksumMismatch { range: sum.range.clone(), site: *site, expected, found }));
             }
         }
         Ok(None)
     };
-    let found: Vec<Result<Option<WrongSum>>> = file.sums.par_iter().map(look).collect();
+    let found: Vec<Result<Option<ChecksumMismatch>>> = file.sums.par_iter().map(check).collect();
     found.into_iter().find_map(Result::transpose).transpose()
 }
 
-/// Whether the span around `offset` lies within the strip, with all sites of its sum.
-fn is_closed(sums: &[ChecksumSpan], offset: u64, strip: &Range<u64>) -> bool {
-    let within = |stretch: Range<u64>| strip.start <= stretch.start && stretch.end <= strip.end;
+/// Returns whether the span at `offset` and all sites of its checksum are within the write block.
+fn is_within_block(sums: &[ChecksumSpan], offset: u64, block: &Range<u64>) -> bool {
+    let within = |range: Range<u64>| block.start <= range.start && range.end <= block.end;
     let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));
     sum.is_some_and(|sum| within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES)))
 }

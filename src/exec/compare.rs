@@ -1,4 +1,5 @@
-//! Reading without writing: digests, equality across layouts, equality of replicas.
+//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Counts bytes, and
+//! elements if the name says so.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -13,10 +14,10 @@ use crate::error::Result;
 use crate::layout::{Dims, Region, Tile};
 use crate::plan::SourceTensor;
 
-/// The digests of tensors, each read as a dtype, several at a time.
+/// Returns the digests of tensors, each read as a given dtype, several tensors in parallel.
 ///
 /// # Errors
-/// As [`digest`].
+/// Errors of [`digest`].
 pub fn digests(
     input: Input<'_>,
     entries: &[(TensorId, &TensorEntry, Dtype)],
@@ -28,13 +29,13 @@ pub fn digests(
     entries.par_iter().map(|(id, entry, dtype)| Ok((*id, digest(entry, *dtype)?))).collect()
 }
 
-/// The BLAKE3 hash of a tensor's values, cast to `dtype` where they have another one, whatever its layout and format.
+/// Returns the BLAKE3 hash of a tensor's values, cast to `dtype` if they have another one. It does not depend on the
+/// tensor's layout or format.
 ///
-/// Hashed are the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major,
-/// little-endian.
+/// Hashes the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major, little-endian.
 ///
 /// # Errors
-/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`; `Unsupported` where there is no such cast.
+/// Errors of reading (`Coverage`, `Malformed`, `Io`), `Stopped`; `Unsupported` if there is no such cast.
 pub fn digest(
     input: Input<'_>,
     entry: &TensorEntry,
@@ -48,7 +49,7 @@ pub fn digest(
     let mut hasher = blake3::Hasher::new();
     hasher.update(format!("{dtype} [{}]\n", dims.join(",")).as_bytes());
     let (mut buffer, mut scratch) = (Vec::new(), Scratch::default());
-    for (first, len) in values.blocks(options.strip_bytes) {
+    for (first, len) in values.blocks(options.write_block_bytes) {
         stop.check()?;
         values.read(first, len, &mut buffer, &mut scratch)?;
         hasher.update(&buffer);
@@ -57,11 +58,11 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
-/// How two tensors of equal shape differ, both read as `dtype` (a cast of the one that has another); `None` where they
-/// are equal bit for bit.
+/// Compares two tensors of equal shape, both read as `dtype` (each is cast if it has another dtype); `None` if they are
+/// equal bit for bit.
 ///
 /// # Errors
-/// As [`digest`].
+/// Errors of [`digest`].
 pub fn first_difference(
     left: (Input<'_>, &TensorEntry),
     right: (Input<'_>, &TensorEntry),
@@ -71,41 +72,42 @@ pub fn first_difference(
     stop: &Stop,
 ) -> Result<Option<Difference>> {
     let (left, right) = (Values::whole(left.0, left.1, dtype)?, Values::whole(right.0, right.1, dtype)?);
-    compare_blocks(&left, &right, Extent::Whole, options, reporter, stop)
+    compare_blocks(&left, &right, CompareMode::Full, options, reporter, stop)
 }
 
-/// Find every stored chunk, replicas included, without reading its data.
+/// Locates every stored chunk, replicas included, without reading its data.
 ///
 /// # Errors
-/// `Malformed` where a chunk is not where, or not what, the catalog says.
-pub fn locate(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
+/// `Malformed` if a chunk does not match the catalog.
+pub fn check_locations(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
     let chunks = u32::try_from(entry.chunks.len()).expect("fewer than 2^32 chunks a tensor");
     let mut stored = (0..chunks).filter(|chunk| !entry.chunks.tile(*chunk as usize).is_empty());
     stored.try_for_each(|chunk| PreparedTile::chunk(input, entry, chunk).map(drop))
 }
 
-/// A stored replica that differs from the one that is read.
+/// Two stored replicas that differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplicaDifference {
-    /// Indices into the tensor's chunk table.
+    /// Index of the replica that is read, in the tensor's chunk table.
     pub first: u32,
+    /// Index of the replica that differs from it.
     pub second: u32,
-    /// Row-major index within the chunk.
+    /// Row-major index of the first different element within the chunk.
     pub element: u64,
 }
 
 impl ReplicaDifference {
-    /// The index in the tensor of the first element that differs.
+    /// Returns the index in the tensor of the first element that differs.
     #[must_use]
     pub fn index(&self, entry: &TensorEntry) -> Dims {
         entry.chunks.tile(self.first as usize).index(self.element)
     }
 }
 
-/// The first replica of any chunk that differs from the holder that is read.
+/// Returns the first replica of any chunk that differs from the replica that is read.
 ///
 /// # Errors
-/// As [`digest`].
+/// Errors of [`digest`].
 pub fn replica_difference(
     input: Input<'_>,
     entry: &TensorEntry,
@@ -122,7 +124,7 @@ pub fn replica_difference(
         let reference = Values::chunk(input, entry, *first)?;
         for second in others {
             let other = Values::chunk(input, entry, *second)?;
-            let found = compare_blocks(&reference, &other, Extent::UntilOneDiffers, options, reporter, stop)?;
+            let found = compare_blocks(&reference, &other, CompareMode::FirstDifference, options, reporter, stop)?;
             if let Some(Difference { element, .. }) = found {
                 return Ok(Some(ReplicaDifference { first: *first, second: *second, element }));
             }
@@ -131,10 +133,10 @@ pub fn replica_difference(
     Ok(None)
 }
 
-/// The first chunk of a written tensor that is not the share of the source's summands that falls to it.
+/// Returns the first chunk of a written tensor that differs from its share of the source's partial values.
 ///
 /// # Errors
-/// As [`digest`].
+/// Errors of [`digest`].
 pub fn share_difference(
     source: (Input<'_>, &TensorEntry),
     written: Input<'_>,
@@ -143,45 +145,46 @@ pub fn share_difference(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<u32>> {
-    let (input, plan, mut known) = (source.0, SourceTensor::new(source.1)?, Locations::of_tiles(tensor.shares.len()));
+    let (input, plan, mut known) = (source.0, SourceTensor::new(source.1)?, Locations::for_tiles(tensor.shares.len()));
     for (chunk, share) in (0..).zip(&tensor.shares) {
         if tensor.place(chunk as usize).is_none() {
             continue;
         }
         let tile = tensor.entry.chunks.tile(chunk as usize);
-        let prepared = PreparedTile::share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
+        let prepared =
+            PreparedTile::with_share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
         let left = Values { input, prepared, dtype: tensor.dtype() };
         let right = Values::chunk(written, &tensor.entry, chunk)?;
-        if compare_blocks(&left, &right, Extent::UntilOneDiffers, options, reporter, stop)?.is_some() {
+        if compare_blocks(&left, &right, CompareMode::FirstDifference, options, reporter, stop)?.is_some() {
             return Ok(Some(chunk));
         }
     }
     Ok(None)
 }
 
-/// How much to compare.
+/// Amount of data to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
-    /// Everything.
-    Whole,
-    /// What is needed to know the first element that differs; how many do, and by how much, is then left open.
-    UntilOneDiffers,
+enum CompareMode {
+    /// All values.
+    Full,
+    /// Only the values up to the first difference. The number and size of the differences is then not complete.
+    FirstDifference,
 }
 
-/// Compare values of equal dtype and number block by block, blocks in parallel.
+/// Compares values of equal dtype and number block by block, blocks in parallel.
 fn compare_blocks(
     left: &Values<'_>,
     right: &Values<'_>,
-    extent: Extent,
+    mode: CompareMode,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<Difference>> {
-    // The byte up to which there is something to do: blocks come in order, so a difference decides for all after it.
+    // The byte up to which there is work: blocks come in order, so a difference makes all later blocks irrelevant.
     let end = AtomicU64::new(u64::MAX);
     let found = Mutex::new(None::<Difference>);
-    // Two buffers a thread share what is meant for one.
-    let blocks = left.blocks(options.strip_bytes / 2);
+    // Each thread has two buffers within the memory of one write block.
+    let blocks = left.blocks(options.write_block_bytes / 2);
     let workers = options.threads.min(blocks.len());
     let blocks = Mutex::new(blocks);
     let work = |_worker: usize| -> Result<()> {
@@ -198,14 +201,14 @@ fn compare_blocks(
             if let Some(difference) = Difference::between(left.dtype, element, &buffers.0, &buffers.1) {
                 let mut found = found.lock().expect("no panic while the lock is held");
                 *found = Some(found.map_or(difference, |found| found.join(difference)));
-                if extent == Extent::UntilOneDiffers {
+                if mode == CompareMode::FirstDifference {
                     end.fetch_min(first, Ordering::Relaxed);
                 }
             }
             reporter.advance(len);
         }
     };
-    // Waking others takes longer than a tensor of one block.
+    // Waking other threads takes longer than comparing a tensor of one block.
     if workers <= 1 {
         work(0)?;
     } else {
@@ -214,11 +217,11 @@ fn compare_blocks(
     Ok(found.into_inner().expect("no panic while the lock is held"))
 }
 
-/// Values to be read in row-major order: a whole tensor, or one stored chunk of it.
+/// Values that are read in row-major order: of a whole tensor, or of one stored chunk.
 pub(crate) struct Values<'a> {
     input: Input<'a>,
     prepared: PreparedTile,
-    /// As they are read.
+    /// Dtype of the values as they are read.
     dtype: Dtype,
 }
 
@@ -230,17 +233,18 @@ impl<'a> Values<'a> {
         Ok(Self { input, prepared, dtype })
     }
 
+    /// Prepares to read one stored chunk.
     pub(crate) fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         Ok(Self { input, prepared: PreparedTile::chunk(input, entry, chunk)?, dtype: entry.dtype })
     }
 
-    /// Read `len` bytes from byte `first`.
+    /// Reads `len` bytes from byte `first` on into `buffer`.
     pub(crate) fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
         buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
         self.prepared.read(self.input, first / self.prepared.itemsize(), buffer, scratch)
     }
 
-    /// The (first byte, length) of each block; blocks hold whole elements.
+    /// Returns the (first byte, length) of each block; blocks hold whole elements.
     pub(crate) fn blocks(&self, block_bytes: u64) -> impl ExactSizeIterator<Item = (u64, u64)> + use<> {
         let itemsize = self.prepared.itemsize();
         let total = self.prepared.numel() * itemsize;

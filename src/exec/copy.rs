@@ -1,15 +1,15 @@
-//! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
+//! Fills the reserved output files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work goes in windows of up to 1 GiB of output. The tensors of a window are planned and located,
-//! its tiles are cut into strips, and those are filled and written in parallel, those of one
-//! band behind each other and everything else in file order. So memory follows the window and the strips
-//! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
+//! Work proceeds in windows of up to 1 GiB of output. The tensors of a window are planned and their chunks located, its
+//! tiles are cut into write blocks, and worker threads fill and write these blocks in parallel: the blocks of a row
+//! group one after the other in one worker, and everything else in file order. So memory depends on the window and the
+//! blocks in flight, not on the model. Header bytes behind the last tensor data, and checksums of spans that several
+//! blocks share, come last.
 //!
-//! A run may have to do only some of the output: its part of it, or what an earlier one left. Tensors that have nothing to
-//! do with that are not planned, and what is finished is [logged](WorkLog) window by window, when the source has been
-//! checked.
+//! A run may have to write only some of the output: its own part, or the rest that an earlier run left. Tensors without
+//! such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source has been checked.
 //!
-//! Counts bytes of output. Invariant: every byte of what is to be done is written from one strip, once.
+//! Counts bytes of output. Invariant: each byte that is to be written is written once, from one write block.
 
 use std::collections::BTreeMap;
 use std::iter::zip;
@@ -19,17 +19,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::block::WantedRange;
+use super::block::WantedRanges;
 use super::cast::{DtypePair, LossCounts};
 use super::checksums::{BlockChecksums, Checksums};
 use super::digest::Digest;
-use super::finished::{CastLosses, FinishedRange, SumPart, WorkLog};
+use super::finished::{CastLosses, ChecksumPart, FinishedRange, WorkLog};
 use super::global_totals::GlobalTotals;
 use super::output::Outputs;
 use super::row_groups::OutputRange;
 use super::source_crc::{CrcRecorder, SourceCrcs};
-use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare};
-use super::write_blocks::{Cutter, Segment, SegmentContent, WriteBlock, order};
+use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare_window};
+use super::write_blocks::{BlockCutter, Segment, SegmentContent, WriteBlock, sort_into_row_groups};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{Reservation, SITE_BYTES};
 use crate::comm::Traffic;
@@ -37,43 +37,45 @@ use crate::error::Result;
 use crate::storage::AnchoredPath;
 use crate::storage::direct::Buffer;
 
-/// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
-/// and its part of a strip, in lists that have grown to hold it.
+/// Memory of a planned tile until it is in a write block: as an entry of its tensor and of the window, its output
+/// range, and its part of a write block, in lists that have grown to hold them.
 const PLANNED_BYTES: u64 = 4 * (size_of::<PlannedTile>() + size_of::<OutputRange>()) as u64;
 
-/// Counts of what a copy moves.
+/// Counters of a copy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes of tensor data taken from the source.
+    /// Bytes of tensor data read from the source.
     pub bytes_read: u64,
-    /// Bytes of output that were done before, by other runs.
-    pub bytes_before: u64,
-    /// Contiguous runs they come in.
+    /// Bytes of output that earlier runs had written.
+    pub bytes_already_written: u64,
+    /// Contiguous runs in which the data is read.
     pub runs: u64,
-    /// Memory that the largest plan took: only those of one window exist at a time.
+    /// Memory of the largest plan: only the plans of one window exist at a time.
     pub planned_bytes: u64,
-    /// Bytes of values that NCCL has reduced.
-    pub folded_bytes: u64,
-    /// What went between processes, where they exchange what they read.
+    /// Bytes of values that NCCL reduced.
+    pub nccl_reduced_bytes: u64,
+    /// Bytes sent between processes that exchange source data.
     pub traffic: Traffic,
-    /// The same of all of them, once all are done.
-    pub together: GlobalTotals,
-    /// By dtype in the source and in the target.
+    /// Totals of all processes, known once all are done.
+    pub global_totals: GlobalTotals,
+    /// Casts by source dtype and target dtype.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
 
-/// Tensors that were cast, and the elements of them that did not come through; replicas count once.
+/// Tensors that were cast, and their elements that the target dtype cannot represent; replicas count once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
+    /// Number of tensors.
     pub tensors: u64,
-    /// See [`Counts`].
+    /// See [`LossCounts`].
     pub overflows: u64,
+    /// See [`LossCounts`].
     pub nans: u64,
 }
 
 impl Stats {
-    /// Of a copy that has not begun: which casts there will be.
-    pub(crate) fn of(input: Input<'_>, reservation: &Reservation) -> Self {
+    /// Returns the counters of a copy that has not begun: only the number of casts is known.
+    pub(crate) fn for_reservation(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
             let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
@@ -84,35 +86,35 @@ impl Stats {
         stats
     }
 
-    /// Those of tiles that are planned.
-    pub(crate) fn of_slots(slots: &[PlannedTile]) -> Self {
-        let of_slot = |slot: &PlannedTile| {
-            let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
-            slot.tile.pieces(|piece| {
-                // As many summands as there are may be read for each rank.
+    /// Returns the counters of planned tiles.
+    pub(crate) fn for_tiles(tiles: &[PlannedTile]) -> Self {
+        let tile_stats = |planned: &PlannedTile| {
+            let mut stats = Self { planned_bytes: PLANNED_BYTES + planned.tile.heap_bytes(), ..Self::default() };
+            planned.tile.pieces(|piece| {
+                // Saturating: each rank may read all partial values.
                 stats.runs = stats.runs.saturating_add(piece.runs());
                 stats.bytes_read = stats.bytes_read.saturating_add(piece.len_bytes());
             });
             stats
         };
-        let both = |one: Self, other: Self| Self {
+        let sum = |one: Self, other: Self| Self {
             runs: one.runs.saturating_add(other.runs),
             bytes_read: one.bytes_read.saturating_add(other.bytes_read),
             planned_bytes: one.planned_bytes + other.planned_bytes,
             ..one
         };
-        slots.par_iter().map(of_slot).reduce(Self::default, both)
+        tiles.par_iter().map(tile_stats).reduce(Self::default, sum)
     }
 
     fn add_batch(&mut self, batch: &Self) {
         self.runs = self.runs.saturating_add(batch.runs);
         self.bytes_read = self.bytes_read.saturating_add(batch.bytes_read);
-        self.folded_bytes += batch.folded_bytes;
+        self.nccl_reduced_bytes += batch.nccl_reduced_bytes;
         self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 
-    /// What casts met, in place of what was known of it.
-    pub fn lose(&mut self, lost: &CastLosses) {
+    /// Replaces the counts of values lost by casts.
+    pub fn set_cast_losses(&mut self, lost: &CastLosses) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
             (cast.overflows, cast.nans) = (counts.overflows, counts.nans);
@@ -120,398 +122,412 @@ impl Stats {
     }
 }
 
-/// What is written, how, and who is told.
+/// The files to write, the settings, and the receivers of progress.
 #[derive(Clone, Copy)]
-pub struct Writing<'a> {
+pub struct WriteContext<'a> {
+    /// The layout of the output files.
     pub reservation: &'a Reservation,
-    /// Where its files are.
+    /// The folder of the output files.
     pub folder: &'a AnchoredPath,
-    /// Has what is to be done of them.
+    /// Knows the byte ranges to write, and records the finished ones.
     pub log: &'a dyn WorkLog,
+    /// The settings.
     pub options: &'a Options,
+    /// Receives progress.
     pub reporter: &'a dyn Reporter,
+    /// Interrupts the run.
     pub stop: &'a Stop,
 }
 
-impl Writing<'_> {
-    /// Make the files.
+impl WriteContext<'_> {
+    /// Creates the output files at their full size.
     ///
     /// # Errors
-    /// As those of `Outputs::make`.
-    pub fn make(&self) -> Result<Outputs> {
+    /// Errors of `Outputs::create`.
+    pub fn create_files(&self) -> Result<Outputs> {
         self.reporter.phase(Phase::Allocating);
-        let made = Outputs::make(self.folder, &self.reservation.files, self.log.todo(), self.options.sync);
-        self.reporter.phase(Phase::Moving);
+        let made = Outputs::create(self.folder, &self.reservation.files, self.log.todo(), self.options.sync);
+        self.reporter.phase(Phase::Copying);
         made
     }
 }
 
-/// Fill what is to be done of files, from the files of the source.
+/// Writes the ranges that are to be written, with tensor data from the files of the source.
 ///
 /// # Errors
-/// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
-pub fn copy(input: Input<'_>, writing: Writing<'_>) -> Result<Stats> {
-    let Writing { reservation, log, .. } = writing;
-    let mut supply = FromFiles {
+/// The first error of any worker; `Stopped` on a signal. The output files are then incomplete, and the log has the
+/// finished ranges.
+pub fn copy(input: Input<'_>, context: WriteContext<'_>) -> Result<Stats> {
+    let WriteContext { reservation, log, .. } = context;
+    let mut tile_source = FileTiles {
         input,
         todo: log.todo(),
         windows: Windows::new(input, &reservation.tensors, log.todo()),
         pace: WindowPace::start(),
-        begun: 0,
+        window_bytes: 0,
         first: None,
     };
-    // One file is made by one thread.
-    let (outputs, ()) = rayon::join(|| writing.make(), || supply.plan_ahead());
-    write(input, outputs?, supply, writing)
+    // One thread creates one file, so the other threads may plan.
+    let (outputs, ()) = rayon::join(|| context.create_files(), || tile_source.plan_ahead());
+    write(input, outputs?, tile_source, context)
 }
 
-/// Where tiles come from that are put into strips.
-pub trait Supply {
-    /// The next ones, in place of those in `slots`; `None` after the last. Those before are written by then.
+/// A source of the tiles that fill write blocks.
+pub trait TileSource {
+    /// Replaces the tiles in `tiles` by the next ones; `None` after the last. The caller has written the previous
+    /// tiles.
     ///
     /// # Errors
-    /// Whatever there is in the way of having them.
-    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>>;
+    /// Errors of planning, reading or receiving them.
+    fn next(&mut self, tiles: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>>;
 }
 
-/// Tiles that are written in one go; they are in the slots that are given with it.
-pub struct Batch {
-    pub payloads: Vec<OutputRange>,
-    /// What is taken from the source for them; no casts.
-    pub taken: Stats,
-    /// Whether all that was taken so far is known to be what its writer wrote, once this is written.
+/// Tiles that are written together; [`TileSource::next`] stores the tiles themselves.
+pub struct TileBatch {
+    /// The position in the output of each tile.
+    pub output_ranges: Vec<OutputRange>,
+    /// Counters of reading them, without casts.
+    pub read_stats: Stats,
+    /// Whether, once this batch is written, all source data used so far is verified to be what its writer wrote.
     pub is_checked: bool,
 }
 
-/// Tiles that are read as they are written, window by window.
-struct FromFiles<'a> {
+/// Tiles that are read while they are written, window by window.
+struct FileTiles<'a> {
     input: Input<'a>,
     todo: &'a Extents,
     windows: Windows<'a>,
     pace: WindowPace,
-    /// Bytes of the window that was begun.
-    begun: u64,
-    /// What was planned before anybody asked for it.
-    first: Option<Result<Option<Planned>>>,
+    /// Bytes of the current window.
+    window_bytes: u64,
+    /// The first window, planned before the first call of `next`.
+    first: Option<Result<Option<PlannedBatch>>>,
 }
 
-/// A batch, and the slots of its tiles.
-type Planned = (Vec<PlannedTile>, Batch);
+/// Tiles, and the batch that they make.
+type PlannedBatch = (Vec<PlannedTile>, TileBatch);
 
-impl FromFiles<'_> {
+impl FileTiles<'_> {
     fn plan_ahead(&mut self) {
-        let mut slots = Vec::new();
-        let batch = self.next(&mut slots);
-        self.first = Some(batch.map(|batch| Some((slots, batch?))));
+        let mut tiles = Vec::new();
+        let batch = self.next(&mut tiles);
+        self.first = Some(batch.map(|batch| Some((tiles, batch?))));
     }
 }
 
-impl Supply for FromFiles<'_> {
-    fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<Batch>> {
+impl TileSource for FileTiles<'_> {
+    fn next(&mut self, tiles: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>> {
         if let Some(first) = self.first.take() {
-            let Some((tiles, batch)) = first? else { return Ok(None) };
-            *slots = tiles;
+            let Some((planned, batch)) = first? else { return Ok(None) };
+            *tiles = planned;
             return Ok(Some(batch));
         }
-        if self.begun > 0 {
-            self.pace.done(self.begun);
+        if self.window_bytes > 0 {
+            self.pace.finish_window(self.window_bytes);
         }
         let Some(window) = self.windows.next(self.pace.next()) else { return Ok(None) };
-        let payloads = prepare(self.input, &window, self.todo, slots)?;
-        self.begun = payloads.iter().map(|payload| payload.len).sum();
-        Ok(Some(Batch { payloads, taken: Stats::of_slots(slots), is_checked: true }))
+        let output_ranges = prepare_window(self.input, &window, self.todo, tiles)?;
+        self.window_bytes = output_ranges.iter().map(|range| range.len).sum();
+        Ok(Some(TileBatch { output_ranges, read_stats: Stats::for_tiles(tiles), is_checked: true }))
     }
 }
 
-/// As [`copy`], into files that were made, with tensor data from wherever `supply` has it.
+/// Writes as [`copy`] does, into files that exist, with tensor data from `tile_source`.
 ///
 /// # Errors
-/// As [`copy`].
-pub fn write(input: Input<'_>, outputs: Outputs, mut supply: impl Supply, writing: Writing<'_>) -> Result<Stats> {
-    let Writing { reservation, log, options, reporter, stop, .. } = writing;
-    let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
-    let sums = Checksums::new(reservation, log.is_all());
-    let passing = SourceCrcs::default();
-    let benches = Mutex::default();
-    let filler = Filler {
+/// Errors of [`copy`].
+pub fn write(
+    input: Input<'_>,
+    outputs: Outputs,
+    mut tile_source: impl TileSource,
+    context: WriteContext<'_>,
+) -> Result<Stats> {
+    let WriteContext { reservation, log, options, reporter, stop, .. } = context;
+    let mut cutter = BlockCutter::new(&reservation.files, log.todo(), options.write_block_bytes);
+    let checksums = Checksums::new(reservation, log.covers_everything());
+    let source_crcs = SourceCrcs::default();
+    let worker_buffers = Mutex::default();
+    let writer = BlockWriter {
         input,
         reservation,
-        slots: &[],
+        tiles: &[],
         outputs: &outputs,
-        sums: &sums,
-        passing: &passing,
-        benches: &benches,
+        checksums: &checksums,
+        source_crcs: &source_crcs,
+        worker_buffers: &worker_buffers,
         log,
         threads: options.threads,
         reporter,
         stop,
     };
-    let mut stats = Stats::of(input, reservation);
-    let mut slots = Vec::new();
-    let done = (|| {
-        while let Some(Batch { payloads, taken, is_checked }) = supply.next(&mut slots)? {
+    let mut stats = Stats::for_reservation(input, reservation);
+    let mut tiles = Vec::new();
+    let written = (|| {
+        while let Some(TileBatch { output_ranges, read_stats, is_checked }) = tile_source.next(&mut tiles)? {
             stop.check()?;
-            let mut strips = cutter.cut(payloads);
-            Filler { slots: &slots, ..filler }.fill(&mut strips)?;
-            passing.settle(input.files)?;
-            stats.add_batch(&taken);
+            let mut blocks = cutter.cut(output_ranges);
+            BlockWriter { tiles: &tiles, ..writer }.write_blocks(&mut blocks)?;
+            source_crcs.check_complete(input.files)?;
+            stats.add_batch(&read_stats);
             if is_checked {
                 log.advance(&outputs, &|| input.files.check_unchanged())?;
             }
         }
-        // What is summed first: the others may hold the sums.
+        // Blocks that a checksum covers come first, because other blocks may contain the checksum.
         let (mut in_spans, mut others) =
-            cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_summed(strip));
-        filler.fill(&mut in_spans)?;
-        if log.is_all() {
-            sums.settle(log.sums());
+            cutter.finish().into_iter().partition::<Vec<_>, _>(|block| checksums.is_checksummed(block));
+        writer.write_blocks(&mut in_spans)?;
+        if log.covers_everything() {
+            checksums.combine_all(log.checksum_parts());
         }
-        filler.fill(&mut others)?;
-        sums.patch(&outputs)?;
+        writer.write_blocks(&mut others)?;
+        checksums.write_deferred(&outputs)?;
         input.files.check_unchanged()
     })();
-    if options.sync && done.is_ok() {
+    if options.sync && written.is_ok() {
         reporter.phase(Phase::Syncing);
     }
-    if let Err(error) = done.and_then(|()| log.finish(&outputs, stop)) {
-        // What has been checked is not lost with the rest, unless it may be of two sources.
+    if let Err(error) = written.and_then(|()| log.finish(&outputs, stop)) {
+        // Verified work is kept, unless the source may have changed in between.
         if input.files.check_unchanged().is_ok() {
             log.stop(&outputs);
         }
         return Err(error);
     }
-    stats.lose(&log.lost());
+    stats.set_cast_losses(&log.cast_losses());
     Ok(stats)
 }
 
-/// What [`copy`] would move, without moving it. Chunks are located, so what cannot be read is found here; what casts
-/// would meet is not.
+/// Counts what [`copy`] would do, without doing it. Chunks are located, so unreadable chunks are errors here; values
+/// lost by casts are not counted.
 ///
 /// # Errors
-/// As [`copy`], but for writing.
+/// Errors of [`copy`], except those of writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
-    let mut stats = Stats::of(input, reservation);
+    let mut stats = Stats::for_reservation(input, reservation);
     let todo = Extents::of_files(&reservation.files);
     let mut windows = Windows::new(input, &reservation.tensors, &todo);
-    let mut slots = Vec::new();
-    while let Some(window) = windows.next(WindowPace::at_most()) {
+    let mut tiles = Vec::new();
+    while let Some(window) = windows.next(WindowPace::max_bytes()) {
         stop.check()?;
-        prepare(input, &window, &todo, &mut slots)?;
-        stats.add_batch(&Stats::of_slots(&slots));
+        prepare_window(input, &window, &todo, &mut tiles)?;
+        stats.add_batch(&Stats::for_tiles(&tiles));
     }
     Ok(stats)
 }
 
-/// Memory of a worker, which the next window's workers take over: it is not worth making anew for a window of small tensors.
+/// Memory of a worker, which the workers of the next window reuse: allocating it again would cost too much for windows
+/// of small tensors.
 #[derive(Default)]
 struct WorkerBuffers {
     buffer: Buffer,
     scratch: Scratch,
 }
 
-/// Everything a worker needs to fill strips.
+/// Everything that a worker needs to fill and write blocks.
 #[derive(Clone, Copy)]
-struct Filler<'a> {
+struct BlockWriter<'a> {
     input: Input<'a>,
     reservation: &'a Reservation,
-    slots: &'a [PlannedTile],
+    tiles: &'a [PlannedTile],
     outputs: &'a Outputs,
-    sums: &'a Checksums<'a>,
-    passing: &'a SourceCrcs,
-    /// Those that no worker is at.
-    benches: &'a Mutex<Vec<WorkerBuffers>>,
+    checksums: &'a Checksums<'a>,
+    source_crcs: &'a SourceCrcs,
+    /// Buffers that no worker uses at the moment.
+    worker_buffers: &'a Mutex<Vec<WorkerBuffers>>,
     log: &'a dyn WorkLog,
     threads: usize,
     reporter: &'a dyn Reporter,
     stop: &'a Stop,
 }
 
-impl Filler<'_> {
-    /// Fill and write the strips. Workers take them band by band in order, so files are written front to back.
-    fn fill(&self, strips: &mut [WriteBlock]) -> Result<()> {
-        let bands = order(strips);
+impl BlockWriter<'_> {
+    /// Fills and writes the blocks. Workers take them by row group in order, so files are written front to back.
+    fn write_blocks(&self, blocks: &mut [WriteBlock]) -> Result<()> {
+        let row_groups = sort_into_row_groups(blocks);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
-            let left = || self.benches.lock().expect("nobody fails with the lock").pop();
-            let mut bench = left().unwrap_or_default();
-            while let Some(band) = bands.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(error) = self.fill_band(band, &mut bench.buffer, &mut bench.scratch) {
-                    // The others need not go on.
-                    next.store(bands.len(), Ordering::Relaxed);
+            let unused = || self.worker_buffers.lock().expect("no panic while the lock is held").pop();
+            let mut own_buffers = unused().unwrap_or_default();
+            while let Some(row_group) = row_groups.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Err(error) = self.write_row_group(row_group, &mut own_buffers.buffer, &mut own_buffers.scratch) {
+                    // Stops the other workers.
+                    next.store(row_groups.len(), Ordering::Relaxed);
                     return Err(error);
                 }
             }
-            self.benches.lock().expect("nobody fails with the lock").push(bench);
+            self.worker_buffers.lock().expect("no panic while the lock is held").push(own_buffers);
             Ok(())
         };
-        (0..self.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()
+        (0..self.threads.min(row_groups.len())).into_par_iter().with_max_len(1).map(work).collect()
     }
 
-    /// Fill and write the strips of a band, or one that is of none.
-    fn fill_band(&self, band: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        let gathered: Vec<&[WriteBlock]> = band.chunk_by(|one, other| self.are_copies(one, other)).collect();
-        if gathered.len() > 1 {
-            let mut wanted = WantedRange::default();
-            for segment in band.iter().flat_map(|strip| &strip.segments) {
-                if let SegmentContent::Payload { slot, bytes } = &segment.content {
-                    let tile = &self.slots[*slot].tile;
-                    tile.short_runs(bytes.start / tile.itemsize(), segment.len() / tile.itemsize(), &mut wanted);
+    /// Fills and writes the blocks of a row group, or one block that is in no row group.
+    fn write_row_group(&self, row_group: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
+        let copies: Vec<&[WriteBlock]> = row_group.chunk_by(|one, other| self.have_same_data(one, other)).collect();
+        if copies.len() > 1 {
+            let mut wanted = WantedRanges::default();
+            for segment in row_group.iter().flat_map(|block| &block.segments) {
+                if let SegmentContent::Tile { index, bytes } = &segment.content {
+                    let tile = &self.tiles[*index].tile;
+                    tile.add_short_runs(bytes.start / tile.itemsize(), segment.len() / tile.itemsize(), &mut wanted);
                 }
             }
-            scratch.block.hold(self.input.files, wanted)?;
+            scratch.block.load(self.input.files, wanted)?;
         }
-        gathered.into_iter().try_for_each(|copies| self.fill_copies(copies, buffer, scratch))
+        copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }
 
-    /// Gather the first of these strips, and write all of them.
-    fn fill_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
+    /// Gathers the data of the first of these blocks, and writes all of them with it.
+    fn write_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;
-        // What casts met, for each.
+        // Values lost by casts, for each copy.
         let mut lost = vec![CastLosses::new(); copies.len()];
-        // What was summed as it was read, by where it is in the strip at hand.
+        // CRCs computed while reading, by their offset in the current block.
         let mut read = Vec::new();
-        for (nth, strip) in copies.iter().enumerate() {
+        for (nth, block) in copies.iter().enumerate() {
             self.stop.check()?;
-            let at = strip.range.start;
+            let at = block.range.start;
             let filled = match before.replace(at) {
-                // There has to be room for all copies from the first on.
+                // The buffer has to fit the longest copy from the start.
                 None => {
-                    let room = &mut buffer.room(at, longest)[..strip.len()];
-                    self.fill_strip(strip, room, |segment, target| {
+                    let bytes_of_block = &mut buffer.prepare(at, longest)[..block.len()];
+                    self.fill_block(block, bytes_of_block, |segment, target| {
                         self.gather(copies, segment, target, scratch, (&mut lost, &mut read))
                     })?;
                     read.sort_unstable_by_key(|part| part.offset);
-                    room
+                    bytes_of_block
                 }
                 Some(before) => {
                     read.iter_mut().for_each(|part| part.offset = part.offset - before + at);
-                    let room = buffer.moved(before, at, strip.len());
-                    self.fill_strip(strip, room, |_, _| Ok(()))?;
-                    room
+                    let bytes_of_block = buffer.move_to(before, at, block.len());
+                    self.fill_block(block, bytes_of_block, |_, _| Ok(()))?;
+                    bytes_of_block
                 }
             };
-            for range in self.log.todo().within(strip.file, strip.range.clone()) {
-                self.write(strip, range, filled, std::mem::take(&mut lost[nth]), &read)?;
+            for range in self.log.todo().within(block.file, block.range.clone()) {
+                self.write(block, range, filled, std::mem::take(&mut lost[nth]), &read)?;
             }
-            self.reporter.advance(strip.range.end - strip.range.start);
+            self.reporter.advance(block.range.end - block.range.start);
         }
         Ok(())
     }
 
-    /// Whether one strip holds the same tensor data at the same places as the other.
-    fn are_copies(&self, one: &WriteBlock, other: &WriteBlock) -> bool {
+    /// Returns whether two write blocks hold the same tensor data at the same positions.
+    fn have_same_data(&self, one: &WriteBlock, other: &WriteBlock) -> bool {
         let is_same = |(this, that): (&Segment, &Segment)| match (&this.content, &that.content) {
             (
-                SegmentContent::Payload { slot, bytes },
-                SegmentContent::Payload { slot: other_slot, bytes: other_bytes },
+                SegmentContent::Tile { index, bytes },
+                SegmentContent::Tile { index: other_index, bytes: other_bytes },
             ) => {
-                let copies = self.slots[*slot].copies;
+                let copies = self.tiles[*index].copy_group;
                 copies.is_some()
-                    && copies == self.slots[*other_slot].copies
+                    && copies == self.tiles[*other_index].copy_group
                     && bytes == other_bytes
                     && this.offset - one.range.start == that.offset - other.range.start
             }
-            (SegmentContent::Literal { .. }, SegmentContent::Literal { .. }) => true,
+            (SegmentContent::HeaderBytes { .. }, SegmentContent::HeaderBytes { .. }) => true,
             _ => false,
         };
         one.segments.len() == other.segments.len() && zip(&one.segments, &other.segments).all(is_same)
     }
 
-    /// Fill a strip, its tensor data with what `gather` puts there for each segment.
-    fn fill_strip(
+    /// Fills a write block; calls `gather` for the tensor data of each segment.
+    fn fill_block(
         &self,
-        strip: &WriteBlock,
+        block: &WriteBlock,
         buffer: &mut [u8],
         mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let literals = &self.reservation.files[strip.file as usize].literals;
-        for (index, segment) in strip.segments.iter().enumerate() {
-            let target = &mut buffer[strip.place(&segment.range())];
+        let headers = &self.reservation.files[block.file as usize].literals;
+        for (number, segment) in block.segments.iter().enumerate() {
+            let target = &mut buffer[block.buffer_range(&segment.range())];
             match &segment.content {
-                SegmentContent::Literal { literal, bytes } => {
-                    let range = usize::try_from(bytes.start).expect("literals fit memory")
-                        ..usize::try_from(bytes.end).expect("literals fit memory");
-                    target.copy_from_slice(&literals[*literal].bytes[range]);
+                SegmentContent::HeaderBytes { index, bytes } => {
+                    let range = usize::try_from(bytes.start).expect("header bytes fit memory")
+                        ..usize::try_from(bytes.end).expect("header bytes fit memory");
+                    target.copy_from_slice(&headers[*index].bytes[range]);
                 }
-                SegmentContent::Payload { .. } => gather(index, target)?,
+                SegmentContent::Tile { .. } => gather(number, target)?,
             }
         }
         Ok(())
     }
 
-    /// Sum and write this range of a strip that is filled; casts met `lost` in it, and `read` is what was summed before.
+    /// Computes checksums of this range of a filled block and writes it. `lost` are the values that casts lost in it,
+    /// and `read` the CRCs computed while reading.
     fn write(
         &self,
-        strip: &WriteBlock,
+        block: &WriteBlock,
         range: Range<u64>,
         buffer: &mut [u8],
         lost: CastLosses,
-        read: &[SumPart],
+        read: &[ChecksumPart],
     ) -> Result<()> {
-        let file = &self.reservation.files[strip.file as usize];
+        let file = &self.reservation.files[block.file as usize];
         let mut summed = BlockChecksums::default();
-        if self.sums.are_wanted(strip.file) {
-            for segment in &strip.segments {
+        if self.checksums.has_checksums(block.file) {
+            for segment in &block.segments {
                 let place = segment.range();
                 let place = place.start.max(range.start)..place.end.min(range.end);
-                // What lies between tensor data of one span is summed with it.
+                // Header bytes between tensor data of one span belong to its checksum.
                 if !place.is_empty() && file.sums_at(place.start) {
-                    summed.add(&place, &buffer[strip.place(&place)], read);
+                    summed.add(&place, &buffer[block.buffer_range(&place)], read);
                 }
             }
         }
-        let known = if self.sums.are_wanted(strip.file) { summed.parts() } else { read };
-        let digest = Digest::of(file, &range, &buffer[strip.place(&range)], known);
-        let left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
+        let known = if self.checksums.has_checksums(block.file) { summed.parts() } else { read };
+        let digest = Digest::of_bytes(file, &range, &buffer[block.buffer_range(&range)], known);
+        let left = self.checksums.fill_sites(block.file, &range, &mut buffer[block.buffer_range(&range)], summed);
         let mut from = range.start;
         for site in &left.sites {
-            self.outputs.write(strip.file, from, &buffer[strip.place(&(from..from.max(*site)))])?;
+            self.outputs.write(block.file, from, &buffer[block.buffer_range(&(from..from.max(*site)))])?;
             from = (site + SITE_BYTES).min(range.end);
         }
-        self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
-        self.log.add(FinishedRange { file: strip.file, range, digest, sums: left.parts, lost });
+        self.outputs.write(block.file, from, &buffer[block.buffer_range(&(from..range.end))])?;
+        self.log.add(FinishedRange { file: block.file, range, digest, checksum_parts: left.parts, cast_losses: lost });
         Ok(())
     }
 
-    /// Gather a segment of the first of these strips, for all of them; `lost` has what casts met, by strip, and `read` what
-    /// of it was summed.
+    /// Gathers a segment of the first of these blocks, for all of them. Adds to `lost` the values that casts lost, by
+    /// block, and to `read` the CRCs computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],
         segment: usize,
         target: &mut [u8],
         scratch: &mut Scratch,
-        (lost, read): (&mut [CastLosses], &mut Vec<SumPart>),
+        (lost, read): (&mut [CastLosses], &mut Vec<ChecksumPart>),
     ) -> Result<()> {
         let Segment { offset, content } = &copies[0].segments[segment];
-        let SegmentContent::Payload { slot, bytes } = content else { return Ok(()) };
-        let tile = &self.slots[*slot].tile;
+        let SegmentContent::Tile { index, bytes } = content else { return Ok(()) };
+        let tile = &self.tiles[*index].tile;
         let first = bytes.start / tile.itemsize();
-        let mut sums = Vec::new();
-        let noting = CrcRecorder { passing: self.passing, sums: &mut sums };
-        let counts = tile.read_summing(self.input, first, target, scratch, Some(noting))?;
-        read.extend(sums.into_iter().map(|part| SumPart { offset: offset + part.offset, ..part }));
-        let counted = |copy: &WriteBlock| match copy.segments[segment].content {
-            SegmentContent::Payload { slot, .. } => self.slots[slot].counted.as_ref(),
-            SegmentContent::Literal { .. } => None,
+        let mut parts = Vec::new();
+        let recorder = CrcRecorder { source_crcs: self.source_crcs, parts: &mut parts };
+        let counts = tile.read_with_checksums(self.input, first, target, scratch, Some(recorder))?;
+        read.extend(parts.into_iter().map(|part| ChecksumPart { offset: offset + part.offset, ..part }));
+        let cast_counter = |copy: &WriteBlock| match copy.segments[segment].content {
+            SegmentContent::Tile { index, .. } => self.tiles[index].cast_counter.as_ref(),
+            SegmentContent::HeaderBytes { .. } => None,
         };
-        // Where the one is that counts.
-        let mut counting = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, counted(copy)?)));
-        match counting.next() {
+        // The copy whose casts are counted.
+        let mut counters = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, cast_counter(copy)?)));
+        match counters.next() {
             None => {}
-            Some((lost, copy, CastCounter::InStrips(pair))) => {
+            Some((lost, copy, CastCounter::WhileWriting(pair))) => {
                 let at = copy.segments[segment].offset;
-                // Of an element that two write, it counts where its first byte is to be done.
-                let beyond = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
+                // An element that two runs write counts in the run that has to write its first byte.
+                let elsewhere = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
                     LossCounts::default()
                 } else {
                     let element = usize::try_from(tile.itemsize()).expect("a few bytes");
-                    tile.read_summing(self.input, first, &mut target[..element], scratch, None)?
+                    tile.read_with_checksums(self.input, first, &mut target[..element], scratch, None)?
                 };
-                lost.entry(*pair).or_default().add(counts.without(beyond));
+                lost.entry(*pair).or_default().add(counts.without(elsewhere));
             }
-            Some((lost, _, CastCounter::Before(pair, met))) => {
+            Some((lost, _, CastCounter::Counted(pair, met))) => {
                 let elements = first..bytes.end / tile.itemsize();
                 let met = met.iter().filter(|(element, _)| elements.contains(element));
                 met.for_each(|(_, counts)| lost.entry(*pair).or_default().add(*counts));

@@ -1,8 +1,9 @@
-//! How far apart the elements of two equally long stretches are.
+//! Measures how two equally long byte ranges of elements differ: the first difference, the number of differences, and
+//! the largest distance. Counts elements.
 //!
-//! Elements differ where their bits do: 0.0 and -0.0 are different and 0 apart, and so are two NaNs. A NaN against
-//! a number is NaN apart, and then so is the whole, whatever comes after. Joining is commutative and associative, so
-//! the answer does not depend on who compared which stretch.
+//! Elements differ if their bits do: 0.0 and -0.0 differ with distance 0, and so do two NaNs with different bits. The
+//! distance of a NaN and a number is NaN, and then so is the largest distance. Joining two results is commutative and
+//! associative, so the result does not depend on which thread compared which range.
 
 use std::iter::zip;
 
@@ -10,20 +11,20 @@ use super::floats::{single_of_bf16, single_of_f16};
 use crate::catalog::Dtype;
 use crate::layout::{Region, Tile};
 
-/// What is different between two tensors of equal dtype and shape.
+/// Differences between two tensors of equal dtype and shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Difference {
-    /// The first element that differs, in row-major order.
+    /// Row-major index of the first element that differs.
     pub element: u64,
-    /// The largest absolute difference of two elements, for complex ones the modulus; NaN where only one of the two is
-    /// a NaN, `None` where a distance would say nothing (bool) or elements are packed (f4).
+    /// Largest absolute difference of two elements, for complex elements the modulus; NaN if only one of the two
+    /// elements is NaN, `None` if a distance has no meaning (bool) or elements are packed (f4).
     pub max_abs: Option<f64>,
-    /// Elements that differ.
+    /// Number of elements that differ.
     pub differing: u64,
 }
 
 impl Difference {
-    /// `first at [1, 3], 3 of 40 elements differ, max abs difference 0.25`
+    /// Describes the differences: `first at [1, 3], 3 of 40 elements differ, max abs difference 0.25`.
     #[must_use]
     pub fn detail(&self, shape: &[u64]) -> String {
         let whole = Tile::from_region(&Region::whole(shape));
@@ -35,8 +36,8 @@ impl Difference {
         text
     }
 
-    /// The largest difference in the fewest digits that say it: `0.25`, `3`, `1e-7`, `inf`, `nan`. JSON has no number
-    /// for the last two.
+    /// Returns the largest difference in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. JSON has no
+    /// number for the last two.
     #[must_use]
     pub fn max_abs_text(&self) -> Option<String> {
         let distance = self.max_abs?;
@@ -47,7 +48,7 @@ impl Difference {
         Some(digits.strip_suffix(".0").unwrap_or(&digits).to_owned())
     }
 
-    /// Both differences as one.
+    /// Returns the union of two differences.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         Self {
@@ -57,7 +58,7 @@ impl Difference {
         }
     }
 
-    /// What is different between the bytes of elements that begin at `first`.
+    /// Compares the bytes of elements; `first` is the index of the first one.
     #[must_use]
     pub fn between(dtype: Dtype, first: u64, left: &[u8], right: &[u8]) -> Option<Self> {
         if left == right {
@@ -65,35 +66,35 @@ impl Difference {
         }
         let found = match dtype {
             Dtype::Bool | Dtype::F4E2m1fnX2 => {
-                let found = measure(left, right, u8::from_le_bytes, integers_apart);
+                let found = measure(left, right, u8::from_le_bytes, integer_distance);
                 found.map(|found| Self { max_abs: None, ..found })
             }
-            Dtype::U8 => measure(left, right, u8::from_le_bytes, integers_apart),
-            Dtype::U16 => measure(left, right, u16::from_le_bytes, integers_apart),
-            Dtype::U32 => measure(left, right, u32::from_le_bytes, integers_apart),
-            Dtype::U64 => measure(left, right, u64::from_le_bytes, integers_apart),
-            Dtype::I8 => measure(left, right, i8::from_le_bytes, integers_apart),
-            Dtype::I16 => measure(left, right, i16::from_le_bytes, integers_apart),
-            Dtype::I32 => measure(left, right, i32::from_le_bytes, integers_apart),
-            Dtype::I64 => measure(left, right, i64::from_le_bytes, integers_apart),
-            Dtype::F16 => measure(left, right, half, apart),
-            Dtype::Bf16 => measure(left, right, brain, apart),
-            Dtype::F32 => measure(left, right, single, apart),
-            Dtype::F64 => measure(left, right, f64::from_le_bytes, apart),
-            Dtype::C32 => measure(left, right, |bytes: [u8; 4]| complex(bytes, half), modulus_apart),
-            Dtype::C64 => measure(left, right, |bytes: [u8; 8]| complex(bytes, single), modulus_apart),
-            Dtype::C128 => measure(left, right, |bytes: [u8; 16]| complex(bytes, f64::from_le_bytes), modulus_apart),
-            Dtype::F8E4m3fn => measure(left, right, e4m3fn, apart),
-            Dtype::F8E5m2 => measure(left, right, e5m2, apart),
-            Dtype::F8E4m3fnuz => measure(left, right, e4m3fnuz, apart),
-            Dtype::F8E5m2fnuz => measure(left, right, e5m2fnuz, apart),
-            Dtype::F8E8m0fnu => measure(left, right, e8m0fnu, apart),
+            Dtype::U8 => measure(left, right, u8::from_le_bytes, integer_distance),
+            Dtype::U16 => measure(left, right, u16::from_le_bytes, integer_distance),
+            Dtype::U32 => measure(left, right, u32::from_le_bytes, integer_distance),
+            Dtype::U64 => measure(left, right, u64::from_le_bytes, integer_distance),
+            Dtype::I8 => measure(left, right, i8::from_le_bytes, integer_distance),
+            Dtype::I16 => measure(left, right, i16::from_le_bytes, integer_distance),
+            Dtype::I32 => measure(left, right, i32::from_le_bytes, integer_distance),
+            Dtype::I64 => measure(left, right, i64::from_le_bytes, integer_distance),
+            Dtype::F16 => measure(left, right, decode_f16, float_distance),
+            Dtype::Bf16 => measure(left, right, decode_bf16, float_distance),
+            Dtype::F32 => measure(left, right, decode_f32, float_distance),
+            Dtype::F64 => measure(left, right, f64::from_le_bytes, float_distance),
+            Dtype::C32 => measure(left, right, |bytes: [u8; 4]| complex(bytes, decode_f16), complex_distance),
+            Dtype::C64 => measure(left, right, |bytes: [u8; 8]| complex(bytes, decode_f32), complex_distance),
+            Dtype::C128 => measure(left, right, |bytes: [u8; 16]| complex(bytes, f64::from_le_bytes), complex_distance),
+            Dtype::F8E4m3fn => measure(left, right, e4m3fn, float_distance),
+            Dtype::F8E5m2 => measure(left, right, e5m2, float_distance),
+            Dtype::F8E4m3fnuz => measure(left, right, e4m3fnuz, float_distance),
+            Dtype::F8E5m2fnuz => measure(left, right, e5m2fnuz, float_distance),
+            Dtype::F8E8m0fnu => measure(left, right, e8m0fnu, float_distance),
         };
         found.map(|found| Self { element: first + found.element, ..found })
     }
 }
 
-/// Go over pairs of elements and measure those whose bits differ.
+/// Measures the distance of each pair of elements whose bits differ.
 fn measure<const N: usize, T>(
     left: &[u8],
     right: &[u8],
@@ -111,54 +112,55 @@ fn measure<const N: usize, T>(
     found
 }
 
-/// The larger of two, NaN being larger than anything: `f64::max` would drop it.
+/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would drop it.
 fn larger(left: f64, right: f64) -> f64 {
     if left.is_nan() || right.is_nan() { f64::NAN } else { left.max(right) }
 }
 
-fn apart(left: f64, right: f64) -> f64 {
+fn float_distance(left: f64, right: f64) -> f64 {
     #[expect(clippy::float_cmp, reason = "equal infinities have no difference to take")]
     let same = left == right || left.is_nan() && right.is_nan();
     if same { 0.0 } else { (left - right).abs() }
 }
 
-fn integers_apart<T: Into<i128>>(left: T, right: T) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "a distance is told to 53 bits")]
+fn integer_distance<T: Into<i128>>(left: T, right: T) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "53 bits are enough for a distance")]
     let distance = (left.into() - right.into()).unsigned_abs() as f64;
     distance
 }
 
 type Complex = (f64, f64);
 
-fn modulus_apart(left: Complex, right: Complex) -> f64 {
-    let (real, imaginary) = (apart(left.0, right.0), apart(left.1, right.1));
-    // `hypot` takes infinity for larger than NaN.
+fn complex_distance(left: Complex, right: Complex) -> f64 {
+    let (real, imaginary) = (float_distance(left.0, right.0), float_distance(left.1, right.1));
+    // `hypot` returns infinity for infinity and NaN.
     if real.is_nan() || imaginary.is_nan() { f64::NAN } else { real.hypot(imaginary) }
 }
 
-fn half(bytes: [u8; 2]) -> f64 {
+fn decode_f16(bytes: [u8; 2]) -> f64 {
     f64::from(f32::from_bits(single_of_f16(bytes)))
 }
 
-fn brain(bytes: [u8; 2]) -> f64 {
+fn decode_bf16(bytes: [u8; 2]) -> f64 {
     f64::from(f32::from_bits(single_of_bf16(bytes)))
 }
 
-fn single(bytes: [u8; 4]) -> f64 {
+fn decode_f32(bytes: [u8; 4]) -> f64 {
     f64::from(f32::from_le_bytes(bytes))
 }
 
-/// Real part, imaginary part.
+/// Decodes the real part and the imaginary part.
 fn complex<const N: usize, const M: usize>(bytes: [u8; M], part: impl Fn([u8; N]) -> f64) -> Complex {
     let (parts, _) = bytes.as_chunks::<N>();
     (part(parts[0]), part(parts[1]))
 }
 
-/// The four 8-bit floats with a sign: by mantissa bits, bias, and which bits are special.
+/// Decodes an f8_e4m3fn. The four signed 8-bit floats differ in mantissa bits, bias, and the bits of special values.
 pub(crate) fn e4m3fn([bits]: [u8; 1]) -> f64 {
     if bits & 0x7f == 0x7f { f64::NAN } else { small(bits, 3, 7) }
 }
 
+/// Decodes an f8_e5m2.
 pub(crate) fn e5m2([bits]: [u8; 1]) -> f64 {
     match bits & 0x7f {
         0x7c => f64::INFINITY.copysign(small(bits, 2, 15)),
@@ -167,20 +169,22 @@ pub(crate) fn e5m2([bits]: [u8; 1]) -> f64 {
     }
 }
 
+/// Decodes an f8_e4m3fnuz.
 pub(crate) fn e4m3fnuz([bits]: [u8; 1]) -> f64 {
     if bits == 0x80 { f64::NAN } else { small(bits, 3, 8) }
 }
 
+/// Decodes an f8_e5m2fnuz.
 pub(crate) fn e5m2fnuz([bits]: [u8; 1]) -> f64 {
     if bits == 0x80 { f64::NAN } else { small(bits, 2, 16) }
 }
 
-/// A scale: a power of two without sign or mantissa.
+/// Decodes an f8_e8m0fnu: a scale, which is a power of two without sign or mantissa.
 fn e8m0fnu([bits]: [u8; 1]) -> f64 {
     if bits == 0xff { f64::NAN } else { f64::powi(2.0, i32::from(bits) - 127) }
 }
 
-/// A float of 8 bits that stands for a number.
+/// Decodes an 8-bit float that is a finite number.
 fn small(bits: u8, mantissa_bits: u32, bias: i32) -> f64 {
     let mantissa = i32::from(bits) & ((1 << mantissa_bits) - 1);
     let exponent = i32::from(bits & 0x7f) >> mantissa_bits;
@@ -198,35 +202,35 @@ mod tests {
         Difference::between(dtype, 100, left, right).unwrap()
     }
 
-    fn of_singles(left: &[f32], right: &[f32]) -> Difference {
+    fn difference_of_f32(left: &[f32], right: &[f32]) -> Difference {
         let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
         between(Dtype::F32, &bytes(left), &bytes(right))
     }
 
     #[test]
-    fn the_first_the_number_and_the_largest() {
-        let found = of_singles(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.25, 3.0, 4.125]);
+    fn difference_has_first_index_count_and_largest_distance() {
+        let found = difference_of_f32(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.25, 3.0, 4.125]);
         assert_eq!(found, Difference { element: 101, max_abs: Some(0.25), differing: 2 });
         assert_eq!(found.detail(&[8, 16]), "first at [6, 5], 2 of 128 elements differ, max abs difference 0.25");
         assert_eq!(Difference::between(Dtype::F32, 0, &[1; 8], &[1; 8]), None);
     }
 
     #[test]
-    fn what_is_not_a_number_is_neither_hidden_nor_contagious() {
-        let text = |left, right| of_singles(&[left, 1.0], &[right, 3.0]).max_abs_text().unwrap();
+    fn nan_against_a_number_has_distance_nan() {
+        let text = |left, right| difference_of_f32(&[left, 1.0], &[right, 3.0]).max_abs_text().unwrap();
         assert_eq!(text(f32::NAN, 5.0), "nan");
         assert_eq!(text(5.0, f32::NAN), "nan");
-        // Two NaNs with other bits differ, but by nothing.
+        // Two NaNs with different bits differ, with distance 0.
         assert_eq!(text(f32::NAN, -f32::NAN), "2");
-        assert_eq!(of_singles(&[0.0], &[-0.0]).max_abs, Some(0.0));
+        assert_eq!(difference_of_f32(&[0.0], &[-0.0]).max_abs, Some(0.0));
         assert_eq!(text(f32::INFINITY, 1.0), "inf");
         assert_eq!(text(f32::INFINITY, f32::NEG_INFINITY), "inf");
-        assert_eq!(of_singles(&[f32::NAN, 1.0], &[f32::NAN, 2.0]).max_abs, Some(1.0));
-        assert_eq!(of_singles(&[1e-7], &[0.0]).max_abs_text().unwrap(), "1.0000000116860974e-7");
+        assert_eq!(difference_of_f32(&[f32::NAN, 1.0], &[f32::NAN, 2.0]).max_abs, Some(1.0));
+        assert_eq!(difference_of_f32(&[1e-7], &[0.0]).max_abs_text().unwrap(), "1.0000000116860974e-7");
     }
 
     #[test]
-    fn every_kind_of_element_is_measured() {
+    fn elements_of_every_dtype_are_measured() {
         let distance = |dtype, left: &[u8], right: &[u8]| between(dtype, left, right).max_abs;
         assert_eq!(distance(Dtype::U64, &u64::MAX.to_le_bytes(), &[0; 8]), Some(18_446_744_073_709_551_615.0));
         let (most, least) = (i64::MAX.to_le_bytes(), i64::MIN.to_le_bytes());
@@ -248,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn eight_bits_mean_what_they_mean_to_pytorch() {
+    fn all_8_bit_floats_decode_as_in_pytorch() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/cast/cases.safetensors");
         let bytes = std::fs::read(path).unwrap();
         let cases = SafeTensors::deserialize(&bytes).unwrap();
@@ -261,11 +265,11 @@ mod tests {
             ("f8_e8m0fnu", e8m0fnu),
         ];
         for (name, value) in all {
-            let wanted = cases.tensor(&format!("{name}.f32")).unwrap();
-            for (bits, wanted) in (0..=u8::MAX).zip(wanted.data().as_chunks::<4>().0) {
-                let (found, wanted) = (value([bits]), f64::from(f32::from_le_bytes(*wanted)));
-                let same = found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan();
-                assert!(same, "{name} {bits:02x}: {found}, not {wanted}");
+            let expected = cases.tensor(&format!("{name}.f32")).unwrap();
+            for (bits, expected) in (0..=u8::MAX).zip(expected.data().as_chunks::<4>().0) {
+                let (found, expected) = (value([bits]), f64::from(f32::from_le_bytes(*expected)));
+                let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+                assert!(same, "{name} {bits:02x}: {found}, expected {expected}");
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Digests: by what a stretch of an output file is known again, whoever wrote it.
+//! Digests of ranges of output files, which show whether a range still has the bytes that some process wrote.
 //!
-//! A CRC-32 in which the places for sums count as zeros: some are written with the strip that they are in, others when
-//! all is done, so what is there depends on when one looks. Whether sums are right is told by what they are
-//! [of](super::sums).
+//! A digest is a CRC-32 in which checksum sites count as zeros: some checksums are written with their write block,
+//! others when all data is written, so the bytes at a site depend on the time. [`super::checksums`] verifies the
+//! checksums themselves.
 //!
 //! Counts bytes.
 
@@ -13,25 +13,26 @@ use std::path::Path;
 
 use crc32fast::Hasher;
 
-use super::finished::SumPart;
+use super::finished::ChecksumPart;
 use crate::catalog::{OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
 
-/// Read at a time.
+/// Bytes read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// What is summed faster than it is combined.
-pub const WORTH_BYTES: u64 = 16 << 10;
+/// Shortest range whose known CRC is worth combining; shorter ranges are faster to compute again.
+pub const MIN_COMBINE_BYTES: u64 = 16 << 10;
 
-/// The digest of a stretch, in the making.
+/// The state of a digest while it is computed.
 pub struct Digest {
     hasher: Hasher,
     at: u64,
-    /// Those to come, the last one first.
+    /// Checksum sites that are still ahead, the last one first.
     sites: Vec<u64>,
 }
 
 impl Digest {
+    /// Starts the digest of a range of a file.
     #[must_use]
     pub fn new(file: &OutputFile, range: &Range<u64>) -> Self {
         let mut sites = file.sites(range);
@@ -39,24 +40,25 @@ impl Digest {
         Self { hasher: Hasher::new(), at: range.start, sites }
     }
 
-    /// Of bytes that begin with the range, of which some stretches, ascending, are summed already.
+    /// Returns the digest of `bytes`, which begin at the start of the range. `summed` holds known CRCs of some ranges
+    /// in it, ascending.
     #[must_use]
-    pub fn of(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
-        Self::new(file, range).over(bytes, summed)
+    pub fn of_bytes(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
+        Self::new(file, range).combine_with(bytes, summed)
     }
 
-    /// As [`Digest::of`], of a range without places for sums.
+    /// Returns the digest of a range without checksum sites, as [`Digest::of_bytes`] does.
     #[must_use]
-    pub fn plain(range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
-        Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.over(bytes, summed)
+    pub fn without_sites(range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
+        Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.combine_with(bytes, summed)
     }
 
-    fn over(mut self, bytes: &[u8], summed: &[SumPart]) -> u32 {
+    fn combine_with(mut self, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         let start = self.at;
-        let place = |offset: u64| usize::try_from(offset - start).expect("it lies in memory");
+        let place = |offset: u64| usize::try_from(offset - start).expect("an offset within a buffer");
         let summed = &summed[summed.partition_point(|part| part.offset < start)..];
         let within = summed.iter().take_while(|part| part.offset + part.len <= start + bytes.len() as u64);
-        for part in within.filter(|part| part.len >= WORTH_BYTES) {
+        for part in within.filter(|part| part.len >= MIN_COMBINE_BYTES) {
             let end = part.offset + part.len;
             self.update(&bytes[place(self.at)..place(part.offset)]);
             if self.sites.last().is_none_or(|site| *site >= end) {
@@ -68,7 +70,7 @@ impl Digest {
         self.finish()
     }
 
-    /// Take in what comes next.
+    /// Adds the next bytes.
     pub fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let site = self.sites.last().copied().unwrap_or(u64::MAX);
@@ -90,16 +92,17 @@ impl Digest {
         }
     }
 
+    /// Returns the digest.
     #[must_use]
     pub fn finish(self) -> u32 {
         self.hasher.finalize()
     }
 }
 
-/// Hand out a stretch of a file, block by block.
+/// Calls `take` with the bytes of a range of a file, block by block.
 ///
 /// # Errors
-/// `Io` naming the file, what `take` says.
+/// `Io` naming the file, and the errors of `take`.
 pub fn for_each_block(
     file: &File,
     path: &Path,
@@ -124,7 +127,7 @@ mod tests {
     use crate::catalog::ChecksumSpan;
 
     #[test]
-    fn places_for_sums_count_as_zeros_wherever_they_are_cut() {
+    fn checksum_sites_count_as_zeros_for_any_split() {
         let mut file = OutputFile::new("f");
         let payload = file.push_payload(40);
         file.push_literal(vec![0; 24]);
@@ -145,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_summed_already_is_combined() {
+    fn known_crcs_are_combined() {
         let mut file = OutputFile::new("f");
         file.push_literal(vec![5; 3]);
         let start = file.push_payload(20_000);
@@ -154,20 +157,24 @@ mod tests {
         let bytes: Vec<u8> = (0..file.len).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let mut whole = Digest::new(&file, &(1..file.len));
         whole.update(&bytes[1..]);
-        let part = |range: Range<usize>| SumPart {
+        let part = |range: Range<usize>| ChecksumPart {
             offset: range.start as u64,
             len: range.len() as u64,
             crc: crc32fast::hash(&bytes[range]),
         };
         for summed in [vec![], vec![part(3..20_003)], vec![part(3..2000), part(2000..20_003)]] {
-            assert_eq!(Digest::of(&file, &(1..file.len), &bytes[1..], &summed), whole.hasher.clone().finalize());
+            assert_eq!(Digest::of_bytes(&file, &(1..file.len), &bytes[1..], &summed), whole.hasher.clone().finalize());
         }
-        // What reaches beyond the range is summed anew.
+        // A known CRC of a range that reaches outside is not used.
         let (range, within) = (4..19_998, &bytes[4..19_998]);
         for summed in [vec![part(3..17_000)], vec![part(5..16_500), part(16_500..20_003)], vec![part(3..20_003)]] {
-            assert_eq!(Digest::plain(&range, within, &summed), crc32fast::hash(within));
+            assert_eq!(Digest::without_sites(&range, within, &summed), crc32fast::hash(within));
         }
-        let wrong = SumPart { crc: 0, ..part(5..16_500) };
-        assert_ne!(Digest::plain(&range, within, &[wrong]), crc32fast::hash(within), "it is not looked at again");
+        let wrong = ChecksumPart { crc: 0, ..part(5..16_500) };
+        assert_ne!(
+            Digest::without_sites(&range, within, &[wrong]),
+            crc32fast::hash(within),
+            "the known CRC is trusted"
+        );
     }
 }

@@ -1,15 +1,15 @@
-//! Division: which bytes of the output are whose, so that many processes write one checkpoint without talking.
+//! Divides the output among processes, so that each process knows its bytes without communication. Counts bytes.
 //!
-//! All output files, one behind the other, are one line of bytes, and each process has a stretch of it, all of about the
-//! same length. A cut goes to a boundary of files where one is near, since whole files are simplest to write; else to a
-//! multiple of 64 KiB within its file, the largest page that is in use. Network file systems write whole pages, so no
-//! page may have two writers.
+//! All output files are concatenated in thought, and each process gets one range of about the same length. A cut goes
+//! to a file boundary if one is near, since whole files are simplest to write; otherwise to a multiple of 64 KiB within
+//! its file, which is the largest page size in use. Network file systems write whole pages, so no page may have two
+//! writers.
 //!
-//! Processes that give each other what they read have another one: each writes the files of its own ranks, so that what a
-//! rank has and keeps goes over no wire, as in PyTorch's `DTensor.redistribute`.
+//! Processes that exchange source data are divided otherwise: each writes the files of its own ranks, so that data that
+//! stays on its rank is not sent, as in PyTorch's `DTensor.redistribute`.
 //!
-//! Counts bytes. Invariant: the parts tile the output. A cut of the line is at most a sixteenth of a part, or 64 KiB, away
-//! from where equal parts would have it; with files of its own ranks a part is at most twice as long as an equal one.
+//! Invariant: the parts tile the output. A cut is at most a sixteenth of a part, or 64 KiB, away from the cut of equal
+//! parts; with files of its own ranks a part is at most twice as long as an equal part.
 
 use std::collections::BTreeMap;
 
@@ -17,55 +17,56 @@ use super::extents::Extents;
 use crate::catalog::OutputFile;
 use crate::comm::Part;
 
-/// Two processes never write to one of these.
+/// Page size: two processes never write to the same page.
 const PAGE_BYTES: u64 = 64 << 10;
 
-/// How near a boundary of files has to be: this part of an equal part.
-const NEAR: u128 = 16;
+/// A file boundary is near if it is within this fraction (one in 16) of an equal part.
+const NEAR_FRACTION: u128 = 16;
 
-/// Files of its own ranks may be so many times as long as an equal part: what rounding up makes of the longest shard.
-const LONGEST: u128 = 2;
+/// A process's own files may be this many times as long as an equal part, which rounding up the longest shard can need.
+const MAX_EXCESS: u128 = 2;
 
-/// The bytes that are this part's.
+/// Returns the byte ranges of this part, all parts being about equal.
 ///
 /// # Panics
-/// Where all files together have 2^64 bytes.
+/// If all files together have 2^64 bytes.
 #[must_use]
-pub fn stretch(files: &[OutputFile], part: Part) -> Extents {
-    let line = Line::of(files);
-    let (start, end) = (line.cut(part.index, part.of), line.cut(part.index + 1, part.of));
-    let first = line.ends.partition_point(|file_end| *file_end <= start);
-    let mut stretch = Extents::new();
+pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
+    let files_end_to_end = ConcatenatedFiles::new(files);
+    let (start, end) = (files_end_to_end.cut(part.index, part.of), files_end_to_end.cut(part.index + 1, part.of));
+    let first = files_end_to_end.ends.partition_point(|file_end| *file_end <= start);
+    let mut share = Extents::new();
     for index in first..files.len() {
-        let file_start = line.start(index);
+        let file_start = files_end_to_end.start(index);
         if end <= file_start {
             break;
         }
-        let within = start.max(file_start) - file_start..end.min(line.ends[index]) - file_start;
-        stretch.insert(u32::try_from(index).expect("fewer than 2^32 files"), within);
+        let within = start.max(file_start) - file_start..end.min(files_end_to_end.ends[index]) - file_start;
+        share.insert(u32::try_from(index).expect("fewer than 2^32 files"), within);
     }
-    stretch
+    share
 }
 
-/// The bytes that are this part's where processes give each other what they read: files of its own ranks, if each process
-/// has as many of those, and none of them much more to write than others. Files of no rank are the first part's.
+/// Returns the byte ranges of this part where processes exchange source data: the files of its own ranks, if each
+/// process has the same number of ranks and none has much more to write than others. Files without a rank belong to the
+/// first part.
 ///
 /// # Panics
-/// As [`stretch`].
+/// Panics like [`even_share`].
 #[must_use]
-pub fn own_files(files: &[OutputFile], part: Part) -> Extents {
+pub fn own_rank_files(files: &[OutputFile], part: Part) -> Extents {
     let ranks = files.iter().filter_map(|file| file.rank).map(|rank| u64::from(rank.0) + 1).max().unwrap_or(0);
     let of = u64::from(part.of);
     let each = ranks / of;
     if each == 0 || !ranks.is_multiple_of(of) {
-        return stretch(files, part);
+        return even_share(files, part);
     }
     let owner = |file: &OutputFile| file.rank.map_or(0, |rank| u64::from(rank.0) / each);
     let mut lens: BTreeMap<u64, u128> = BTreeMap::new();
     files.iter().for_each(|file| *lens.entry(owner(file)).or_default() += u128::from(file.len));
     let (total, longest) = (lens.values().sum::<u128>(), lens.values().max().copied().unwrap_or(0));
-    if longest * u128::from(of) > total * LONGEST {
-        return stretch(files, part);
+    if longest * u128::from(of) > total * MAX_EXCESS {
+        return even_share(files, part);
     }
     let mut own = Extents::new();
     for (number, file) in (0..).zip(files).filter(|(_, file)| owner(file) == u64::from(part.index)) {
@@ -74,14 +75,14 @@ pub fn own_files(files: &[OutputFile], part: Part) -> Extents {
     own
 }
 
-/// All files behind each other.
-struct Line {
-    /// Where each file ends.
+/// All files, concatenated.
+struct ConcatenatedFiles {
+    /// Offset of the end of each file.
     ends: Vec<u64>,
 }
 
-impl Line {
-    fn of(files: &[OutputFile]) -> Self {
+impl ConcatenatedFiles {
+    fn new(files: &[OutputFile]) -> Self {
         let add = |at: &mut u64, file: &OutputFile| {
             *at = at.checked_add(file.len).expect("fewer than 2^64 bytes in all");
             Some(*at)
@@ -93,8 +94,8 @@ impl Line {
         file.checked_sub(1).map_or(0, |before| self.ends[before])
     }
 
-    /// Where the first `count` of `of` parts end. Never ahead of where fewer of them do: within a file, what is near its
-    /// start goes there, what is near its end there, and what is between stays between.
+    /// Returns the end of the first `count` of `of` parts. It never decreases with `count`: within a file, a cut near
+    /// its start goes to its start, a cut near its end to its end, and a cut between stays between.
     fn cut(&self, count: u32, of: u32) -> u64 {
         let total = self.ends.last().copied().unwrap_or(0);
         let even = u128::from(total) * u128::from(count) / u128::from(of);
@@ -103,7 +104,7 @@ impl Line {
         let Some(end) = self.ends.get(file) else { return total };
         let start = self.start(file);
         let nearest = if even - start <= end - even { start } else { *end };
-        if u128::from(nearest.abs_diff(even)) * NEAR * u128::from(of) <= u128::from(total) {
+        if u128::from(nearest.abs_diff(even)) * NEAR_FRACTION * u128::from(of) <= u128::from(total) {
             nearest
         } else {
             even - (even - start) % PAGE_BYTES
@@ -128,7 +129,7 @@ mod tests {
     }
 
     fn all(files: &[OutputFile], of: u32) -> Vec<Extents> {
-        (0..of).map(|index| stretch(files, Part { index, of })).collect()
+        (0..of).map(|index| even_share(files, Part { index, of })).collect()
     }
 
     fn lens() -> impl Strategy<Value = Vec<u64>> {
@@ -162,7 +163,7 @@ mod tests {
         }
 
         #[test]
-        fn equal_files_go_to_parts_whole(each in 1_u32..5, of in 1_u32..40, len in 1_u64..(1 << 40)) {
+        fn equal_files_are_not_split(each in 1_u32..5, of in 1_u32..40, len in 1_u64..(1 << 40)) {
             let files = files(&vec![len; (each * of) as usize]);
             for (index, part) in (0_u32..).zip(all(&files, of)) {
                 let whole = (index * each..(index + 1) * each).map(|file| (file, 0..len));
@@ -181,35 +182,35 @@ mod tests {
     }
 
     #[test]
-    fn who_exchanges_writes_the_files_of_its_ranks() {
+    fn exchanging_process_writes_files_of_its_ranks() {
         // Two series, the last shards of which are short.
         let mut files = files_of_ranks(&[(0, 30), (1, 30), (2, 30), (3, 10), (0, 60), (1, 60), (2, 60), (3, 20)]);
         files.push(OutputFile::new(".metadata"));
-        let of = |of: u32, index: u32| own_files(&files, Part { index, of }).iter().collect::<Vec<_>>();
+        let of = |of: u32, index: u32| own_rank_files(&files, Part { index, of }).iter().collect::<Vec<_>>();
         assert_eq!(of(4, 1), [(1, 0..30), (5, 0..60)]);
         assert_eq!(of(4, 3), [(3, 0..10), (7, 0..20)]);
         assert_eq!(of(2, 1), [(2, 0..30), (3, 0..10), (6, 0..60), (7, 0..20)]);
-        assert_eq!(of(3, 1), stretch(&files, Part { index: 1, of: 3 }).iter().collect::<Vec<_>>());
+        assert_eq!(of(3, 1), even_share(&files, Part { index: 1, of: 3 }).iter().collect::<Vec<_>>());
         assert_eq!(of(1, 0), Extents::of_files(&files).iter().collect::<Vec<_>>());
     }
 
     #[test]
-    fn nobody_writes_everything_because_one_rank_has_it() {
+    fn uneven_rank_files_fall_back_to_even_shares() {
         let files = files_of_ranks(&[(0, 1 << 30), (1, 5), (2, 5)]);
         for part in (0..3).map(|index| Part { index, of: 3 }) {
-            assert_eq!(own_files(&files, part), stretch(&files, part));
+            assert_eq!(own_rank_files(&files, part), even_share(&files, part));
         }
     }
 
     #[test]
-    fn one_part_has_everything() {
+    fn single_part_has_all_bytes() {
         let files = files(&[5, 0, 1 << 40]);
-        assert_eq!(stretch(&files, Part::alone()), Extents::of_files(&files));
-        assert!(stretch(&[], Part { index: 3, of: 7 }).is_empty());
+        assert_eq!(even_share(&files, Part::alone()), Extents::of_files(&files));
+        assert!(even_share(&[], Part { index: 3, of: 7 }).is_empty());
     }
 
     #[test]
-    fn cuts_go_to_a_near_boundary_or_to_a_page() {
+    fn cuts_are_at_near_file_boundaries_or_pages() {
         const MIB: u64 = 1 << 20;
         let near = files(&[17 * MIB, 16 * MIB]);
         assert_eq!(all(&near, 2)[0].iter().collect::<Vec<_>>(), [(0, 0..17 * MIB)]);
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn more_parts_than_bytes_leave_some_with_nothing() {
+    fn more_parts_than_bytes_gives_empty_parts() {
         let parts = all(&files(&[3]), 10);
         assert_eq!(parts.iter().map(Extents::len_bytes).sum::<u64>(), 3);
         assert_eq!(parts.iter().filter(|part| !part.is_empty()).count(), 1);

@@ -1,29 +1,30 @@
-//! Extents: a set of bytes of the output files, such as those that are finished or those that a process has to write.
+//! A set of bytes of the output files, such as the finished bytes or the bytes that a process has to write.
 //!
-//! What is finished is told by bytes, not by tensors or strips, so it keeps its meaning when the work is cut in another
-//! way the next time.
+//! Finished work is recorded as bytes, not as tensors or write blocks, so the record stays valid when the next run
+//! divides the work differently.
 //!
-//! Counts bytes. Invariant: the stretches of a file ascend, none is empty, and no two overlap or touch, so a set has one
-//! form; a file without any is not listed.
+//! Counts bytes. Invariant: the ranges of a file ascend, none is empty, and no two overlap or touch, so equal sets have
+//! equal representations; a file without ranges is not listed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::catalog::OutputFile;
 
-/// Stretches of output files, which are known by their number.
+/// Byte ranges of output files; files are identified by their number.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extents {
     files: BTreeMap<u32, Vec<Range<u64>>>,
 }
 
 impl Extents {
+    /// Returns the empty set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// All bytes of all files.
+    /// Returns all bytes of all files.
     #[must_use]
     pub fn of_files(files: &[OutputFile]) -> Self {
         let mut all = Self::new();
@@ -31,7 +32,8 @@ impl Extents {
         all
     }
 
-    /// Add a stretch; what it overlaps or touches becomes one with it. Cheap behind all others of the file.
+    /// Adds a range and merges it with ranges that it overlaps or touches. Cheap if it is behind all others of the
+    /// file.
     pub fn insert(&mut self, file: u32, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -42,79 +44,80 @@ impl Extents {
             Some(last) if last.end > range.start => {}
             _ => return known.push(range),
         }
-        let first = known.partition_point(|stretch| stretch.end < range.start);
-        let met = known[first..].partition_point(|stretch| stretch.start <= range.end);
+        let first = known.partition_point(|other| other.end < range.start);
+        let met = known[first..].partition_point(|other| other.start <= range.end);
         let joined = known[first..first + met]
             .iter()
-            .fold(range, |joined, stretch| joined.start.min(stretch.start)..joined.end.max(stretch.end));
+            .fold(range, |joined, range| joined.start.min(range.start)..joined.end.max(range.end));
         known.splice(first..first + met, [joined]);
     }
 
-    /// Whether some byte of the range is in the set.
+    /// Returns whether some byte of the range is in the set.
     #[must_use]
     pub fn overlaps(&self, file: u32, range: &Range<u64>) -> bool {
         self.within(file, range.clone()).next().is_some()
     }
 
-    /// What of a range is in the set, in ascending stretches.
+    /// Returns the parts of a range that are in the set, ascending.
     pub fn within(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
-        let here = self.from(file, range.start).iter().take_while(move |stretch| stretch.start < range.end);
-        here.map(move |stretch| stretch.start.max(range.start)..stretch.end.min(range.end))
-            .filter(|stretch| !stretch.is_empty())
+        let here = self.from(file, range.start).iter().take_while(move |known| known.start < range.end);
+        here.map(move |known| known.start.max(range.start)..known.end.min(range.end)).filter(|range| !range.is_empty())
     }
 
-    /// The stretches of a file that end behind this byte.
+    /// Returns the ranges of a file that end after this byte.
     fn from(&self, file: u32, at: u64) -> &[Range<u64>] {
         let known = self.files.get(&file).map_or(&[][..], Vec::as_slice);
-        &known[known.partition_point(|stretch| stretch.end <= at)..]
+        &known[known.partition_point(|range| range.end <= at)..]
     }
 
-    /// What is in this set and not in the other.
+    /// Returns the bytes that are in this set and not in the other.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         let mut left = Self::new();
-        for (file, stretch) in self.iter() {
-            let mut at = stretch.start;
-            for taken in other.within(file, stretch.clone()) {
+        for (file, range) in self.iter() {
+            let mut at = range.start;
+            for taken in other.within(file, range.clone()) {
                 left.insert(file, at..taken.start);
                 at = taken.end;
             }
-            left.insert(file, at..stretch.end);
+            left.insert(file, at..range.end);
         }
         left
     }
 
-    /// What is in the set of those files that are not left out.
+    /// Returns the set without the files for which `is_out` returns true.
     #[must_use]
-    pub fn leaving_out(&self, is_out: impl Fn(u32) -> bool) -> Self {
+    pub fn without_files(&self, is_out: impl Fn(u32) -> bool) -> Self {
         let files = self.files.iter().filter(|(file, _)| !is_out(**file));
-        Self { files: files.map(|(file, stretches)| (*file, stretches.clone())).collect() }
+        Self { files: files.map(|(file, ranges)| (*file, ranges.clone())).collect() }
     }
 
+    /// Returns the number of bytes in the set.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
-        self.iter().map(|(_, stretch)| stretch.end - stretch.start).sum()
+        self.iter().map(|(_, range)| range.end - range.start).sum()
     }
 
+    /// Returns whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
 
-    /// Whether something of the file is in the set.
+    /// Returns whether the set contains bytes of the file.
     #[must_use]
     pub fn has_file(&self, file: u32) -> bool {
         self.files.contains_key(&file)
     }
 
-    /// The files of which something is in the set, ascending.
+    /// Returns the files with bytes in the set, ascending.
     pub fn files(&self) -> impl Iterator<Item = u32> + '_ {
         self.files.keys().copied()
     }
 
-    /// All stretches with their files, ascending.
+    /// Returns all ranges with their files, ascending.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Range<u64>)> + '_ {
-        self.files.iter().flat_map(|(file, stretches)| stretches.iter().map(|stretch| (*file, stretch.clone())))
+        self.files.iter().flat_map(|(file, ranges)| ranges.iter().map(|range| (*file, range.clone())))
     }
 }
 
@@ -143,16 +146,16 @@ mod tests {
         ranges.into_iter().flat_map(|(file, range)| range.map(move |at| (file, at))).collect()
     }
 
-    /// Each in one form, and not a byte twice.
-    fn assert_holds(extents: &Extents, wanted: &Bytes) -> Result<(), TestCaseError> {
-        prop_assert_eq!(&bytes(extents.iter()), wanted);
-        prop_assert_eq!(extents.len_bytes(), wanted.len() as u64);
-        prop_assert_eq!(extents.is_empty(), wanted.is_empty());
-        let files: BTreeSet<u32> = wanted.iter().map(|(file, _)| *file).collect();
+    /// Checks that the set has the expected bytes, in its only representation.
+    fn assert_equals(extents: &Extents, expected: &Bytes) -> Result<(), TestCaseError> {
+        prop_assert_eq!(&bytes(extents.iter()), expected);
+        prop_assert_eq!(extents.len_bytes(), expected.len() as u64);
+        prop_assert_eq!(extents.is_empty(), expected.is_empty());
+        let files: BTreeSet<u32> = expected.iter().map(|(file, _)| *file).collect();
         prop_assert_eq!(extents.files().collect::<BTreeSet<_>>(), files);
-        for stretches in extents.files.values() {
-            prop_assert!(stretches.iter().all(|stretch| !stretch.is_empty()));
-            prop_assert!(stretches.is_sorted_by(|one, next| one.end < next.start));
+        for ranges in extents.files.values() {
+            prop_assert!(ranges.iter().all(|range| !range.is_empty()));
+            prop_assert!(ranges.is_sorted_by(|one, next| one.end < next.start));
         }
         Ok(())
     }
@@ -164,21 +167,22 @@ mod tests {
         fn extents_are_sets_of_bytes(ours in ranges(), theirs in ranges(), asked in ranges()) {
             let (ours, our_bytes) = extents(&ours);
             let (theirs, their_bytes) = extents(&theirs);
-            assert_holds(&ours, &our_bytes)?;
-            assert_holds(&ours.without(&theirs), &our_bytes.difference(&their_bytes).copied().collect())?;
+            assert_equals(&ours, &our_bytes)?;
+            assert_equals(&ours.without(&theirs), &our_bytes.difference(&their_bytes).copied().collect())?;
             for (file, range) in asked {
-                let wanted: Bytes = bytes([(file, range.clone())]);
-                let here: Bytes = wanted.intersection(&our_bytes).copied().collect();
+                let expected: Bytes = bytes([(file, range.clone())]);
+                let here: Bytes = expected.intersection(&our_bytes).copied().collect();
                 prop_assert_eq!(ours.overlaps(file, &range), !here.is_empty());
-                let within: Vec<_> = ours.within(file, range).map(|stretch| (file, stretch)).collect();
-                prop_assert_eq!(within.iter().map(|(_, stretch)| stretch.end - stretch.start).sum::<u64>(), here.len() as u64);
+                let within: Vec<_> = ours.within(file, range).map(|range| (file, range)).collect();
+                let len: u64 = within.iter().map(|(_, range)| range.end - range.start).sum();
+                prop_assert_eq!(len, here.len() as u64);
                 prop_assert_eq!(bytes(within), here);
             }
         }
     }
 
     #[test]
-    fn all_bytes_of_files_are_all_but_the_empty_ones() {
+    fn empty_file_is_not_in_the_set_of_all_files() {
         let mut file = OutputFile::new("f");
         file.push_payload(10);
         let all = Extents::of_files(&[file, OutputFile::new("empty")]);

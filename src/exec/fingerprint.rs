@@ -1,13 +1,15 @@
-//! Fingerprints: whether two processes would write the same bytes to the same places from the same source.
+//! Fingerprints, which show whether two processes would write the same bytes to the same positions from the same
+//! source.
 //!
-//! It is a BLAKE3 of the version, of what is known of the source's files (path, length and time of the last change; not
-//! device or inode, which differ from node to node), of who reduces, and of the reservation with everything a copy takes
-//! from the source's tables. Options are not in it: what else changes the result shows in the reservation.
+//! A fingerprint is a BLAKE3 hash of the version, of the source files (path, length and time of the last change; not
+//! device or inode, which differ from node to node), of the reduction method, and of the reservation with everything
+//! that a copy takes from the source's tables. Options are not hashed: if an option changes the result, it changes the
+//! reservation.
 //!
-//! All that is hashed is numbers of 64 bits, little-endian, and bytes behind their length; lists stand behind theirs, and
-//! alternatives behind a number that tells which. Long lists are hashed in parts, whose digests stand for them. So no
-//! field can run into the next. Invariant: it depends neither on threads, nor on the order of a hash map, nor on where in
-//! memory something lies.
+//! The hash input consists of 64-bit little-endian numbers, and of bytes preceded by their length; a list is preceded
+//! by its length, and an alternative by its number. Long lists are hashed in parts, and the digests of the parts are
+//! hashed in their place. So no field can be confused with the next. Invariant: a fingerprint does not depend on
+//! threads, on the order of a hash map, or on memory addresses.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -21,13 +23,13 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Input;
-use super::reduce::Reducing;
+use super::reduce::ReductionMethod;
 use super::sidecar_files::SidecarFile;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// What a checkpoint that is being written will be. Written as 64 hex digits.
+/// Identity of the checkpoint that is being written. Its text form is 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub(crate) [u8; 32]);
@@ -38,7 +40,7 @@ impl fmt::Display for Fingerprint {
     }
 }
 
-/// Its first digits.
+/// Writes the first digits.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Fingerprint({self:.12})")
@@ -67,31 +69,32 @@ impl From<Fingerprint> for String {
     }
 }
 
-/// The fingerprint of what this `version` makes of `input`. Files of the source go by their paths below the `roots`, the
-/// checkpoints that are read (each a folder, or a file beside which the others are), which may be mounted anywhere.
+/// Returns the fingerprint of the checkpoint that this `version` makes from `input`. Source files are hashed with their
+/// paths relative to `roots`, the checkpoints that are read (each a folder, or a file beside the other files), so that
+/// they may be mounted anywhere.
 #[must_use]
 pub fn fingerprint(
     version: &str,
     input: Input<'_>,
     reservation: &Reservation,
-    carried: &[SidecarFile],
+    sidecar_files: &[SidecarFile],
     roots: &[&Path],
-    reducing: Reducing,
+    reducing: ReductionMethod,
 ) -> Fingerprint {
     let mut digest = Digest::default();
     digest.bytes(b"dtshard plan 3");
     digest.bytes(version.as_bytes());
-    digest.number(u64::from(reducing == Reducing::ByNccl));
+    digest.number(u64::from(reducing == ReductionMethod::Nccl));
     digest.sources(input.files, roots);
     digest.list(&reservation.files, Digest::file);
     digest.parts(&reservation.tensors, Digest::reserved);
-    // Many target tensors may be made of one.
+    // Many target tensors may come from one source tensor.
     let mut taken: Vec<TensorId> = reservation.tensors.iter().map(|tensor| tensor.source).collect();
     taken.sort_unstable();
     taken.dedup();
     digest.parts(&taken, |digest, id| digest.source(*id, input.catalog.tensor(*id)));
-    digest.number(carried.len() as u64);
-    for file in carried {
+    digest.number(sidecar_files.len() as u64);
+    for file in sidecar_files {
         digest.path(&file.from, roots);
         digest.bytes(file.to.as_os_str().as_bytes());
         digest.number(file.len);
@@ -100,8 +103,9 @@ pub fn fingerprint(
     digest.finish()
 }
 
-/// A path below one of the roots, which has this number, or beside it; of any other its last name.
-pub(crate) fn below<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
+/// Returns the number of a root and the path relative to it, for a path below or beside that root; for any other path
+/// its last name.
+pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
     let found = (0_u64..).zip(roots).find_map(|(index, root)| {
         let rest = below(root).or_else(|| root.parent().and_then(below))?;
@@ -110,21 +114,21 @@ pub(crate) fn below<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()))
 }
 
-/// Hashed in pieces that are worth a call.
+/// Bytes collected for one call of the hash function.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Literals that are hashed where they stand; the digest of one costs more.
+/// Longest header bytes that are hashed directly; a digest of their own would cost more.
 const SHORT_BYTES: usize = 128;
 
-/// Items of a part, whatever the number of threads.
+/// Items of one part of a list, for any number of threads.
 const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]
 struct Digest {
     hasher: blake3::Hasher,
     buffer: Vec<u8>,
-    /// Of literals that many files share, by where they lie: each is hashed once.
-    literals: HashMap<*const u8, [u8; 32], RandomState>,
+    /// Digests of header bytes that many files share, by address: each is hashed once.
+    header_digests: HashMap<*const u8, [u8; 32], RandomState>,
 }
 
 impl Digest {
@@ -154,15 +158,15 @@ impl Digest {
         list.iter().for_each(|item| each(self, item));
     }
 
-    /// A list of which there may be very many, in parts that are hashed side by side.
+    /// Hashes a list that may be very long, in parts that are hashed in parallel.
     fn parts<T: Sync>(&mut self, list: &[T], each: impl Fn(&mut Self, &T) + Sync) {
         self.number(list.len() as u64);
-        let of_part = |part: &[T]| {
+        let part_digest = |part: &[T]| {
             let mut digest = Self::default();
             part.iter().for_each(|item| each(&mut digest, item));
             digest.finish().0
         };
-        let digests: Vec<[u8; 32]> = list.par_chunks(PART_LEN).map(of_part).collect();
+        let digests: Vec<[u8; 32]> = list.par_chunks(PART_LEN).map(part_digest).collect();
         digests.iter().for_each(|digest| self.raw(digest));
     }
 
@@ -176,7 +180,7 @@ impl Digest {
     }
 
     fn path(&mut self, path: &Path, roots: &[&Path]) {
-        let (root, rest) = below(path, roots);
+        let (root, rest) = relative_to_root(path, roots);
         self.number(root);
         self.bytes(rest.as_bytes());
     }
@@ -193,9 +197,9 @@ impl Digest {
     fn file(&mut self, file: &OutputFile) {
         self.bytes(file.path.as_os_str().as_bytes());
         self.number(file.len);
-        self.list(&file.literals, |digest, literal| {
-            digest.number(literal.offset);
-            digest.literal(&literal.bytes);
+        self.list(&file.literals, |digest, header| {
+            digest.number(header.offset);
+            digest.header_bytes(&header.bytes);
         });
         self.list(&file.sums, |digest, sum| {
             digest.number(sum.range.start);
@@ -204,12 +208,12 @@ impl Digest {
         });
     }
 
-    fn literal(&mut self, literal: &[u8]) {
-        if literal.len() <= SHORT_BYTES {
-            return self.bytes(literal);
+    fn header_bytes(&mut self, bytes: &[u8]) {
+        if bytes.len() <= SHORT_BYTES {
+            return self.bytes(bytes);
         }
-        self.number(literal.len() as u64);
-        let digest = *self.literals.entry(literal.as_ptr()).or_insert_with(|| *blake3::hash(literal).as_bytes());
+        self.number(bytes.len() as u64);
+        let digest = *self.header_digests.entry(bytes.as_ptr()).or_insert_with(|| *blake3::hash(bytes).as_bytes());
         self.raw(&digest);
     }
 
@@ -223,11 +227,11 @@ impl Digest {
         self.number(id.0.into());
         self.tensor(source);
         self.number(source.summands.is_some().into());
-        if let Some(summands) = &source.summands {
-            self.bytes(summands.reduction.op.as_str().as_bytes());
-            self.numbers(&summands.reduction.dims);
-            self.number(summands.reduction.whole().divisor);
-            self.numbers(&summands.of_chunk);
+        if let Some(partial_values) = &source.summands {
+            self.bytes(partial_values.reduction.op.as_str().as_bytes());
+            self.numbers(&partial_values.reduction.dims);
+            self.number(partial_values.reduction.whole().divisor);
+            self.numbers(&partial_values.of_chunk);
         }
     }
 
@@ -259,14 +263,14 @@ mod tests {
     use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
     use crate::storage::{FileId, FileRange, IoMode};
 
-    /// Everything that a fingerprint is of, with something of every kind in it.
+    /// The input of a fingerprint, with every kind of content in it.
     struct Work {
         version: &'static str,
         root: PathBuf,
         sources: Vec<&'static str>,
         catalog: Catalog,
         reservation: Reservation,
-        carried: Vec<SidecarFile>,
+        sidecar_files: Vec<SidecarFile>,
     }
 
     fn tile(start: u64) -> Tile {
@@ -325,8 +329,15 @@ mod tests {
             ..Reservation::default()
         };
         let config = root.join("src/config.json");
-        let carried = vec![SidecarFile::new(config, "config.json".into()).unwrap()];
-        Work { version: "1.0.0", root: root.join("src"), sources: vec!["a", "sub/b"], catalog, reservation, carried }
+        let sidecar_files = vec![SidecarFile::new(config, "config.json".into()).unwrap()];
+        Work {
+            version: "1.0.0",
+            root: root.join("src"),
+            sources: vec!["a", "sub/b"],
+            catalog,
+            reservation,
+            sidecar_files,
+        }
     }
 
     impl Work {
@@ -341,7 +352,14 @@ mod tests {
             }
             let resolve: &Resolve = &|_, _, _| unreachable!("nothing is read");
             let input = Input { files: &files, catalog: &self.catalog, resolve };
-            fingerprint(self.version, input, &self.reservation, &self.carried, &[root], Reducing::InRankOrder)
+            fingerprint(
+                self.version,
+                input,
+                &self.reservation,
+                &self.sidecar_files,
+                &[root],
+                ReductionMethod::InRankOrder,
+            )
         }
 
         fn file(&mut self) -> &mut OutputFile {
@@ -360,7 +378,7 @@ mod tests {
             Arc::make_mut(&mut self.reservation.tensors[0].shares[1])
         }
 
-        /// Write a file of the source, or another time of change.
+        /// Writes a file of the source, or sets its time of change.
         fn touch(&self, name: &str, content: &str, nanoseconds: u32) {
             let path = self.root.join(name);
             fs::write(&path, content).unwrap();
@@ -370,17 +388,17 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_the_same_wherever_it_is_mounted() {
+    fn fingerprint_does_not_depend_on_the_mount_point() {
         let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
         let [one, other] = [0, 1].map(|index| work(folders[index].path()));
         assert_eq!(one.fingerprint(), one.fingerprint());
         assert_eq!(one.fingerprint(), other.fingerprint());
-        // An index stands for the files beside it.
+        // A root that is an index file stands for the files beside it.
         assert_eq!(one.fingerprint(), one.below(&one.root.join("index.json")));
     }
 
     #[test]
-    fn every_item_of_a_long_list_counts_where_it_is() {
+    fn swapped_items_of_a_long_list_change_the_fingerprint() {
         let of = |list: &[u64]| {
             let mut digest = Digest::default();
             digest.parts(list, |digest, number| digest.number(*number));
@@ -397,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_literals_count_as_equal_ones() {
+    fn shared_and_equal_header_bytes_have_one_fingerprint() {
         let folder = tempfile::tempdir().unwrap();
         let mut works = [true, false].map(|is_shared| {
             let mut work = work(folder.path());
@@ -413,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn every_change_makes_another() {
+    fn every_change_changes_the_fingerprint() {
         type Change = fn(&mut Work);
         let changes: &[Change] = &[
             |_| {},
@@ -424,11 +442,11 @@ mod tests {
             |work| work.sources.reverse(),
             |work| work.sources.push("config.json"),
             |work| work.sources[1] = "config.json",
-            // What is carried over.
-            |work| work.carried[0].modified.1 = 9,
-            |work| work.carried[0].to = "sub/config.json".into(),
-            |work| work.carried[0].len = 11,
-            |work| work.carried.clear(),
+            // The sidecar files.
+            |work| work.sidecar_files[0].modified.1 = 9,
+            |work| work.sidecar_files[0].to = "sub/config.json".into(),
+            |work| work.sidecar_files[0].len = 11,
+            |work| work.sidecar_files.clear(),
             // The target's files.
             |work| work.file().path = "models".into(),
             |work| work.file().len += 1,
@@ -441,7 +459,7 @@ mod tests {
             |work| work.file().sums[0].sites[1] = 12,
             |work| work.file().sums.clear(),
             |work| work.reservation.files.push(OutputFile::new("more")),
-            // Its tensors.
+            // The target's tensors.
             |work| work.target().dtype = Dtype::I32,
             |work| work.target().fqn = "v".into(),
             |work| work.target().shape = Dims::from_slice(&[2, 8]),
@@ -488,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nothing_is_taken_of_does_not_count() {
+    fn unused_tensors_and_notes_do_not_change_the_fingerprint() {
         let folder = tempfile::tempdir().unwrap();
         let mut work = work(folder.path());
         let before = work.fingerprint();
@@ -498,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn digits_lead_back() {
+    fn digits_are_parsed_to_the_same_fingerprint() {
         let fingerprint = Fingerprint(*blake3::hash(b"").as_bytes());
         let digits = fingerprint.to_string();
         assert_eq!(digits.len(), 64);

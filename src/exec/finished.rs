@@ -14,25 +14,26 @@ use super::{Extents, Stop};
 use crate::catalog::{Dtype, OutputFile};
 use crate::error::Result;
 
-/// Knows what a copy has to write and keeps a record of what is finished, so that a later run need not repeat it.
+/// Knows the bytes that a copy has to write, and records the finished ones, so that a later run need not write them
+/// again.
 pub trait WorkLog: Sync {
     /// Returns the byte ranges that are to be written.
     fn todo(&self) -> &Extents;
 
     /// Returns whether all bytes of all files are to be written.
-    fn is_all(&self) -> bool;
+    fn covers_everything(&self) -> bool;
 
-    /// Notes a range that has been written.
+    /// Adds a range that has been written.
     fn add(&self, entry: FinishedRange);
 
-    /// Notes that everything added so far is complete. Calls `check` on the source before it records anything.
+    /// Records that everything added so far is complete. Calls `check` on the source before it records anything.
     ///
     /// # Errors
     /// `Io`, and the errors of `check`.
     fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()>;
 
-    /// Returns the checksum parts of everything finished, where this run writes everything.
-    fn sums(&self) -> Vec<(u32, SumPart)>;
+    /// Returns the checksum parts of all finished ranges, if this run writes everything.
+    fn checksum_parts(&self) -> Vec<(u32, ChecksumPart)>;
 
     /// Makes everything durable at the end of a successful run.
     ///
@@ -44,61 +45,66 @@ pub trait WorkLog: Sync {
     fn stop(&self, outputs: &Outputs);
 
     /// Returns the values that casts lost in this run.
-    fn lost(&self) -> CastLosses;
+    fn cast_losses(&self) -> CastLosses;
 }
 
-/// A finished stretch of an output file.
+/// A finished range of an output file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "EntryFields", into = "EntryFields")]
 pub struct FinishedRange {
+    /// Number of the output file.
     pub file: u32,
+    /// The range, in bytes.
     pub range: Range<u64>,
-    /// See [`Digest`](super::digest::Digest).
+    /// Digest of the bytes, see [`Digest`](super::digest::Digest).
     pub digest: u32,
-    /// Within the range, ascending: the parts of spans whose sum is not in the file yet.
-    pub sums: Vec<SumPart>,
-    /// What casts met in it: it counts as often as its bytes do.
-    pub lost: CastLosses,
+    /// Parts of checksum spans within the range whose checksum is not in the file yet, ascending.
+    pub checksum_parts: Vec<ChecksumPart>,
+    /// Values that casts lost in it; they count as often as the bytes are written.
+    pub cast_losses: CastLosses,
 }
 
-/// What casts met.
+/// Numbers of values that casts lost, by dtypes.
 pub type CastLosses = BTreeMap<DtypePair, LossCounts>;
 
 impl FinishedRange {
-    /// Take in one that begins where this one ends.
+    /// Appends the range that begins at the end of this one.
     pub(crate) fn append(&mut self, next: &mut Self) {
         let hasher = |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
         let mut both = hasher(self);
         both.combine(&hasher(next));
         self.digest = both.finalize();
         self.range.end = next.range.end;
-        self.sums.append(&mut next.sums);
-        add_lost(&mut self.lost, &next.lost);
+        self.checksum_parts.append(&mut next.checksum_parts);
+        add_cast_losses(&mut self.cast_losses, &next.cast_losses);
     }
 }
 
-/// Count what casts met elsewhere, too.
-pub fn add_lost(lost: &mut CastLosses, more: &CastLosses) {
+/// Adds other counts of values that casts lost.
+pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
 /// The CRC-32 of a part of a span, or of all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
-pub struct SumPart {
+pub struct ChecksumPart {
+    /// Offset in the file.
     pub offset: u64,
+    /// Length in bytes.
     pub len: u64,
+    /// CRC-32 of the bytes.
     pub crc: u32,
 }
 
-impl SumPart {
-    /// To be combined with those of other parts.
+impl ChecksumPart {
+    /// Returns a hasher that can be combined with those of other parts.
     #[must_use]
     pub fn hasher(&self) -> Hasher {
         Hasher::new_with_initial_len(self.crc, self.len)
     }
 
-    /// Join parts of one span that follow each other. They ascend.
+    /// Joins consecutive parts of one span. The parts must ascend.
     pub(crate) fn join(parts: &mut Vec<Self>, file: &OutputFile) {
         parts.dedup_by(|next, part| {
             let is_next = part.offset + part.len == next.offset
@@ -113,23 +119,23 @@ impl SumPart {
     }
 }
 
-type EntryFields = (u32, u64, u64, u32, Vec<SumPart>, Vec<(String, String, u64, u64)>);
+type EntryFields = (u32, u64, u64, u32, Vec<ChecksumPart>, Vec<(String, String, u64, u64)>);
 
 impl TryFrom<EntryFields> for FinishedRange {
     type Error = &'static str;
 
     fn try_from((file, start, end, digest, sums, rows): EntryFields) -> Result<Self, Self::Error> {
-        let dtype = |name: &str| Dtype::from_name(name).ok_or("no dtype");
+        let dtype = |name: &str| Dtype::from_name(name).ok_or("unknown dtype");
         let mut lost = CastLosses::new();
         for (from, to, overflows, nans) in rows {
             lost.entry((dtype(&from)?, dtype(&to)?)).or_default().add(LossCounts { overflows, nans });
         }
-        Ok(Self { file, range: start..end, digest, sums, lost })
+        Ok(Self { file, range: start..end, digest, checksum_parts: sums, cast_losses: lost })
     }
 }
 
 impl From<FinishedRange> for EntryFields {
-    fn from(FinishedRange { file, range, digest, sums, lost }: FinishedRange) -> Self {
+    fn from(FinishedRange { file, range, digest, checksum_parts: sums, cast_losses: lost }: FinishedRange) -> Self {
         let row = |((from, to), lost): ((Dtype, Dtype), LossCounts)| {
             (from.name().to_owned(), to.name().to_owned(), lost.overflows, lost.nans)
         };
@@ -137,14 +143,14 @@ impl From<FinishedRange> for EntryFields {
     }
 }
 
-impl From<(u64, u64, u32)> for SumPart {
+impl From<(u64, u64, u32)> for ChecksumPart {
     fn from((offset, len, crc): (u64, u64, u32)) -> Self {
         Self { offset, len, crc }
     }
 }
 
-impl From<SumPart> for (u64, u64, u32) {
-    fn from(SumPart { offset, len, crc }: SumPart) -> Self {
+impl From<ChecksumPart> for (u64, u64, u32) {
+    fn from(ChecksumPart { offset, len, crc }: ChecksumPart) -> Self {
         (offset, len, crc)
     }
 }

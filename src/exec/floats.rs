@@ -1,68 +1,73 @@
-//! Floats as bits: how each format is read as an f32, and how an f32 is rounded to it. What [casts](super::cast) and
-//! [sums](super::reduce) are made of; `src/gpu/kernels/floats.cuh` is the same for devices.
+//! Converts floats as bit patterns: reads each format as an f32, and rounds an f32 to each format. [Casts](super::cast)
+//! and [reductions](super::reduce) use it; `src/gpu/kernels/floats.cuh` does the same on devices.
 //!
-//! Counts nothing; elements are little-endian. Each rounding is to nearest, ties to even, and subnormals are kept.
+//! Works on single elements, which are little-endian. Each rounding is to nearest, ties to even, and subnormals are
+//! kept.
 //!
-//! Source of the rule: PyTorch 2.15.0 on x86-64, measured over every 16-bit pattern and millions of 32- and 64-bit ones
-//! (`tests/fixtures/cast` keeps the answers). What was found:
+//! The rules are those of PyTorch 2.15.0 on x86-64, measured over every 16-bit pattern and millions of 32- and 64-bit
+//! patterns (`tests/fixtures/cast` has the results). Findings:
 //!
-//! - f8_e4m3fn has no infinity and saturates at 448, infinities too. The `fnuz` dtypes have one NaN, 0x80, which is also
-//!   what overflows and infinities become, and no negative zero.
-//! - Tensors of 1, 3 and 10,000 elements agree in every value, and in every NaN but these: a contiguous tensor long
-//!   enough for vector instructions gives bf16 NaNs as 0xffff, whatever sign and payload, and widens f16 NaNs with their
-//!   payload; the scalar code (strided tensors, f64 to bf16 and f16 to f32 of a few elements and at the end of many)
-//!   gives 0x7fc0 and 0x7fffffff. f16 to bf16 gives 0x7fc0 at any length. Here it is always what long contiguous
-//!   tensors give, and the same on every machine.
+//! - f8_e4m3fn has no infinity and saturates at 448; infinities also become 448. The `fnuz` dtypes have one NaN, 0x80,
+//!   which overflows and infinities become as well, and no negative zero.
+//! - Tensors of 1, 3 and 10,000 elements agree in every value, and in every NaN except these: a contiguous tensor long
+//!   enough for vector instructions gives bf16 NaNs as 0xffff, whatever sign and payload, and widens f16 NaNs with
+//!   their payload; the scalar code (strided tensors, f64 to bf16 and f16 to f32 of a few elements and at the end of
+//!   many) gives 0x7fc0 and 0x7fffffff. f16 to bf16 gives 0x7fc0 at any length. This module always gives the results of
+//!   long contiguous tensors, on every machine.
 //!
-//! Rejected: the `half` crate. Where the processor has f16c its f64 to f16 rounds twice, elsewhere once, and it keeps
+//! The `half` crate is not used: if the processor has f16c, its f64 to f16 rounds twice, otherwise once, and it keeps
 //! the payload of bf16 NaNs.
 
-/// An element of the source as the bits of an f32.
+/// A source element as the bits of an f32.
 #[derive(Clone, Copy)]
 pub(crate) struct LoadedFloat {
+    /// Bits of the f32.
     pub single: u32,
-    /// Finite before anything was rounded.
+    /// True if the element was finite before rounding.
     pub was_finite: bool,
 }
 
-/// What a target stores for the bits of an f32.
+/// A target element, converted from an f32.
 pub(crate) struct StoredFloat<const M: usize> {
+    /// The bytes of the element.
     pub bytes: [u8; M],
-    /// The value is beyond the largest finite one of the target.
+    /// True if the value is beyond the largest finite value of the target.
     pub beyond: bool,
 }
 
-/// Whether a target has infinities.
+/// Support of a target dtype for infinities.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Infinity {
     Kept,
     Lost,
 }
 
-/// The bits of a NaN in a target.
+/// The bits of NaN in a target dtype.
 #[derive(Clone, Copy)]
 enum Nan {
-    /// Quiet, with sign and what fits of the payload.
+    /// Quiet NaN with the sign and the upper bits of the payload.
     Payload,
-    /// These bits with the sign.
+    /// These bits, with the sign.
     Signed(u32),
-    /// These bits.
+    /// These bits, without the sign.
     Fixed(u32),
 }
 
-/// How values lie in the bits of a float that is narrower than f32: sign, exponent, `mantissa` bits.
+/// Bit format of a float that is narrower than f32: sign, exponent, `mantissa` bits.
 pub(crate) struct NarrowFloat {
     bits: u32,
     mantissa: u32,
     bias: u32,
-    /// The bits of the least f32 that rounds beyond the largest finite value.
+    /// Bits of the smallest f32 that rounds beyond the largest finite value.
     first_beyond: u32,
-    /// What is stored for it and all above, without the sign.
+    /// Bits that are stored for it and all larger values, without the sign.
     beyond: u32,
+    /// Support of the dtype for infinities.
     pub infinity: Infinity,
     nan: Nan,
 }
 
+/// IEEE 754 half precision.
 pub(crate) const F16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 10,
@@ -73,6 +78,7 @@ pub(crate) const F16: NarrowFloat = NarrowFloat {
     nan: Nan::Payload,
 };
 
+/// bfloat16, as casts from f32 and f64 round to it.
 pub(crate) const BF16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 7,
@@ -84,19 +90,22 @@ pub(crate) const BF16: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(0xffff),
 };
 
+/// bfloat16, as casts from f16 round to it: with another NaN.
 pub(crate) const BF16_OF_F16: NarrowFloat = NarrowFloat { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
+/// f8_e4m3fn: no infinities, saturates.
 pub(crate) const F8_E4M3FN: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
     bias: 7,
-    // 464 is the tie of 448 and what would be 480; it goes to 448, which is even.
+    // 464 is halfway between 448 and 480, which the dtype does not have; the tie goes to 448, which is even.
     first_beyond: 464_f32.to_bits() + 1,
     beyond: 0x7e,
     infinity: Infinity::Lost,
     nan: Nan::Signed(0x7f),
 };
 
+/// f8_e5m2: with infinities.
 pub(crate) const F8_E5M2: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
@@ -107,6 +116,7 @@ pub(crate) const F8_E5M2: NarrowFloat = NarrowFloat {
     nan: Nan::Signed(0x7f),
 };
 
+/// f8_e4m3fnuz: no infinities, no negative zero.
 pub(crate) const F8_E4M3FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
@@ -117,6 +127,7 @@ pub(crate) const F8_E4M3FNUZ: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
+/// f8_e5m2fnuz: no infinities, no negative zero.
 pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
@@ -127,26 +138,27 @@ pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
-/// The one NaN of the `fnuz` dtypes takes the bits that would be negative zero.
+/// The only NaN of the `fnuz` dtypes has the bits of negative zero.
 const FNUZ_NAN: u32 = 0x80;
 
 impl NarrowFloat {
-    /// Round the bits of an f32 to this format; true where the value is beyond it. Both roundings are computed and one
-    /// is chosen, so that loops have no branches.
+    /// Rounds the bits of an f32 to this format; the second value is true if the value is out of range. Computes both
+    /// roundings and chooses one, so that loops have no branches.
     #[inline]
     fn round(&self, single: u32) -> (u32, bool) {
         let value = magnitude(single);
         let sign = (single >> 31) << (self.bits - 1);
         let drop = 23 - self.mantissa;
-        // Normal: add just under half a step, or half a step where the last bit kept is odd; carries go up into the
+        // Normal: adds just under half a step, or half a step if the last bit kept is odd; carries go up into the
         // exponent as they should.
         let carried = value.wrapping_add((1 << (drop - 1)) - 1 + ((value >> drop) & 1));
         let normal = (carried >> drop).wrapping_sub((127 - self.bias) << self.mantissa);
-        // Subnormal: in the sum with a float whose last bit is worth the least subnormal, the processor rounds at it.
+        // Subnormal: adds a float whose last bit is worth the smallest subnormal, so that the processor rounds at that
+        // bit.
         let anchor = (127 + 24 - self.bias - self.mantissa) << 23;
         let sum = f32::from_bits(value) + f32::from_bits(anchor);
         let subnormal = sum.to_bits().wrapping_sub(anchor);
-        // The exponents of bf16 are those of f32, and so are its subnormals.
+        // bf16 has the exponents of f32, and so its subnormals.
         let least_normal = if self.bias == 127 { 0 } else { (128 - self.bias) << 23 };
         let finite = if value < least_normal { subnormal } else { normal };
         let beyond = value >= self.first_beyond;
@@ -164,6 +176,7 @@ impl NarrowFloat {
         (if is_nan { nan } else { signed }, beyond && !is_nan)
     }
 
+    /// Rounds the bits of an f32 to this format of 16 bits.
     #[inline]
     pub fn store_16(&self, single: u32) -> StoredFloat<2> {
         let (bits, beyond) = self.round(single);
@@ -171,6 +184,7 @@ impl NarrowFloat {
         StoredFloat { bytes: [low, high], beyond }
     }
 
+    /// Rounds the bits of an f32 to this format of 8 bits.
     #[inline]
     pub fn store_8(&self, single: u32) -> StoredFloat<1> {
         let (bits, beyond) = self.round(single);
@@ -179,39 +193,42 @@ impl NarrowFloat {
     }
 }
 
-/// The bits of infinity as an f32; those of NaNs are above.
+/// Bits of infinity as an f32; NaNs have larger bits.
 pub(crate) const INFINITY: u32 = 0x7f80_0000;
 
+/// Returns the bits of an f32 without the sign.
 #[inline]
 pub(crate) fn magnitude(single: u32) -> u32 {
     single & 0x7fff_ffff
 }
 
-/// An f32, f16 or bf16 as it is.
+/// Loads an f32, f16 or bf16, without rounding.
 #[inline]
 pub(crate) fn exact(single: u32) -> LoadedFloat {
     LoadedFloat { single, was_finite: magnitude(single) < INFINITY }
 }
 
-/// Rounded once here, and a second time where it goes on to a narrower float.
+/// Loads an f64 and rounds it to f32. A cast to a narrower float rounds a second time.
 #[inline]
 pub(crate) fn load_f64(bytes: [u8; 8]) -> LoadedFloat {
     const INFINITY_64: u64 = 0x7ff << 52;
     let bits = u64::from_le_bytes(bytes);
     let value = bits & !(1 << 63);
-    #[expect(clippy::cast_possible_truncation, reason = "rounding is what is wanted")]
+    #[expect(clippy::cast_possible_truncation, reason = "the value is rounded on purpose")]
     let rounded = (f64::from_bits(bits) as f32).to_bits();
-    // Rust leaves the payload of a NaN open; PyTorch keeps its upper bits.
+    // Rust does not define the payload of the NaN; PyTorch keeps its upper bits.
     #[expect(clippy::cast_possible_truncation, reason = "the upper bits are cut away")]
     let nan = ((bits >> 32) as u32 & 0x8000_0000) | 0x7fc0_0000 | ((bits >> 29) as u32 & 0x003f_ffff);
     LoadedFloat { single: if value > INFINITY_64 { nan } else { rounded }, was_finite: value < INFINITY_64 }
 }
 
+/// Converts a bf16 to the bits of an f32, exactly.
 #[inline]
 pub(crate) fn single_of_bf16(bytes: [u8; 2]) -> u32 {
     u32::from(u16::from_le_bytes(bytes)) << 16
 }
 
+/// Converts an f16 to the bits of an f32, exactly except for quiet NaNs.
 #[inline]
 pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
     const LEAST_NORMAL: u32 = 113 << 23;
@@ -219,20 +236,22 @@ pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
     let sign = (bits & 0x8000) << 16;
     let shifted = (bits & 0x7fff) << 13;
     let normal = shifted + (112 << 23);
-    // 2^-14 with the mantissa of the subnormal is 2^-14 too much.
+    // 2^-14 with the mantissa of the subnormal is too large by 2^-14.
     let subnormal = (f32::from_bits(shifted + LEAST_NORMAL) - f32::from_bits(LEAST_NORMAL)).to_bits();
     let finite = if shifted < 1 << 23 { subnormal } else { normal };
-    // The largest exponent stands for infinity and NaN, which come out quiet.
+    // The largest exponent means infinity or NaN; NaNs become quiet.
     let is_nan = shifted > 31 << 23;
     let special = shifted | INFINITY | (u32::from(is_nan) << 22);
     sign | if shifted >= 31 << 23 { special } else { finite }
 }
 
+/// Stores an f32 without rounding.
 #[inline]
 pub(crate) fn store_f32(single: u32) -> StoredFloat<4> {
     StoredFloat { bytes: single.to_le_bytes(), beyond: magnitude(single) == INFINITY }
 }
 
+/// Widens an f32 to f64, exactly.
 #[inline]
 pub(crate) fn store_f64(single: u32) -> StoredFloat<8> {
     let exact = f64::from(f32::from_bits(single)).to_bits();

@@ -1,40 +1,44 @@
-//! What processes that exchange have come to together: each says its own, and all add up the same.
+//! Totals over all processes that exchange data: each sends its own counters, and all compute the same sums.
 //!
-//! Counts bytes. Invariant: a process that says anything else is an error that names it, in all of them.
+//! Counts bytes. Invariant: a message that is not two counters is an error in all processes, and names its sender.
 
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 
+/// Counters of one process, or their sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GlobalTotals {
-    /// Bytes that they have received.
+    /// Bytes received from other processes.
     pub received: u64,
-    /// Bytes of values that NCCL has reduced.
-    pub folded: u64,
+    /// Bytes of values that NCCL reduced.
+    pub nccl_reduced: u64,
 }
 
 impl GlobalTotals {
-    /// The sum of all, where this is one's own. Collective.
+    /// Returns the sums over all processes; `self` has the counters of this process. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::gather`]; `Comm` for words that make no sense.
-    pub fn add_up(self, communicator: &impl Communicator) -> Result<Self> {
-        let said = communicator.gather(&self.to_bytes())?;
-        (0..).zip(&said).try_fold(Self::default(), |sum, (rank, words)| {
-            let Self { received, folded } =
-                Self::of_bytes(words).ok_or_else(|| Error::comm(rank, "add up", "it says no two numbers of bytes"))?;
-            Ok(Self { received: sum.received.saturating_add(received), folded: sum.folded.saturating_add(folded) })
+    /// Errors of [`Communicator::gather`]; `Comm` for a message that is not two counters.
+    pub fn sum_over_processes(self, communicator: &impl Communicator) -> Result<Self> {
+        let messages = communicator.gather(&self.to_bytes())?;
+        (0..).zip(&messages).try_fold(Self::default(), |sum, (rank, message)| {
+            let Self { received, nccl_reduced: folded } = Self::from_bytes(message)
+                .ok_or_else(|| Error::comm(rank, "sum counters", "expected two 64-bit numbers"))?;
+            Ok(Self {
+                received: sum.received.saturating_add(received),
+                nccl_reduced: sum.nccl_reduced.saturating_add(folded),
+            })
         })
     }
 
     fn to_bytes(self) -> Vec<u8> {
-        [self.received, self.folded].map(u64::to_le_bytes).concat()
+        [self.received, self.nccl_reduced].map(u64::to_le_bytes).concat()
     }
 
-    fn of_bytes(words: &[u8]) -> Option<Self> {
-        let (numbers, []) = words.as_chunks() else { return None };
+    fn from_bytes(message: &[u8]) -> Option<Self> {
+        let (numbers, []) = message.as_chunks() else { return None };
         let [received, folded] = <[[u8; 8]; 2]>::try_from(numbers).ok()?.map(u64::from_le_bytes);
-        Some(Self { received, folded })
+        Some(Self { received, nccl_reduced: folded })
     }
 }
 
@@ -47,25 +51,25 @@ mod tests {
     use crate::error::CommError;
 
     #[test]
-    fn all_add_up_the_same() {
+    fn all_processes_compute_the_same_totals() {
         let ranks = (1..).zip(Local::fleet(3)).map(|(number, local)| {
-            let own = GlobalTotals { received: number, folded: u64::MAX / 2 };
-            thread::spawn(move || own.add_up(&local).unwrap())
+            let own = GlobalTotals { received: number, nccl_reduced: u64::MAX / 2 };
+            thread::spawn(move || own.sum_over_processes(&local).unwrap())
         });
         for rank in ranks.collect::<Vec<_>>() {
-            assert_eq!(rank.join().unwrap(), GlobalTotals { received: 6, folded: u64::MAX });
+            assert_eq!(rank.join().unwrap(), GlobalTotals { received: 6, nccl_reduced: u64::MAX });
         }
     }
 
-    /// Left out, it would make less of what all have done.
+    /// Ignoring such a message would make the totals too small.
     #[test]
-    fn what_makes_no_sense_is_an_error() {
+    fn message_of_wrong_length_is_an_error() {
         for nonsense in [&b""[..], &[0; 8], &[0; 15], &[0; 17], &[0; 24]] {
             let mut fleet = Local::fleet(2).into_iter();
             let (first, second) = (fleet.next().unwrap(), fleet.next().unwrap());
             let other = thread::spawn(move || drop(second.gather(nonsense)));
-            let error = GlobalTotals::default().add_up(&first).unwrap_err();
-            assert!(matches!(&error, Error::Comm(CommError { op: "add up", .. })), "{error:?}");
+            let error = GlobalTotals::default().sum_over_processes(&first).unwrap_err();
+            assert!(matches!(&error, Error::Comm(CommError { op: "sum counters", .. })), "{error:?}");
             assert!(error.to_string().contains("process 1"), "{error}");
             other.join().unwrap();
         }

@@ -1,4 +1,4 @@
-//! What lies between tensors in an output file, compared with what was laid out.
+//! Compares the bytes between tensors in an output file (headers, padding, directories) with the planned layout.
 //!
 //! Counts bytes.
 
@@ -9,34 +9,34 @@ use crate::catalog::{OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
-/// Read at a time.
+/// Bytes read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// Where the first byte is that is not as it was laid out. Sums are of tensor data, which others
-/// [check](super::sums::first_wrong).
+/// Returns the offset of the first byte that differs from the layout. Checksums are skipped, because
+/// [`first_mismatch`](super::checksums::first_mismatch) compares them with the tensor data.
 ///
 /// # Errors
-/// `Io`, also where the file ends before.
+/// `Io`, also if the file is too short.
 pub fn first_difference(file: &OutputFile, path: &AnchoredPath) -> Result<Option<u64>> {
     let open = path.open().map_err(Error::io("open", path))?;
     let sites = file.sites(&(0..file.len));
-    let is_sum = |offset: u64| {
+    let is_checksum = |offset: u64| {
         let next = sites.partition_point(|site| *site <= offset);
         next.checked_sub(1).is_some_and(|before| offset < sites[before] + SITE_BYTES)
     };
     let mut block = Vec::new();
-    for literal in &file.literals {
-        let mut offset = literal.offset;
-        for wanted in literal.bytes.chunks(BLOCK_BYTES) {
-            block.resize(wanted.len(), 0);
+    for header in &file.literals {
+        let mut offset = header.offset;
+        for expected in header.bytes.chunks(BLOCK_BYTES) {
+            block.resize(expected.len(), 0);
             open.read_exact_at(&mut block, offset).map_err(Error::io("read", path))?;
-            if block != wanted {
-                let differing = zip(offset.., zip(&block, wanted)).filter(|(_, (found, wanted))| found != wanted);
-                if let Some((at, _)) = differing.into_iter().find(|(at, _)| !is_sum(*at)) {
+            if block != expected {
+                let differing = zip(offset.., zip(&block, expected)).filter(|(_, (found, expected))| found != expected);
+                if let Some((at, _)) = differing.into_iter().find(|(at, _)| !is_checksum(*at)) {
                     return Ok(Some(at));
                 }
             }
-            offset += wanted.len() as u64;
+            offset += expected.len() as u64;
         }
     }
     Ok(None)
@@ -48,7 +48,7 @@ mod tests {
     use crate::catalog::ChecksumSpan;
 
     #[test]
-    fn a_byte_that_is_no_sum_has_to_be_as_laid_out() {
+    fn changed_byte_outside_checksums_is_found() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f");
         let mut file = OutputFile::new("f");

@@ -1,7 +1,7 @@
-//! Moving bytes: plans become strips, strips are filled and written in parallel.
+//! Copies tensor data: turns plans into write blocks, which worker threads fill and write in parallel.
 //!
-//! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
-//! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
+//! This module knows no format, no command line and no terminal. It reports progress to a [`Reporter`], a [`Stop`]
+//! interrupts it, and [`Input::resolve`] finds chunks whose location is not in the tables yet. Counts bytes.
 
 pub(crate) mod block;
 pub(crate) mod block_joiner;
@@ -33,50 +33,54 @@ pub(crate) mod tests;
 pub(crate) mod window;
 pub(crate) mod write_blocks;
 
-pub use block_joiner::HELD_BYTES;
+pub use block_joiner::BLOCK_JOINER_BYTES;
 pub use extents::Extents;
-pub use finished::{CastLosses, FinishedRange, SumPart, WorkLog, add_lost};
+pub use finished::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
-pub use window::sources;
+pub use window::source_tensors;
 
 use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// Where and how a chunk lies, from its table row; reads the file where the row does not tell.
+/// Returns the file, offset and strides of a chunk from its table row; reads the file if the row does not contain them.
 pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
 /// A checkpoint to read tensor data from.
 #[derive(Clone, Copy)]
 pub struct Input<'a> {
+    /// The source files.
     pub files: &'a Files,
+    /// The tensors and their chunks.
     pub catalog: &'a Catalog,
+    /// Locates a chunk.
     pub resolve: &'a Resolve,
 }
 
 /// A phase of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// Bytes move.
+    /// Tensor data is copied.
     #[default]
-    Moving,
-    /// Space for files is reserved.
+    Copying,
+    /// Disk space for the output files is reserved.
     Allocating,
-    /// Written bytes go to the disk.
+    /// Written bytes are synced to disk.
     Syncing,
 }
 
-/// Told about bytes as they are done, from many threads.
+/// Receives progress from many threads.
 pub trait Reporter: Sync {
+    /// Counts `bytes` more as done.
     fn advance(&self, bytes: u64);
 
-    /// Another phase begins.
+    /// Reports that another phase begins.
     fn phase(&self, _phase: Phase) {}
 }
 
-/// Reports to nobody.
+/// A reporter that ignores all progress.
 #[derive(Debug)]
 pub struct Silent;
 
@@ -84,40 +88,42 @@ impl Reporter for Silent {
     fn advance(&self, _bytes: u64) {}
 }
 
-/// How to work; the result does not depend on it.
+/// Settings of a copy; the output does not depend on them.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
+    /// Worker threads.
     pub threads: usize,
-    /// Size of a strip: the unit of work, of writing and of the memory bound.
-    pub strip_bytes: u64,
-    /// fsync everything before it is published.
+    /// Largest size of a write block, which is the unit of work, of writing and of the memory bound.
+    pub write_block_bytes: u64,
+    /// True if all files are synced to disk (fsync) before they are published.
     pub sync: bool,
 }
 
-/// A strip that is long enough to hide the cost of a system call and short enough to stay in cache with its source.
-pub const DEFAULT_STRIP_BYTES: u64 = 4 << 20;
+/// Default size of a write block: long enough to hide the cost of a system call, short enough to stay in cache with its
+/// source.
+pub const DEFAULT_WRITE_BLOCK_BYTES: u64 = 4 << 20;
 
-/// The scratch block for strided reads.
+/// Size of the scratch buffer for strided reads.
 const BLOCK_BYTES: u64 = 2 << 20;
 
-/// The scratch block for elements that are cast: long enough for a good read, short enough to stay in cache.
+/// Size of the scratch buffer for elements that are cast: long enough for a good read, short enough to stay in cache.
 const CAST_BYTES: u64 = 1 << 20;
 
-/// The scratch block for summands that are reduced: sums are wider than what they are of.
+/// Size of the scratch buffer for sums of partial values, whose elements are wider than the partial values.
 const SUM_BYTES: u64 = 512 << 10;
 
-/// Memory a worker needs besides its strip.
+/// Memory that a worker needs besides its write block.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// Memory a worker needs to read for rounds of an exchange, besides what it needs to write.
+/// Memory that a worker needs to read ahead for rounds of an exchange, besides its memory for writing.
 pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 
-/// Memory a thread needs to reduce in rounds, be it a worker or not.
+/// Memory that any thread, worker or not, needs to reduce partial values in rounds.
 pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
-/// The first bytes of a buffer that is used again and again, for somebody who overwrites them all. It grows to the
-/// longest that was asked for and no further, which `Vec::resize` alone does not promise: the memory bound counts on it.
-pub(crate) fn room(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
+/// Returns the first `len` bytes of a reused buffer; the caller overwrites all of them. The buffer grows to the longest
+/// `len` so far and no further, because the memory bound counts on it. `Vec::resize` alone does not guarantee that.
+pub(crate) fn sized_buffer(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.reserve_exact(len - buffer.len());
         buffer.resize(len, 0);

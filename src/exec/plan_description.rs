@@ -1,73 +1,82 @@
-//! What a result is made from, told so that two can be compared: a fingerprint says that they differ, this says in what.
+//! A description of the options and source files of a conversion, so that two plans can be compared: fingerprints show
+//! that they differ, this shows in what.
 //!
-//! Nothing is decided by it. Two that are equal here may differ all the same, in a file that an option names, say.
+//! Nothing depends on it. Two equal descriptions may still belong to different plans, for example if a file that an
+//! option names has changed. Counts bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::fingerprint::below;
+use super::fingerprint::relative_to_root;
 use super::sidecar_files::SidecarFile;
 use crate::storage::Files;
 
-/// Differences that are told.
-const MOST_TOLD: usize = 4;
+/// Differences that a message lists.
+const MAX_DIFFERENCES: usize = 4;
 
+/// Options and source files of a conversion.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct About {
-    /// What the command line says of the result: each option as it is written, with its values.
+pub struct PlanDescription {
+    /// Options that affect the result, by name, with their values as text.
     pub options: BTreeMap<String, String>,
-    /// By path below the source, see [`fingerprint`](super::fingerprint).
+    /// Source files, by path relative to the source, see [`fingerprint`](super::fingerprint).
     pub sources: BTreeMap<String, SourceFile>,
 }
 
-/// A file as it was when work began: its length, and the time of its last change in seconds and nanoseconds since 1970.
+/// State of a file when the work began: its length, and the time of its last change in seconds and nanoseconds since
+/// 1970.
 pub type SourceFile = (u64, i64, i64);
 
-impl About {
-    /// What is made with these options of `files`, beside which some are carried.
+impl PlanDescription {
+    /// Describes a conversion of `files` with these options, which also copies `sidecar_files`.
     #[must_use]
-    pub fn new(options: BTreeMap<String, String>, files: &Files, carried: &[SidecarFile], roots: &[&Path]) -> Self {
-        let name = |path: &Path| below(path, roots).1.to_string_lossy().into_owned();
+    pub fn new(
+        options: BTreeMap<String, String>,
+        files: &Files,
+        sidecar_files: &[SidecarFile],
+        roots: &[&Path],
+    ) -> Self {
+        let name = |path: &Path| relative_to_root(path, roots).1.to_string_lossy().into_owned();
         let state = |len: u64, (seconds, nanoseconds): (i64, i64)| (len, seconds, nanoseconds);
         let read = files.ids().map(|id| (name(files.path(id)), state(files.len_bytes(id), files.modified(id))));
-        let carried = carried.iter().map(|file| (name(&file.from), state(file.len, file.modified)));
-        Self { options, sources: read.chain(carried).collect() }
+        let sidecar_files = sidecar_files.iter().map(|file| (name(&file.from), state(file.len, file.modified)));
+        Self { options, sources: read.chain(sidecar_files).collect() }
     }
 
-    /// In what `now` is another one, as far as that shows: `--dtype was not given, and is bf16; a.pt was 5 bytes, and is 7`.
+    /// Describes how `now` differs from this description: `--dtype was not given, now bf16; a.pt was 5 bytes, now 7`.
     #[must_use]
     pub fn difference(&self, now: &Self) -> Option<String> {
-        let mut told: Vec<String> = Vec::new();
+        let mut differences: Vec<String> = Vec::new();
         for (name, was, is) in differing(&self.options, &now.options) {
-            let told_of = |value: Option<&String>| match value.map(String::as_str) {
+            let text_of = |value: Option<&String>| match value.map(String::as_str) {
                 None => "not given".to_owned(),
                 Some("") => "given".to_owned(),
                 Some(value) => value.to_owned(),
             };
-            told.push(format!("{name} was {}, and is {}", told_of(was), told_of(is)));
+            differences.push(format!("{name} was {}, now {}", text_of(was), text_of(is)));
         }
         for (name, was, is) in differing(&self.sources, &now.sources) {
-            told.push(match (was, is) {
-                (Some(was), Some(is)) if was.0 != is.0 => format!("{name} was {} bytes, and is {}", was.0, is.0),
+            differences.push(match (was, is) {
+                (Some(was), Some(is)) if was.0 != is.0 => format!("{name} was {} bytes, now {}", was.0, is.0),
                 (Some(was), Some(is)) => {
-                    let way = if is < was { "older" } else { "newer" };
-                    format!("{name} has changed since: it is {way}, and as long")
+                    let age = if is < was { "older" } else { "newer" };
+                    format!("{name} has changed: same length, {age} modification time")
                 }
-                (Some(_), None) => format!("{name} was read, and is not"),
-                (None, _) => format!("{name} was not read, and is"),
+                (Some(_), None) => format!("{name} was read, now it is not"),
+                (None, _) => format!("{name} was not read, now it is"),
             });
         }
-        let more = told.len().saturating_sub(MOST_TOLD);
-        told.truncate(MOST_TOLD);
+        let more = differences.len().saturating_sub(MAX_DIFFERENCES);
+        differences.truncate(MAX_DIFFERENCES);
         let more = (more > 0).then(|| format!("and {more} more"));
-        let told: Vec<String> = told.into_iter().chain(more).collect();
-        (!told.is_empty()).then(|| told.join("; "))
+        let differences: Vec<String> = differences.into_iter().chain(more).collect();
+        (!differences.is_empty()).then(|| differences.join("; "))
     }
 }
 
-/// What is not equal in both.
+/// Returns the entries that are not equal in both.
 fn differing<'a, T: PartialEq>(
     was: &'a BTreeMap<String, T>,
     is: &'a BTreeMap<String, T>,
@@ -81,15 +90,15 @@ fn differing<'a, T: PartialEq>(
 mod tests {
     use super::*;
 
-    fn about(options: &[(&str, &str)], sources: &[(&str, u64, i64)]) -> About {
-        About {
+    fn about(options: &[(&str, &str)], sources: &[(&str, u64, i64)]) -> PlanDescription {
+        PlanDescription {
             options: options.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
             sources: sources.iter().map(|(name, len, at)| ((*name).to_owned(), (*len, *at, 0))).collect(),
         }
     }
 
     #[test]
-    fn what_differs_is_named_with_what_was_and_what_is() {
+    fn difference_names_option_with_old_and_new_value() {
         let was =
             about(&[("options::dtype", "f16"), ("options::everything", "")], &[("a", 5, 1), ("b", 5, 1), ("c", 5, 1)]);
         assert_eq!(was.difference(&was), None);
@@ -99,20 +108,20 @@ mod tests {
         let all = &[("a", 5, 1), ("b", 5, 1), ("c", 5, 1)];
         assert_eq!(
             text(&[("options::dtype", "bf16"), ("options::everything", "")], all),
-            "options::dtype was f16, and is bf16"
+            "options::dtype was f16, now bf16"
         );
         assert_eq!(
             text(&[], all),
-            "options::dtype was f16, and is not given; options::everything was given, and is not given"
+            "options::dtype was f16, now not given; options::everything was given, now not given"
         );
         let options = &[("options::dtype", "f16"), ("options::everything", ""), ("options::root", "x")];
         assert_eq!(
             text(options, &[("a", 6, 1), ("b", 5, 2), ("d", 5, 1)]),
-            "options::root was not given, and is x; a was 5 bytes, and is 6; b has changed since: it is newer, and as long; \
-             c was read, and is not; and 1 more"
+            "options::root was not given, now x; a was 5 bytes, now 6; b has changed: same length, newer \
+             modification time; c was read, now it is not; and 1 more"
         );
         let json = serde_json::to_string(&was).unwrap();
-        assert_eq!(serde_json::from_str::<About>(&json).unwrap(), was);
+        assert_eq!(serde_json::from_str::<PlanDescription>(&json).unwrap(), was);
         assert!(json.contains(r#""a":[5,1,0]"#), "{json}");
     }
 }

@@ -1,9 +1,9 @@
-//! Reducing summands to a value: the arithmetic behind `P(op)`.
+//! Reduces partial values to one value: the arithmetic of the placement `P(op)`.
 //!
-//! Counts bytes at its door and elements inside; elements are little-endian and need no alignment. Summands come one
-//! after the other, in the order of ranks, and the first begins the sum, so that a lone -0.0 stays one.
+//! Takes and returns bytes and counts elements inside; elements are little-endian and need no alignment. Partial values
+//! are added one after the other, in rank order, and the first initialises the sum, so that a single -0.0 stays -0.0.
 //!
-//! | dtypes | are reckoned in | ops |
+//! | dtypes | computed in | ops |
 //! |---|---|---|
 //! | f16, bf16, the 8-bit floats but e8m0fnu | f32 | sum, avg, product, max, min |
 //! | f32, f64 | f64 | the same |
@@ -11,13 +11,14 @@
 //! | integers | 128 bits, exactly | all |
 //! | bool | | max, min, band, bor, bxor |
 //!
-//! The result is rounded once, to the dtype that is stored, as [`super::cast`] rounds. A NaN stays one in max and min, and
-//! what comes out is the quiet one without payload, so that all machines agree. Of zeros that differ in sign max and min
-//! keep the first; PyTorch keeps the first or the last, as the length of the tensor will have it. Integers that do not
-//! fit, and averages with a remainder, are errors.
+//! The result is rounded once, to the stored dtype, as [`super::cast`] rounds. NaN propagates in max and min, and the
+//! result is the quiet NaN without payload, so that all machines agree. Of zeros with different signs, max and min keep
+//! the first; PyTorch keeps the first or the last, depending on the length of the tensor. Integers that overflow, and
+//! averages with a remainder, are errors.
 //!
-//! The ops are those of `Partial` in `torch/distributed/tensor/placement_types.py`. PyTorch reduces in the dtype itself,
-//! in the order of the communication library; where all intermediate results are exact the two agree bit for bit.
+//! The ops are those of `Partial` in `torch/distributed/tensor/placement_types.py`. PyTorch reduces in the dtype
+//! itself, in the order of the communication library; if all intermediate results are exact, both results are equal bit
+//! for bit.
 
 use std::fmt;
 use std::iter::zip;
@@ -25,32 +26,32 @@ use std::iter::zip;
 use super::cast::Cast;
 use super::difference::{e4m3fn, e4m3fnuz, e5m2, e5m2fnuz};
 use super::floats::{single_of_bf16, single_of_f16};
-use super::{SUM_BYTES, room};
+use super::{SUM_BYTES, sized_buffer};
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::Error;
 use crate::layout::ReduceOp;
 use crate::layout::partial::Share;
 
-/// Who reduces partial values.
+/// Method of reducing partial values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reducing {
-    /// This program, in the order of ranks: the same bits in every run.
+pub enum ReductionMethod {
+    /// This program reduces in rank order: the result has the same bits in every run.
     #[default]
     InRankOrder,
-    /// NCCL, where it can; the rest is made as ever.
-    ByNccl,
+    /// NCCL reduces where it can; all else is reduced in rank order.
+    Nccl,
 }
 
-impl fmt::Display for Reducing {
+impl fmt::Display for ReductionMethod {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(match self {
-            Self::InRankOrder => "in the order of ranks",
-            Self::ByNccl => "by NCCL",
+            Self::InRankOrder => "in rank order",
+            Self::Nccl => "by NCCL",
         })
     }
 }
 
-/// How summands of one dtype become a value that is divided.
+/// Reduces partial values of one dtype and divides the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reducer {
     dtype: Dtype,
@@ -58,14 +59,14 @@ pub struct Reducer {
     divisor: u64,
 }
 
-/// Why there is no result.
+/// Reason why partial values cannot be reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceError {
-    /// The op has no meaning for the dtype.
+    /// The op is not defined for the dtype.
     Undefined { dtype: Dtype, op: ReduceOp },
-    /// The value does not fit the dtype.
+    /// The result does not fit the dtype.
     Overflow { dtype: Dtype, op: ReduceOp, value: i128 },
-    /// An integer that cannot be divided.
+    /// The integer result is not divisible.
     Remainder { value: i128, divisor: u64 },
 }
 
@@ -74,48 +75,50 @@ impl fmt::Display for ReduceError {
         match self {
             Self::Undefined { dtype, op } => write!(f, "{op} of {dtype} is not defined"),
             Self::Overflow { dtype, op, value } => {
-                write!(f, "the {op} of its summands is {value}, which {dtype} cannot hold")
+                write!(f, "the {op} of its partial values is {value}, which does not fit {dtype}")
             }
-            Self::Remainder { value, divisor } => write!(f, "{value} divided by {divisor} is no integer"),
+            Self::Remainder { value, divisor } => write!(f, "{value} divided by {divisor} is not an integer"),
         }
     }
 }
 
 impl ReduceError {
-    /// Summands of this tensor have no value.
+    /// Returns the error for this tensor.
     #[must_use]
-    pub fn of(&self, fqn: &Fqn) -> Error {
+    pub fn for_tensor(&self, fqn: &Fqn) -> Error {
         Error::unsupported(format!("{fqn}: {self}"), self.hint())
     }
 
-    /// What can be done about it.
+    /// Returns the hint for the user.
     #[must_use]
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Undefined { .. } => {
-                "sum and avg are of numbers, max and min of real ones, band, bor and bxor of integers and bool"
+                "use sum or avg for numbers, max or min for real numbers, and band, bor or bxor for integers and bool"
             }
-            Self::Overflow { .. } => "reduce it in the job, in a wider dtype, before it is saved",
+            Self::Overflow { .. } => "reduce the tensor in the job, in a wider dtype, before saving it",
             Self::Remainder { .. } => {
-                "integers are only divided where nothing is left over; give another placement than Partial"
+                "give another placement than Partial: integers are divided only without a remainder"
             }
         }
     }
 }
 
 impl Reducer {
-    /// That of a share of a tensor; `None` where one summand is taken as it is.
+    /// Returns the reducer of a share of a tensor; `None` if a single partial value is copied.
     ///
     /// # Errors
-    /// `Unsupported` where summands have no value.
-    pub fn of(entry: &TensorEntry, share: &Share) -> crate::error::Result<Option<Self>> {
+    /// `Unsupported` if the partial values cannot be reduced.
+    pub fn for_share(entry: &TensorEntry, share: &Share) -> crate::error::Result<Option<Self>> {
         if share.summands.len() <= 1 && share.divisor <= 1 {
             return Ok(None);
         }
         let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
-        Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.of(&entry.fqn))
+        Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.for_tensor(&entry.fqn))
     }
 
+    /// Returns the reducer of a dtype and an op, which divides the result.
+    ///
     /// # Errors
     /// `Undefined`.
     pub fn new(dtype: Dtype, op: ReduceOp, divisor: u64) -> Result<Self, ReduceError> {
@@ -131,50 +134,53 @@ impl Reducer {
         if defined {
             return Ok(Self { dtype, op, divisor });
         }
-        // Who divides wants summands.
+        // A division needs a sum.
         Err(ReduceError::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
     }
 
+    /// Returns the dtype.
     #[must_use]
     pub fn dtype(self) -> Dtype {
         self.dtype
     }
 
+    /// Returns the op.
     #[must_use]
     pub fn op(self) -> ReduceOp {
         self.op
     }
 
+    /// Returns the divisor.
     #[must_use]
     pub fn divisor(self) -> u64 {
         self.divisor
     }
 
-    /// Bytes of the dtype that are reduced at a time, so that sums take no more than `SUM_BYTES`.
+    /// Returns the bytes of the dtype that are reduced at a time, so that sums take no more than `SUM_BYTES`.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
         usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * self.widening()) * itemsize
     }
 
-    /// Reduce summands that are in memory, the same block of each.
+    /// Reduces partial values in memory: the same block of each.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.
     pub fn reduce<'s>(
         self,
-        summands: impl Iterator<Item = &'s [u8]>,
+        partial_values: impl Iterator<Item = &'s [u8]>,
         value: &mut [u8],
         sums: &mut Vec<u8>,
     ) -> Result<(), ReduceError> {
-        let sums = room(sums, value.len() * self.widening());
-        for (number, summand) in summands.enumerate() {
-            self.add(number == 0, summand, sums);
+        let sums = sized_buffer(sums, value.len() * self.widening());
+        for (number, partial_value) in partial_values.enumerate() {
+            self.add(number == 0, partial_value, sums);
         }
         self.finish(sums, value)
     }
 
-    /// Bytes of room for each byte of the dtype.
+    /// Returns the bytes of `sums` for each byte of the dtype.
     #[must_use]
     pub fn widening(self) -> usize {
         match self.dtype {
@@ -185,32 +191,32 @@ impl Reducer {
         }
     }
 
-    /// Take in a summand; the first of them begins `sums`, whatever that held.
-    pub fn add(self, is_first: bool, summand: &[u8], sums: &mut [u8]) {
-        let fold = Accumulator { op: if is_first { None } else { Some(self.op) }, summand, sums };
+    /// Adds a partial value; the first one overwrites `sums`.
+    pub fn add(self, is_first: bool, partial_value: &[u8], sums: &mut [u8]) {
+        let accumulator = Accumulator { op: if is_first { None } else { Some(self.op) }, partial_value, sums };
         match self.dtype {
-            Dtype::F64 | Dtype::C128 => fold.run(f64::from_le_bytes),
-            Dtype::F32 | Dtype::C64 => fold.run(|bytes| f64::from(f32::from_le_bytes(bytes))),
-            Dtype::F16 | Dtype::C32 => fold.run(|bytes| f32::from_bits(single_of_f16(bytes))),
-            Dtype::Bf16 => fold.run(|bytes| f32::from_bits(single_of_bf16(bytes))),
-            Dtype::F8E4m3fn => fold.run(|bytes| exact(e4m3fn(bytes))),
-            Dtype::F8E5m2 => fold.run(|bytes| exact(e5m2(bytes))),
-            Dtype::F8E4m3fnuz => fold.run(|bytes| exact(e4m3fnuz(bytes))),
-            Dtype::F8E5m2fnuz => fold.run(|bytes| exact(e5m2fnuz(bytes))),
-            Dtype::Bool => fold.run(|[byte]: [u8; 1]| i128::from(byte != 0)),
-            Dtype::U8 => fold.run(|bytes| i128::from(u8::from_le_bytes(bytes))),
-            Dtype::U16 => fold.run(|bytes| i128::from(u16::from_le_bytes(bytes))),
-            Dtype::U32 => fold.run(|bytes| i128::from(u32::from_le_bytes(bytes))),
-            Dtype::U64 => fold.run(|bytes| i128::from(u64::from_le_bytes(bytes))),
-            Dtype::I8 => fold.run(|bytes| i128::from(i8::from_le_bytes(bytes))),
-            Dtype::I16 => fold.run(|bytes| i128::from(i16::from_le_bytes(bytes))),
-            Dtype::I32 => fold.run(|bytes| i128::from(i32::from_le_bytes(bytes))),
-            Dtype::I64 => fold.run(|bytes| i128::from(i64::from_le_bytes(bytes))),
+            Dtype::F64 | Dtype::C128 => accumulator.run(f64::from_le_bytes),
+            Dtype::F32 | Dtype::C64 => accumulator.run(|bytes| f64::from(f32::from_le_bytes(bytes))),
+            Dtype::F16 | Dtype::C32 => accumulator.run(|bytes| f32::from_bits(single_of_f16(bytes))),
+            Dtype::Bf16 => accumulator.run(|bytes| f32::from_bits(single_of_bf16(bytes))),
+            Dtype::F8E4m3fn => accumulator.run(|bytes| exact(e4m3fn(bytes))),
+            Dtype::F8E5m2 => accumulator.run(|bytes| exact(e5m2(bytes))),
+            Dtype::F8E4m3fnuz => accumulator.run(|bytes| exact(e4m3fnuz(bytes))),
+            Dtype::F8E5m2fnuz => accumulator.run(|bytes| exact(e5m2fnuz(bytes))),
+            Dtype::Bool => accumulator.run(|[byte]: [u8; 1]| i128::from(byte != 0)),
+            Dtype::U8 => accumulator.run(|bytes| i128::from(u8::from_le_bytes(bytes))),
+            Dtype::U16 => accumulator.run(|bytes| i128::from(u16::from_le_bytes(bytes))),
+            Dtype::U32 => accumulator.run(|bytes| i128::from(u32::from_le_bytes(bytes))),
+            Dtype::U64 => accumulator.run(|bytes| i128::from(u64::from_le_bytes(bytes))),
+            Dtype::I8 => accumulator.run(|bytes| i128::from(i8::from_le_bytes(bytes))),
+            Dtype::I16 => accumulator.run(|bytes| i128::from(i16::from_le_bytes(bytes))),
+            Dtype::I32 => accumulator.run(|bytes| i128::from(i32::from_le_bytes(bytes))),
+            Dtype::I64 => accumulator.run(|bytes| i128::from(i64::from_le_bytes(bytes))),
             Dtype::F8E8m0fnu | Dtype::F4E2m1fnX2 => unreachable!("{} is not reduced", self.dtype),
         }
     }
 
-    /// Round what `sums` holds into elements of the dtype.
+    /// Rounds `sums` into elements of the dtype.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.
@@ -219,7 +225,7 @@ impl Reducer {
             Some(cast) => drop(cast.convert(sums, value)),
             None => value.copy_from_slice(sums),
         };
-        #[expect(clippy::cast_precision_loss, reason = "it is rounded as any other number is")]
+        #[expect(clippy::cast_precision_loss, reason = "the divisor is rounded as any other number")]
         match self.dtype {
             Dtype::F64 | Dtype::C128 | Dtype::F32 | Dtype::C64 => {
                 let to = if matches!(self.dtype, Dtype::F64 | Dtype::C128) { Dtype::F64 } else { Dtype::F32 };
@@ -256,27 +262,27 @@ impl Reducer {
         value: &mut [u8],
         narrow: impl Fn(i128) -> Option<[u8; N]>,
     ) -> Result<(), ReduceError> {
-        for (sum, slot) in zip(sums.as_chunks::<16>().0, value.as_chunks_mut::<N>().0) {
+        for (sum, output) in zip(sums.as_chunks::<16>().0, value.as_chunks_mut::<N>().0) {
             let sum = i128::from_le_bytes(*sum);
             let divisor = i128::from(self.divisor);
             if divisor != 1 && sum % divisor != 0 {
                 return Err(ReduceError::Remainder { value: sum, divisor: self.divisor });
             }
             let whole = if divisor == 1 { sum } else { sum / divisor };
-            *slot = narrow(whole).ok_or(ReduceError::Overflow { dtype: self.dtype, op: self.op, value: whole })?;
+            *output = narrow(whole).ok_or(ReduceError::Overflow { dtype: self.dtype, op: self.op, value: whole })?;
         }
         Ok(())
     }
 }
 
-/// Every number that is a float of 8 bits is one of 32 bits.
+/// Converts an 8-bit float to f32; every 8-bit float has an equal f32.
 fn exact(number: f64) -> f32 {
     #[expect(clippy::cast_possible_truncation, reason = "nothing is lost")]
     let single = number as f32;
     single
 }
 
-/// What is reckoned with; `A` is its size in bytes.
+/// A number type of sums; `A` is its size in bytes.
 trait Number<const A: usize>: Copy {
     fn from_bytes(bytes: [u8; A]) -> Self;
     fn bytes(self) -> [u8; A];
@@ -284,7 +290,7 @@ trait Number<const A: usize>: Copy {
     fn times(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
-    /// Bit by bit; of floats there is none.
+    /// Applies a bitwise op; not defined for floats.
     fn bits(self, other: Self, op: impl Fn(i128, i128) -> i128) -> Self;
 }
 
@@ -338,7 +344,7 @@ impl Number<16> for i128 {
         self.saturating_add(other)
     }
 
-    /// What is too much for 128 bits is so for every dtype, unless it is multiplied by 0.
+    /// A product beyond 128 bits is beyond every dtype, unless it is multiplied by 0.
     fn times(self, other: Self) -> Self {
         self.saturating_mul(other)
     }
@@ -356,52 +362,52 @@ impl Number<16> for i128 {
     }
 }
 
-/// A summand on its way into the sums.
+/// A partial value that is added to the sums.
 struct Accumulator<'a> {
-    /// `None` for the first.
+    /// `None` for the first partial value.
     op: Option<ReduceOp>,
-    summand: &'a [u8],
+    partial_value: &'a [u8],
     sums: &'a mut [u8],
 }
 
 impl Accumulator<'_> {
-    /// One loop for each dtype and op, in which everything but the values is known to the compiler.
+    /// Runs one loop per dtype and op, in which the compiler knows everything but the values.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {
         match self.op {
-            None => self.each(load, |_, summand| summand),
-            Some(ReduceOp::Sum | ReduceOp::Avg) => self.each(load, T::plus),
-            Some(ReduceOp::Product) => self.each(load, T::times),
-            Some(ReduceOp::Max) => self.each(load, T::max),
-            Some(ReduceOp::Min) => self.each(load, T::min),
-            Some(ReduceOp::Band) => self.each(load, |sum, summand| sum.bits(summand, |a, b| a & b)),
-            Some(ReduceOp::Bor) => self.each(load, |sum, summand| sum.bits(summand, |a, b| a | b)),
-            Some(ReduceOp::Bxor) => self.each(load, |sum, summand| sum.bits(summand, |a, b| a ^ b)),
+            None => self.accumulate(load, |_, partial_value| partial_value),
+            Some(ReduceOp::Sum | ReduceOp::Avg) => self.accumulate(load, T::plus),
+            Some(ReduceOp::Product) => self.accumulate(load, T::times),
+            Some(ReduceOp::Max) => self.accumulate(load, T::max),
+            Some(ReduceOp::Min) => self.accumulate(load, T::min),
+            Some(ReduceOp::Band) => self.accumulate(load, |sum, partial_value| sum.bits(partial_value, |a, b| a & b)),
+            Some(ReduceOp::Bor) => self.accumulate(load, |sum, partial_value| sum.bits(partial_value, |a, b| a | b)),
+            Some(ReduceOp::Bxor) => self.accumulate(load, |sum, partial_value| sum.bits(partial_value, |a, b| a ^ b)),
         }
     }
 
     #[inline]
-    fn each<const N: usize, const A: usize, T: Number<A>>(
+    fn accumulate<const N: usize, const A: usize, T: Number<A>>(
         self,
         load: impl Fn([u8; N]) -> T,
         combine: impl Fn(T, T) -> T,
     ) {
-        let (elements, rest) = self.summand.as_chunks::<N>();
+        let (elements, rest) = self.partial_value.as_chunks::<N>();
         let (sums, left) = self.sums.as_chunks_mut::<A>();
         let fits = elements.len() == sums.len() && rest.is_empty() && left.is_empty();
-        assert!(fits, "{} bytes are no summand of {}", self.summand.len(), self.sums.len());
+        assert!(fits, "cannot add {} bytes to sums of {} bytes", self.partial_value.len(), self.sums.len());
         for (element, sum) in zip(elements, sums) {
             *sum = combine(T::from_bytes(*sum), load(*element)).bytes();
         }
     }
 }
 
-/// Divide floats in their place, and make every NaN the same one.
+/// Divides floats in place, and makes every NaN the same one.
 fn divide<const A: usize, T: Number<A> + std::ops::Div<Output = T> + PartialEq>(sums: &mut [u8], divisor: T, nan: T) {
     for sum in sums.as_chunks_mut::<A>().0 {
         let quotient = T::from_bytes(*sum) / divisor;
-        // The one value that is not equal to itself.
-        #[expect(clippy::eq_op, reason = "what is no number is to be told")]
+        // NaN is the only value that is not equal to itself.
+        #[expect(clippy::eq_op, reason = "finds NaN")]
         let is_number = quotient == quotient;
         *sum = if is_number { quotient } else { nan }.bytes();
     }

@@ -1,8 +1,8 @@
-//! Reading the runs of one piece: strided copies of bytes, from one chunk into one strip.
+//! Reads the runs of one piece: strided copies of bytes, from one chunk into one write block.
 //!
-//! Counts bytes. Long runs are read straight into the strip. Short runs are copied out of a mapping where the file system
-//! is good at that, or out of a scratch block that is read once and covers many of them. Invariant: the chunk was proven
-//! to lie within its file.
+//! Counts bytes. Long runs are read straight into the write block. Short runs are copied from a mapping if the file
+//! system is good at that, otherwise from a scratch block that is read once and covers many of them. Invariant: the
+//! chunk was proven to lie within its file.
 
 use std::cmp::Reverse;
 use std::convert::Infallible;
@@ -10,9 +10,9 @@ use std::convert::Infallible;
 use smallvec::SmallVec;
 
 use super::BLOCK_BYTES;
-use super::block::Block;
-use super::digest::WORTH_BYTES;
-use super::finished::SumPart;
+use super::block::SourceBlock;
+use super::digest::MIN_COMBINE_BYTES;
+use super::finished::ChecksumPart;
 use super::source_crc::CrcRecorder;
 use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;
@@ -20,13 +20,13 @@ use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 use crate::storage::{FileRange, IoMode, OpenFile};
 
-/// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
+/// Runs at least this long are worth a read of their own; many shorter runs are copied from one mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
-/// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
-/// ever passes through whole.
-pub fn note_runs(
-    noting: &mut CrcRecorder<'_>,
+/// Records the CRCs of the runs of a piece that were read by one call each. Short strided runs are not worth it: they
+/// hardly ever cover their whole record.
+pub fn record_runs(
+    recorder: &mut CrcRecorder<'_>,
     fqn: &Fqn,
     located: &StridedLocation,
     summed: ChecksummedRange,
@@ -36,39 +36,39 @@ pub fn note_runs(
     if is_scattered(piece) {
         return;
     }
-    let target = usize::try_from(piece.target).expect("a strip fits memory");
-    let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
+    let target = usize::try_from(piece.target).expect("a write block fits memory");
+    let run = usize::try_from(piece.run_bytes).expect("a write block fits memory");
     let Ok(()): Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
         let start = target + offset;
         let at = located.offset + piece.source + source;
-        let crc = noting.passing.note(fqn, located.file, summed, at, &buffer[start..start + run]);
-        if piece.run_bytes >= WORTH_BYTES {
-            noting.sums.push(SumPart { offset: start as u64, len: piece.run_bytes, crc });
+        let crc = recorder.source_crcs.record(fqn, located.file, summed, at, &buffer[start..start + run]);
+        if piece.run_bytes >= MIN_COMBINE_BYTES {
+            recorder.parts.push(ChecksumPart { offset: start as u64, len: piece.run_bytes, crc });
         }
         Ok(())
     });
 }
 
-/// Whether a piece is of short runs with something else between them.
+/// Returns whether a piece has short runs with gaps between them.
 #[must_use]
 pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
-/// Whether a piece goes through its file row by row, from front to back, as one of a transposed view does not.
+/// Returns whether a piece goes through its file row by row, front to back. A piece of a transposed view does not.
 #[must_use]
 pub fn is_row_by_row(piece: &Piece) -> bool {
     let steps = || piece.levels.iter().map(|level| level.source_step);
     steps().max() == steps().next()
 }
 
-/// What a piece takes of its file, from its first byte to its last.
+/// Returns the file range of a piece, from its first byte to its last.
 #[must_use]
-pub fn stretch(located: &StridedLocation, piece: &Piece) -> FileRange {
+pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }
 
-/// Read a piece into its place in a strip.
+/// Reads a piece into its position in a write block.
 ///
 /// # Errors
 /// `Io`.
@@ -77,64 +77,64 @@ pub fn read_piece(
     io: IoMode,
     located: &StridedLocation,
     piece: &Piece,
-    strip: &mut [u8],
-    block: &mut Block,
+    target_block: &mut [u8],
+    block: &mut SourceBlock,
 ) -> Result<()> {
-    let target = usize::try_from(piece.target).expect("a strip fits memory");
+    let target = usize::try_from(piece.target).expect("a write block fits memory");
     let base = located.offset;
     if piece.run_bytes < LONG_RUN_BYTES
-        && let Some(source) = block.get(stretch(located, piece))
+        && let Some(source) = block.get(source_range(located, piece))
     {
-        copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
+        copy_runs(source, &mut target_block[target..], piece.run_bytes, &piece.levels);
         return Ok(());
     }
     if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io != IoMode::Mmap {
-        let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
+        let run = usize::try_from(piece.run_bytes).expect("a write block fits memory");
         return for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
             let start = target + offset;
-            file.read_exact_at(&mut strip[start..start + run], base + piece.source + source)
+            file.read_exact_at(&mut target_block[start..start + run], base + piece.source + source)
         });
     }
     let mapped = match io {
         IoMode::Mmap => file.mapped(base + piece.source, piece.source_span(), |source| {
-            copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
+            copy_runs(source, &mut target_block[target..], piece.run_bytes, &piece.levels);
         })?,
         IoMode::Read | IoMode::Direct => None,
     };
     match mapped {
         Some(()) => Ok(()),
         None => {
-            // Along the file, not along the target: of a transposed view each block would else give a few elements, and
-            // be read again for the next ones.
+            // Loops in file order, not in target order: for a transposed view, each scratch block would otherwise give
+            // a few elements, and be read again for the next ones.
             let mut levels = piece.levels.clone();
             levels.sort_by_key(|level| Reverse(level.source_step));
-            read_blocks(file, base + piece.source, piece, &levels, &mut strip[target..], block)
+            read_blocks(file, base + piece.source, piece, &levels, &mut target_block[target..], block)
         }
     }
 }
 
-/// Read short strided runs block by block: each block covers as many steps of the outermost level as fit the scratch.
+/// Reads short strided runs block by block: each block covers as many steps of the outermost level as fit the scratch.
 fn read_blocks(
     file: &OpenFile,
     source: u64,
     piece: &Piece,
     levels: &[LoopLevel],
     target: &mut [u8],
-    block: &mut Block,
+    block: &mut SourceBlock,
 ) -> Result<()> {
     let span = |levels: &[LoopLevel]| {
         levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + piece.run_bytes
     };
     if span(levels) <= BLOCK_BYTES || levels.is_empty() {
-        let bytes = block.room(span(levels));
+        let bytes = block.reuse(span(levels));
         file.read_exact_at(bytes, source)?;
         copy_runs(bytes, target, piece.run_bytes, levels);
         return Ok(());
     }
     let (outer, inner) = levels.split_first().expect("checked not empty");
-    let room = BLOCK_BYTES.saturating_sub(span(inner));
+    let spare = BLOCK_BYTES.saturating_sub(span(inner));
     // A step of 0, as in an expanded tensor, reads the same bytes again.
-    let fitting = room.checked_div(outer.source_step).map_or(outer.count, |steps| (steps + 1).min(outer.count));
+    let fitting = spare.checked_div(outer.source_step).map_or(outer.count, |steps| (steps + 1).min(outer.count));
     let mut done = 0;
     while done < outer.count {
         let count = fitting.min(outer.count - done);
@@ -143,14 +143,14 @@ fn read_blocks(
             steps.push(LoopLevel { count, ..*outer });
         }
         steps.extend_from_slice(inner);
-        let offset = usize::try_from(done * outer.target_step).expect("a strip fits memory");
+        let offset = usize::try_from(done * outer.target_step).expect("a write block fits memory");
         read_blocks(file, source + done * outer.source_step, piece, &steps, &mut target[offset..], block)?;
         done += count;
     }
     Ok(())
 }
 
-/// Visit the (source, target) offset of every run of a loop nest.
+/// Visits the (source, target) offset of every run of a loop nest.
 fn for_each_run<E>(
     levels: &[LoopLevel],
     source: u64,
@@ -160,25 +160,25 @@ fn for_each_run<E>(
     let Some((outer, inner)) = levels.split_first() else {
         return visit(source, target);
     };
-    let step = usize::try_from(outer.target_step).expect("a strip fits memory");
+    let step = usize::try_from(outer.target_step).expect("a write block fits memory");
     for index in 0..outer.count {
-        let at = usize::try_from(index).expect("a strip fits memory");
+        let at = usize::try_from(index).expect("a write block fits memory");
         for_each_run(inner, source + index * outer.source_step, target + at * step, visit)?;
     }
     Ok(())
 }
 
-/// Copy a loop nest of runs from memory to memory.
+/// Copies a loop nest of runs from memory to memory.
 pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[LoopLevel]) {
-    // Runs of one element are what a transposed view or a column cut down to nothing gives; a copy of known size is a
-    // single move instruction there.
+    // A transposed view, or a column cut to a width of one, has runs of one element; a copy of known size is then a
+    // single move instruction.
     match run_bytes {
         1 => copy_sized::<1>(source, target, levels),
         2 => copy_sized::<2>(source, target, levels),
         4 => copy_sized::<4>(source, target, levels),
         8 => copy_sized::<8>(source, target, levels),
         _ => {
-            let run = usize::try_from(run_bytes).expect("a strip fits memory");
+            let run = usize::try_from(run_bytes).expect("a write block fits memory");
             let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
                 let from = usize::try_from(from).expect("a mapping fits memory");
                 target[to..to + run].copy_from_slice(&source[from..from + run]);

@@ -1,44 +1,47 @@
-//! Checksums of source records that pass through a copy.
+//! Checks the CRC-32s of source records while they are copied. Counts bytes.
 //!
-//! A record whose every byte is read in long runs is checked against the CRC-32 its writer stored, at the cost of
-//! summing bytes that are in cache. A record of which only parts are read, or only in short strided runs, is not:
-//! `verify` checks those.
+//! A record whose bytes are all read in long runs is checked against the CRC-32 that its writer stored, at the cost of
+//! a CRC over bytes that are in cache. A record that is read only in part, or only in short strided runs, is not
+//! checked here: `verify` checks those.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
-use super::finished::SumPart;
+use super::finished::ChecksumPart;
 use crate::catalog::{ChecksummedRange, Fqn};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 
-/// Records of which stretches have been seen.
+/// CRCs of the record ranges that have been read.
 #[derive(Debug, Default)]
 pub struct SourceCrcs {
     records: Mutex<HashMap<(FileId, u64), SeenRanges>>,
 }
 
-/// Who notes what passes into a buffer, and the sums of it that are worth to be combined, by where it begins there.
+/// Records the CRCs of data that is read into a buffer, and keeps those that are worth combining, by their offset in
+/// the buffer.
 pub struct CrcRecorder<'a> {
-    pub passing: &'a SourceCrcs,
-    pub sums: &'a mut Vec<SumPart>,
+    /// The CRCs by source record.
+    pub source_crcs: &'a SourceCrcs,
+    /// The CRCs that are worth combining.
+    pub parts: &'a mut Vec<ChecksumPart>,
 }
 
 #[derive(Debug)]
 struct SeenRanges {
-    /// The first tensor that was seen in it.
+    /// The first tensor that was read from the record.
     name: Fqn,
     summed: ChecksummedRange,
-    /// By offset: length and sum of a stretch.
-    stretches: BTreeMap<u64, (u64, crc32fast::Hasher)>,
+    /// Length and CRC of each range that was read, by offset.
+    ranges: BTreeMap<u64, (u64, crc32fast::Hasher)>,
 }
 
 impl SourceCrcs {
-    /// Note that `bytes` were read at `offset` of the file, inside a record; gives their CRC-32.
-    pub fn note(&self, name: &Fqn, file: FileId, summed: ChecksummedRange, offset: u64, bytes: &[u8]) -> u32 {
+    /// Records that `bytes` were read at `offset` of the file, inside a record; returns their CRC-32.
+    pub fn record(&self, name: &Fqn, file: FileId, summed: ChecksummedRange, offset: u64, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
-        // A small one passes through at once, and need not be remembered.
+        // A small record is read by one call, and need not be remembered.
         let whole = offset == summed.start && bytes.len() as u64 == summed.len;
         let crc = hasher.clone().finalize();
         if whole && crc == summed.crc {
@@ -48,23 +51,23 @@ impl SourceCrcs {
         let seen = records.entry((file, summed.start)).or_insert_with(|| SeenRanges {
             name: name.clone(),
             summed,
-            stretches: BTreeMap::new(),
+            ranges: BTreeMap::new(),
         });
-        seen.stretches.insert(offset, (bytes.len() as u64, hasher));
+        seen.ranges.insert(offset, (bytes.len() as u64, hasher));
         crc
     }
 
-    /// Whether nothing has been seen that was not checked.
+    /// Returns whether no range is waiting for the rest of its record.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.records.lock().expect("no panic while the lock is held").is_empty()
     }
 
-    /// Check every record that has been seen whole, and forget all of them.
+    /// Checks every record that was read completely, and forgets all of them.
     ///
     /// # Errors
-    /// `Malformed` naming the file and the record whose data is not what was written.
-    pub fn settle(&self, files: &Files) -> Result<()> {
+    /// `Malformed` naming the file and the record whose data has changed since it was written.
+    pub fn check_complete(&self, files: &Files) -> Result<()> {
         let records = std::mem::take(&mut *self.records.lock().expect("no panic while the lock is held"));
         for ((file, start), seen) in records {
             let Some(crc) = seen.whole() else { continue };
@@ -82,11 +85,11 @@ impl SourceCrcs {
 }
 
 impl SeenRanges {
-    /// The sum of the record, if its stretches follow each other from its first byte to its last.
+    /// Returns the CRC of the record if its ranges cover it from its first byte to its last.
     fn whole(&self) -> Option<u32> {
         let mut end = self.summed.start;
         let mut whole = crc32fast::Hasher::new();
-        for (offset, (len, hasher)) in &self.stretches {
+        for (offset, (len, hasher)) in &self.ranges {
             if *offset != end {
                 return None;
             }
@@ -103,27 +106,27 @@ mod tests {
     use crate::storage::IoMode;
 
     #[test]
-    fn only_whole_records_are_checked() {
+    fn only_completely_read_records_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f");
         std::fs::write(&path, b"..abcdef").unwrap();
         let mut files = Files::new(IoMode::Read);
         let file = files.add(&path).unwrap();
         let summed = ChecksummedRange { start: 2, len: 6, crc: crc32fast::hash(b"abcdef") };
-        let passing = SourceCrcs::default();
+        let source_crcs = SourceCrcs::default();
         let name = Fqn::from("w");
 
-        passing.note(&name, file, summed, 5, b"def");
-        passing.note(&name, file, summed, 2, b"abc");
-        passing.settle(&files).unwrap();
+        source_crcs.record(&name, file, summed, 5, b"def");
+        source_crcs.record(&name, file, summed, 2, b"abc");
+        source_crcs.check_complete(&files).unwrap();
 
-        // A part is not enough to say anything.
-        passing.note(&name, file, summed, 2, b"abX");
-        passing.settle(&files).unwrap();
+        // A part of a record is not checked.
+        source_crcs.record(&name, file, summed, 2, b"abX");
+        source_crcs.check_complete(&files).unwrap();
 
-        passing.note(&name, file, summed, 2, b"abX");
-        passing.note(&name, file, summed, 5, b"def");
-        let error = passing.settle(&files).unwrap_err();
+        source_crcs.record(&name, file, summed, 2, b"abX");
+        source_crcs.record(&name, file, summed, 5, b"def");
+        let error = source_crcs.check_complete(&files).unwrap_err();
         assert!(error.to_string().contains("w (record at byte 2)"), "{error}");
     }
 }

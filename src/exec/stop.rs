@@ -1,5 +1,5 @@
-//! A flag that ends a run before its time, which workers look at between strips: a signal has come, or another process has
-//! taken over what this one works on. The caller connects it to signals.
+//! A flag that ends a run early, which workers check between write blocks. A signal sets it, or the discovery that
+//! another process has taken over the work. The caller connects it to signals.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,8 +12,8 @@ use crate::error::{Error, Result, Stopped};
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
-    /// Message and hint, of what is no business of this process any more.
-    loss: Arc<OnceLock<(String, String)>>,
+    /// Message and hint of the error, once another process has taken over the work.
+    takeover: Arc<OnceLock<(String, String)>>,
 }
 
 /// The numbers of [`STOPPING`](super::stopped::STOPPING).
@@ -23,31 +23,35 @@ impl Stop {
     /// Numbers of the signals that may stop a run: INT, TERM, USR1, USR2.
     pub const SIGNALS: [i32; 4] = NUMBERS;
 
-    /// Returns the number of the signal that has come, 0 before: what a signal handler sets.
+    /// Returns the number of the signal that has arrived, 0 before; a signal handler stores it.
     #[must_use]
     pub fn signal(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.signal)
     }
 
-    /// Stops the run as `signal` does, one of [`Stop::SIGNALS`].
+    /// Stops the run as `signal` does, which must be one of [`Stop::SIGNALS`].
     pub fn raise(&self, signal: i32) {
         self.signal.store(usize::try_from(signal).unwrap_or_default(), Ordering::Relaxed);
     }
 
-    /// Somebody else has what this process works on; say so in these words, a message and a hint.
-    pub fn lose(&self, words: (String, String)) {
-        let _ = self.loss.set(words);
+    /// Stops the run because another process has taken over its work; [`Stop::check`] returns this message and hint.
+    pub fn cancel(&self, message_and_hint: (String, String)) {
+        let _ = self.takeover.set(message_and_hint);
     }
 
+    /// Returns an error if the run must stop.
+    ///
     /// # Errors
-    /// `Stopped` once a signal has come, `Usage` once the work is lost to another process.
+    /// `Stopped` once a signal has arrived, `Usage` once another process has taken over the work.
     pub fn check(&self) -> Result<()> {
         self.check_signal()?;
-        self.loss.get().map_or(Ok(()), |(message, hint)| Err(Error::usage(message, hint)))
+        self.takeover.get().map_or(Ok(()), |(message, hint)| Err(Error::usage(message, hint)))
     }
 
+    /// Returns an error if a signal has arrived.
+    ///
     /// # Errors
-    /// `Stopped` once a signal has come.
+    /// `Stopped` once a signal has arrived.
     pub fn check_signal(&self) -> Result<()> {
         let came = self.signal.load(Ordering::Relaxed);
         match NUMBERS.iter().position(|number| usize::try_from(*number) == Ok(came)) {
@@ -65,9 +69,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_that_is_lost_ends_after_a_signal_only() {
+    fn takeover_is_an_error_only_of_check() {
         let stop = Stop::default();
-        stop.clone().lose(("taken over".into(), "wait".into()));
+        stop.clone().cancel(("taken over".into(), "wait".into()));
         assert!(stop.check_signal().is_ok());
         assert_eq!(stop.check().unwrap_err().to_string(), "taken over");
         stop.signal.store(usize::try_from(SIGTERM).unwrap(), Ordering::Relaxed);
@@ -75,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_code_tells_whether_to_try_again() {
+    fn stop_that_keeps_work_exits_with_75_unless_interrupted() {
         for (number, (signal, exit)) in NUMBERS.into_iter().zip(STOPPING) {
             let stop = Stop::default();
             assert!(stop.check().is_ok());

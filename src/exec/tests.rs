@@ -1,12 +1,12 @@
-//! The planner and the gatherer together, against index arithmetic that knows nothing of either.
+//! Tests of planner and gatherer together, against index arithmetic that uses neither.
 //!
-//! A tensor whose elements are their own linear indices is laid out in a file under one layout, some chunks
-//! transposed, and read back tile by tile under another.
+//! A tensor whose elements are their own linear indices is stored in a file under one layout, some chunks transposed,
+//! and read back tile by tile under another layout.
 
-mod bands;
 pub(crate) mod casting;
-mod parts;
+mod partial_runs;
 mod reducing;
+mod row_groups;
 mod summing;
 
 pub(crate) use std::fs;
@@ -14,7 +14,7 @@ pub(crate) use std::path::Path;
 
 pub(crate) use proptest::prelude::*;
 
-pub(crate) use super::copy::{Stats, Writing};
+pub(crate) use super::copy::{Stats, WriteContext};
 pub(crate) use super::{Extents, Input, Locations, Options, PreparedTile, Reporter, Scratch, Stop};
 pub(crate) use crate::catalog::{
     Catalog, Chunk, ChunkTable, Dtype, FileLocation, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
@@ -26,7 +26,7 @@ pub(crate) use crate::plan::SourceTensor;
 pub(crate) use crate::publish::log::{AtEnd, Log};
 pub(crate) use crate::storage::{AnchoredPath, Files, IoMode};
 
-/// Global linear indices that a tile holds, in the order of its local elements.
+/// Returns the global linear indices of a tile, in the order of its local elements.
 pub(crate) fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
     let strides = contiguous_strides(shape);
     let mut indices = vec![0];
@@ -41,7 +41,7 @@ pub(crate) fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
     indices
 }
 
-/// Fill all of a reservation.
+/// Writes all files of a reservation.
 pub(crate) fn copy(
     input: Input<'_>,
     reservation: &Reservation,
@@ -53,14 +53,15 @@ pub(crate) fn copy(
     let todo = Extents::of_files(&reservation.files);
     let folder = &AnchoredPath::new(folder);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), options.sync, AtEnd::Nothing);
-    super::copy::copy(input, Writing { reservation, folder, log: &log, options, reporter, stop })
+    super::copy::copy(input, WriteContext { reservation, folder, log: &log, options, reporter, stop })
 }
 
-/// One element: its linear index, cut or repeated to the item size.
+/// Returns one element: its linear index, truncated or repeated to the item size.
 pub(crate) fn element(index: u64, itemsize: u64) -> Vec<u8> {
     index.to_le_bytes().into_iter().cycle().take(usize::try_from(itemsize).unwrap()).collect()
 }
 
+/// A mesh with placements.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
     pub(crate) mesh: Vec<u64>,
@@ -68,6 +69,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
+    /// Returns the tile of each rank.
     pub(crate) fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
         let world_size = u32::try_from(self.mesh.iter().product::<u64>()).unwrap();
         let mesh = DeviceMesh::new(&self.mesh[..], (0..world_size).map(Rank).collect(), None).unwrap();
@@ -76,6 +78,7 @@ impl Layout {
     }
 }
 
+/// Generates layouts for a tensor with `ndim` dims.
 pub(crate) fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
     let placement = if ndim == 0 {
         Just(Placement::Replicate).boxed()
@@ -96,6 +99,7 @@ pub(crate) fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
     })
 }
 
+/// Generates a shape, a dtype, two layouts, whether chunks are transposed, and a way to read.
 pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMode)> {
     let dtype = prop::sample::select(vec![Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::I64, Dtype::C128]);
     let io = prop::sample::select(vec![IoMode::Mmap, IoMode::Read]);
@@ -105,7 +109,7 @@ pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, 
     })
 }
 
-/// As [`store_values`], of a tensor whose elements are their own linear indices.
+/// Stores a tensor whose elements are their own linear indices, as [`store_values`] does.
 pub(crate) fn store(
     shape: &[u64],
     dtype: Dtype,
@@ -117,7 +121,7 @@ pub(crate) fn store(
     store_values(shape, dtype, layout, transpose, io, path, &|index| element(index, dtype.itemsize()))
 }
 
-/// Write every tile of a layout into one file, every other one transposed where asked.
+/// Writes every tile of a layout into one file, every other one transposed if `transpose` is set.
 pub(crate) fn store_values(
     shape: &[u64],
     dtype: Dtype,
@@ -169,7 +173,7 @@ pub(crate) fn store_values(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Whatever the two layouts, every stretch of every target tile has the elements it should have.
+    /// For any two layouts, every range of every target tile has the expected elements.
     #[test]
     fn gathering_equals_indexing((shape, dtype, from, to, transpose, io) in case(), cut in 0.0..1.0_f64) {
         prop_assume!(checked_len_bytes(&shape, dtype).is_some());
@@ -178,7 +182,7 @@ proptest! {
         let catalog = Catalog::empty();
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
         let source = SourceTensor::new(&entry).unwrap();
-        let mut known = Locations::of_tiles(2);
+        let mut known = Locations::for_tiles(2);
         for tile in to.tiles(&shape) {
             let prepared = PreparedTile::new(input, &source, &tile, &mut known).unwrap();
             let expected = linear_indices(&shape, &tile);
@@ -187,8 +191,8 @@ proptest! {
             for (first, part) in [(0, &expected[..middle]), (middle, &expected[middle..])] {
                 let mut buffer = vec![0x55; part.len() * usize::try_from(dtype.itemsize()).unwrap()];
                 prepared.read(input, first as u64, &mut buffer, &mut Scratch::default()).unwrap();
-                let wanted: Vec<u8> = part.iter().flat_map(|index| element(*index, dtype.itemsize())).collect();
-                prop_assert_eq!(&buffer, &wanted);
+                let expected_bytes: Vec<u8> = part.iter().flat_map(|index| element(*index, dtype.itemsize())).collect();
+                prop_assert_eq!(&buffer, &expected_bytes);
             }
             let mut moved = 0;
             prepared.pieces(|piece| moved += piece.len_bytes());
@@ -198,8 +202,8 @@ proptest! {
 }
 
 #[test]
-pub(crate) fn a_large_strided_cut_is_read_in_blocks() {
-    // 4,096 rows of 8 KiB, of which a column of 16 bytes is wanted: 32 MiB to skip through with 2 MiB of scratch.
+pub(crate) fn large_strided_tile_is_read_in_blocks() {
+    // Reads a column of 16 bytes from 4,096 rows of 8 KiB: 32 MiB of file with 2 MiB of scratch.
     let shape = [4096, 1024_u64];
     let whole = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
     let columns = Layout { mesh: vec![512], placements: vec![Placement::Shard(TensorDim(1))] };
@@ -214,8 +218,9 @@ pub(crate) fn a_large_strided_cut_is_read_in_blocks() {
         let mut buffer = vec![0; 4096 * 2 * 8];
         let mut scratch = Scratch::default();
         prepared.read(input, 0, &mut buffer, &mut scratch).unwrap();
-        let wanted: Vec<u8> = linear_indices(&shape, tile).iter().flat_map(|index| index.to_le_bytes()).collect();
-        assert_eq!(buffer, wanted);
+        let expected_bytes: Vec<u8> =
+            linear_indices(&shape, tile).iter().flat_map(|index| index.to_le_bytes()).collect();
+        assert_eq!(buffer, expected_bytes);
         assert!(scratch.capacity() as u64 <= super::BLOCK_BYTES);
     }
 }

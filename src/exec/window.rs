@@ -1,14 +1,14 @@
-//! Windows: the tensors that are planned and located at a time.
+//! Windows: the tensors that are planned and located at a time. Counts bytes of output.
 //!
-//! A window is up to 1 GiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
-//! tensors is proven and planned and its chunks are located, in parallel. Only one window's plans exist at a time, so
-//! memory follows the window, not the model. Tensors, and chunks of them, of which nothing is to be done are passed over.
+//! A window is up to 1 GiB of output, or some thousand tiles if those are small, cut between tensors. Its tensors are
+//! proven and planned and their chunks located in parallel. Only one window's plans exist at a time, so memory depends
+//! on the window, not on the model. Tensors and chunks without bytes to write are skipped.
 //!
-//! What a stopped run loses is the window it is at. So windows follow [time](Pace): however slow a disk is, one is the
-//! work of a few seconds, if no tensor of it is more than that.
+//! A stopped run loses its current window. So the size of windows follows [time](WindowPace): on a disk of any speed, a
+//! window takes a few seconds, unless a single tensor takes longer.
 //!
-//! Counts bytes of output. Invariant: of what [`prepare`] gives, each payload has the number of its slot, and groups of
-//! different tensors have different numbers.
+//! Invariant: each output range of [`prepare_window`] has the index of its tile, and tile groups of different tensors
+//! have different numbers.
 
 use std::collections::HashSet;
 use std::iter::zip;
@@ -19,70 +19,71 @@ use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::cast::{DtypePair, LossCounts};
-use super::row_groups::{self, Member, OutputRange, RowGroupKind};
+use super::row_groups::{self, GroupCandidate, OutputRange, TileGroupKind};
 use super::{Extents, Input, Locations, PreparedTile};
 use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
 use crate::fault;
 use crate::plan::SourceTensor;
 
-/// Output planned and located at a time, at most.
+/// Largest window.
 const WINDOW_BYTES: u64 = 1 << 30;
 
-/// The first window, which tells how fast it goes, and the least one: strips for many threads.
+/// First window, which measures the speed, and smallest window, which still has write blocks for many threads.
 const FIRST_BYTES: u64 = 128 << 20;
 const LEAST_BYTES: u64 = 32 << 20;
 
-/// What a window is to take.
+/// Time that a window should take.
 const WINDOW_TIME: Duration = Duration::from_secs(5);
 
-/// So little that small checkpoints have many windows, where a test wants to stop between them.
-const HURRIED_BYTES: u64 = 256 << 10;
+/// Small enough that small checkpoints have many windows, for tests that stop between windows.
+const TEST_BYTES: u64 = 256 << 10;
 
-/// Tiles planned and located at a time, where they are small.
+/// Largest number of tiles in a window.
 const WINDOW_TILES: usize = 1 << 12;
 
-/// Parts of a window that a thread prepares, one after the other: some take longer than others.
+/// Parts of a window per thread, which the threads prepare one after the other: some parts take longer than others.
 const PARTS: usize = 16;
 
-/// How much to do at a time, by how long it took the last time.
+/// Chooses the size of the next window from the time that the last one took.
 pub struct WindowPace {
     bytes: u64,
     since: Instant,
 }
 
 impl WindowPace {
+    /// Starts the clock of the first window.
     #[must_use]
     pub fn start() -> Self {
         Self { bytes: FIRST_BYTES, since: Instant::now() }
     }
 
-    /// The most a plan can get.
+    /// Returns the largest size of a window.
     #[must_use]
-    pub fn at_most() -> u64 {
-        if fault::is_hurried() { HURRIED_BYTES } else { WINDOW_BYTES }
+    pub fn max_bytes() -> u64 {
+        if fault::is_hurried() { TEST_BYTES } else { WINDOW_BYTES }
     }
 
-    /// Bytes of the next window.
+    /// Returns the bytes of the next window.
     #[must_use]
     pub fn next(&self) -> u64 {
-        self.bytes.min(Self::at_most())
+        self.bytes.min(Self::max_bytes())
     }
 
-    /// A window of so many bytes is done.
-    pub fn done(&mut self, bytes: u64) {
-        self.bytes = next_bytes(bytes, self.since.elapsed());
+    /// Notes that a window of `bytes` is done.
+    pub fn finish_window(&mut self, bytes: u64) {
+        self.bytes = scaled_to_window_time(bytes, self.since.elapsed());
         self.since = Instant::now();
     }
 }
 
-/// What takes as long as a window is to take, where this many bytes took that long.
-fn next_bytes(bytes: u64, took: Duration) -> u64 {
+/// Returns the size of a window that takes `WINDOW_TIME`, given the time of the last window.
+fn scaled_to_window_time(bytes: u64, took: Duration) -> u64 {
     let next = u128::from(bytes) * WINDOW_TIME.as_micros() / took.as_micros().max(1);
     u64::try_from(next).unwrap_or(u64::MAX).clamp(LEAST_BYTES, WINDOW_BYTES)
 }
 
-/// Cuts what is to be done of the target's tensors into windows of bounded output and number of tiles.
+/// Cuts the target tensors that are to be written into windows of bounded output and number of tiles.
 pub struct Windows<'a> {
     input: Input<'a>,
     rest: std::slice::Iter<'a, Reserved>,
@@ -90,12 +91,13 @@ pub struct Windows<'a> {
 }
 
 impl<'a> Windows<'a> {
+    /// Starts before the first tensor.
     #[must_use]
     pub fn new(input: Input<'a>, tensors: &'a [Reserved], todo: &'a Extents) -> Self {
         Self { input, rest: tensors.iter(), todo }
     }
 
-    /// The tensors of the next window, which is full with so many bytes; `None` where nothing is left.
+    /// Returns the tensors of the next window, which is full with `most_bytes`; `None` if no tensor is left.
     pub fn next(&mut self, most_bytes: u64) -> Option<Vec<&'a Reserved>> {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
@@ -103,11 +105,11 @@ impl<'a> Windows<'a> {
             let Some(tensor) = self.rest.next() else { break };
             let source = self.input.catalog.tensor(tensor.source);
             let before = tiles;
-            for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_wanted(tensor, *chunk, self.todo)) {
+            for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_to_be_written(tensor, *chunk, self.todo)) {
                 bytes += tensor.chunk_bytes(chunk);
                 tiles = tensor.tiles_of(chunk, source).saturating_add(tiles);
             }
-            // One of which nothing is stored is proven all the same.
+            // A tensor without stored data is proven all the same.
             let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.place(chunk).is_none());
             if tiles > before || is_nowhere() {
                 window.push(tensor);
@@ -117,78 +119,81 @@ impl<'a> Windows<'a> {
     }
 }
 
-/// The source tensors of what is to be done, ascending.
+/// Returns the source tensors of the data that is to be written, ascending.
 #[must_use]
-pub fn sources(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
-    let is_touched = |tensor: &&Reserved| (0..tensor.entry.chunks.len()).any(|chunk| is_wanted(tensor, chunk, todo));
+pub fn source_tensors(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
+    let is_touched =
+        |tensor: &&Reserved| (0..tensor.entry.chunks.len()).any(|chunk| is_to_be_written(tensor, chunk, todo));
     let mut ids: Vec<TensorId> = tensors.iter().filter(is_touched).map(|tensor| tensor.source).collect();
     ids.sort_unstable();
     ids.dedup();
     ids
 }
 
-/// Whether something of the chunk is to be done.
-fn is_wanted(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
-    let of_place = |(file, offset)| todo.overlaps(file, &(offset..offset + tensor.chunk_bytes(chunk)));
-    tensor.place(chunk).is_some_and(of_place)
+/// Returns whether a part of the chunk is to be written.
+fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
+    let is_touched = |(file, offset)| todo.overlaps(file, &(offset..offset + tensor.chunk_bytes(chunk)));
+    tensor.place(chunk).is_some_and(is_touched)
 }
 
-/// A tile to fill.
+/// A tile that is planned and located.
 pub struct PlannedTile {
+    /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
-    pub counted: Option<CastCounter>,
-    /// The tiles that are equal to it.
-    pub copies: Option<usize>,
+    /// Counts the values that its cast loses; `None` without a cast, and for all replicas but the first.
+    pub cast_counter: Option<CastCounter>,
+    /// Number of the group of equal tiles that it is in.
+    pub copy_group: Option<usize>,
 }
 
-/// Where what a cast of a tile meets is counted.
+/// Counts the values that the cast of a tile loses.
 #[derive(Clone, Debug)]
 pub enum CastCounter {
-    InStrips(DtypePair),
-    /// It was, with what comes to the strips of these elements.
-    Before(DtypePair, Vec<(u64, LossCounts)>),
+    /// Counts while write blocks are filled.
+    WhileWriting(DtypePair),
+    /// The counts are known already, by element.
+    Counted(DtypePair, Vec<(u64, LossCounts)>),
 }
 
-/// Prove, plan and locate the tensors of a window. Its slots take the place of those of the window before.
+/// Proves, plans and locates the tensors of a window. Replaces the tiles in `tiles`.
 ///
 /// # Errors
-/// That of the first tensor that has one.
-pub fn prepare(
+/// The error of the first tensor that has one.
+pub fn prepare_window(
     input: Input<'_>,
     window: &[&Reserved],
     todo: &Extents,
-    slots: &mut Vec<PlannedTile>,
+    tiles: &mut Vec<PlannedTile>,
 ) -> Result<Vec<OutputRange>> {
-    slots.clear();
-    let of_part = |tensors: &[&Reserved]| -> Result<Vec<(PlannedTile, OutputRange)>> {
+    tiles.clear();
+    let prepare_part = |tensors: &[&Reserved]| -> Result<Vec<(PlannedTile, OutputRange)>> {
         let mut tiles = Vec::with_capacity(tensors.iter().map(|tensor| tensor.entry.chunks.len()).sum());
         tensors.iter().try_for_each(|tensor| prepare_tensor(input, tensor, todo, &mut tiles))?;
         Ok(tiles)
     };
     let tensors = window.len().div_ceil(PARTS * rayon::current_num_threads()).max(1);
-    // Each for itself, so that of several faults the first is told, whichever thread was faster.
-    let parts: Vec<Result<_>> = window.par_chunks(tensors).map(of_part).collect();
+    // Each part has its own result, so that the first of several errors is returned, whichever thread was faster.
+    let parts: Vec<Result<_>> = window.par_chunks(tensors).map(prepare_part).collect();
     let parts: Vec<Vec<(PlannedTile, OutputRange)>> = parts.into_iter().collect::<Result<_>>()?;
-    let tiles = parts.iter().map(Vec::len).sum();
-    let mut payloads = Vec::with_capacity(tiles);
-    slots.reserve(tiles);
+    let count = parts.iter().map(Vec::len).sum();
+    let mut output_ranges = Vec::with_capacity(count);
+    tiles.reserve(count);
     for part in parts {
-        let before = slots.len();
-        for (mut slot, mut payload) in part {
-            payload.slot = slots.len();
-            if let Some(group) = &mut payload.group {
+        let before = tiles.len();
+        for (mut tile, mut range) in part {
+            range.tile_index = tiles.len();
+            if let Some(group) = &mut range.group {
                 group.number += before;
-                slot.copies = matches!(group.of, RowGroupKind::Copies { .. }).then_some(group.number);
+                tile.copy_group = matches!(group.kind, TileGroupKind::Copies { .. }).then_some(group.number);
             }
-            slots.push(slot);
-            payloads.push(payload);
+            tiles.push(tile);
+            output_ranges.push(range);
         }
     }
-    Ok(payloads)
+    Ok(output_ranges)
 }
 
-/// Add the tiles of one tensor that are to be done, with groups that count from where these begin.
+/// Adds the tiles of one tensor that are to be written; its tile groups are numbered from the current number of tiles.
 fn prepare_tensor(
     input: Input<'_>,
     tensor: &Reserved,
@@ -197,42 +202,43 @@ fn prepare_tensor(
 ) -> Result<()> {
     let source = SourceTensor::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
-    let mut known = Locations::of_tiles(tensor.entry.chunks.len());
+    let mut locations = Locations::for_tiles(tensor.entry.chunks.len());
     let mut counted = HashSet::new();
-    let mut wanted: SmallVec<[usize; 1]> = SmallVec::new();
+    let mut chunks: SmallVec<[usize; 1]> = SmallVec::new();
     let first = tiles.len();
     for index in 0..tensor.entry.chunks.len() {
         let Some((file, offset)) = tensor.place(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
         let share = tensor.shares.get(index);
-        // Of replicas the first counts, whoever does it.
+        // The first of several replicas is counted, whichever run writes it.
         let is_new = pair.0 != pair.1 && counted.insert((tile.clone(), share));
-        if !is_wanted(tensor, index, todo) {
+        if !is_to_be_written(tensor, index, todo) {
             continue;
         }
-        let prepared = PreparedTile::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-        let slot = PlannedTile {
+        let prepared = PreparedTile::with_share(input, &source, &tile, share.map(Arc::as_ref), &mut locations)?;
+        let planned = PlannedTile {
             tile: prepared.cast_to(pair.1)?,
-            counted: is_new.then_some(CastCounter::InStrips(pair)),
-            copies: None,
+            cast_counter: is_new.then_some(CastCounter::WhileWriting(pair)),
+            copy_group: None,
         };
         let itemsize = pair.1.itemsize();
-        let payload = OutputRange { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
-        tiles.push((slot, payload));
-        wanted.push(index);
+        let output_range =
+            OutputRange { file, offset, len: tensor.chunk_bytes(index), tile_index: 0, itemsize, group: None };
+        tiles.push((planned, output_range));
+        chunks.push(index);
     }
     let tiles = &mut tiles[first..];
     if tiles.len() < 2 {
         return Ok(());
     }
-    let members = zip(tiles, wanted).map(|((slot, payload), index)| Member {
+    let members = zip(tiles, chunks).map(|((planned, output_range), index)| GroupCandidate {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
-        source_bytes: slot.tile.source_bytes(),
-        is_of_short_rows: slot.tile.is_of_short_rows(),
-        payload,
+        source_bytes: planned.tile.source_bytes(),
+        has_short_row_runs: planned.tile.has_short_row_runs(),
+        output_range,
     });
-    row_groups::group(members, first);
+    row_groups::assign_groups(members, first);
     Ok(())
 }
 
@@ -241,9 +247,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows_follow_time() {
+    fn window_size_follows_the_time_of_the_last_window() {
         let mb = 1 << 20;
-        let next = |bytes, millis| next_bytes(bytes, Duration::from_millis(millis));
+        let next = |bytes, millis| scaled_to_window_time(bytes, Duration::from_millis(millis));
         assert_eq!(next(128 * mb, 100), WINDOW_BYTES, "of a fast disk");
         assert_eq!(next(128 * mb, 2000), 320 * mb);
         assert_eq!(next(1024 * mb, 50_000), 102 * mb + 419_430);

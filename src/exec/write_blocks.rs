@@ -1,128 +1,134 @@
-//! Cutting output files into destination strips, and the order in which those are filled.
+//! Cuts output files into write blocks, and orders the blocks for the workers.
 //!
-//! A strip is a contiguous stretch of one output file, assembled in memory and written by one positional write. It
-//! holds parts of tensors and the literals between them, so files of many small tensors are written in large pieces
-//! too. Strips are the unit of work, of the memory bound and of interruption.
+//! A write block is a contiguous range of one output file, assembled in memory and written by one positional write. It
+//! holds parts of tensors and the header bytes between them, so that files of many small tensors are also written in
+//! large pieces. Write blocks are the unit of work, of the memory bound and of interruption.
 //!
-//! Only what is to be done is cut. That may begin or end within an element: strips hold whole elements, and what is
-//! beyond is not written.
+//! Only ranges that are to be written are cut into blocks. Such a range may begin or end within an element: write
+//! blocks hold whole elements, and the bytes outside the range are not written.
 //!
-//! All units are bytes.
+//! Counts bytes.
 
 use std::ops::Range;
 
 use super::Extents;
-use super::row_groups::{Band, Cut, OutputRange, cuts};
+use super::row_groups::{Boundary, OutputRange, RowGroup, boundaries};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
-/// What a segment of a strip holds.
+/// Content of a segment of a write block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SegmentContent {
-    /// `bytes` of literal `literal` of the file.
-    Literal { literal: usize, bytes: Range<u64> },
-    /// `bytes` of the tile prepared as `slot`.
-    Payload { slot: usize, bytes: Range<u64> },
+    /// `bytes` of the header bytes number `index` of the file.
+    HeaderBytes { index: usize, bytes: Range<u64> },
+    /// `bytes` of the planned tile number `index`.
+    Tile { index: usize, bytes: Range<u64> },
 }
 
+/// A part of a write block with one source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Offset in the file.
     pub offset: u64,
+    /// The bytes to put there.
     pub content: SegmentContent,
 }
 
 impl Segment {
-    /// Where it goes in the file.
+    /// Returns its range in the file.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len()
     }
 
+    /// Returns its length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         match &self.content {
-            SegmentContent::Literal { bytes, .. } | SegmentContent::Payload { bytes, .. } => bytes.end - bytes.start,
+            SegmentContent::HeaderBytes { bytes, .. } | SegmentContent::Tile { bytes, .. } => bytes.end - bytes.start,
         }
     }
 }
 
-/// Segments of a strip, so that a window of tensors that are small has strips for several workers.
-const MOST_SEGMENTS: usize = 1 << 10;
+/// Largest number of segments in a write block, so that a window of small tensors has blocks for several workers.
+const MAX_SEGMENTS: usize = 1 << 10;
 
-/// Consecutive segments without a hole between them.
+/// Consecutive segments of a file without a gap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WriteBlock {
+    /// Number of the output file.
     pub file: u32,
-    /// What it is to be filled with.
-    pub band: Option<Band>,
+    /// The row group with whose other blocks it is filled.
+    pub row_group: Option<RowGroup>,
+    /// Range in the file.
     pub range: Range<u64>,
+    /// Segments, in file order.
     pub segments: Vec<Segment>,
 }
 
 impl WriteBlock {
-    /// Bytes, as the size of a buffer.
+    /// Returns its length in bytes, as the size of a buffer.
     #[must_use]
     pub fn len(&self) -> usize {
-        usize::try_from(self.range.end - self.range.start).expect("a strip fits memory")
+        usize::try_from(self.range.end - self.range.start).expect("a write block fits memory")
     }
 
-    /// Where this range of the file, which is within the strip, lies in its buffer.
+    /// Returns the position in the block's buffer of a range of the file, which must be within the block.
     #[must_use]
-    pub fn place(&self, range: &Range<u64>) -> Range<usize> {
-        let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a strip fits memory");
+    pub fn buffer_range(&self, range: &Range<u64>) -> Range<usize> {
+        let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a write block fits memory");
         within(range.start)..within(range.end)
     }
 }
 
-/// Cuts strips, window by window; remembers which literals are already in one.
+/// Cuts write blocks, window by window, and remembers which header bytes are already in a block.
 #[derive(Debug)]
-pub struct Cutter<'a> {
+pub struct BlockCutter<'a> {
     files: &'a [OutputFile],
     todo: &'a Extents,
-    /// For each file the first literal that is in no strip yet.
-    next_literal: Vec<usize>,
-    strip_bytes: u64,
+    /// For each file, the first header bytes that are in no block yet.
+    next_header: Vec<usize>,
+    block_bytes: u64,
 }
 
-impl<'a> Cutter<'a> {
+impl<'a> BlockCutter<'a> {
+    /// Starts to cut the ranges in `todo` of these files.
     #[must_use]
-    pub fn new(files: &'a [OutputFile], todo: &'a Extents, strip_bytes: u64) -> Self {
-        Self { files, todo, next_literal: vec![0; files.len()], strip_bytes }
+    pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64) -> Self {
+        Self { files, todo, next_header: vec![0; files.len()], block_bytes }
     }
 
-    /// The strips of these payloads, with the literals before each of them.
+    /// Returns the write blocks of these output ranges, with the header bytes before each of them.
     #[must_use]
-    pub fn cut(&mut self, mut payloads: Vec<OutputRange>) -> Vec<WriteBlock> {
-        payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
-        let mut strips = WriteBlocks::new(self.todo, self.strip_bytes, cuts(&payloads, self.strip_bytes));
-        for payload in payloads {
-            self.literals_before(payload.file, payload.offset, &mut strips);
-            strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| SegmentContent::Payload {
-                slot: payload.slot,
-                bytes,
+    pub fn cut(&mut self, mut output_ranges: Vec<OutputRange>) -> Vec<WriteBlock> {
+        output_ranges.sort_unstable_by_key(|output_range| (output_range.file, output_range.offset));
+        let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, boundaries(&output_ranges, self.block_bytes));
+        for output_range in output_ranges {
+            self.push_headers_before(output_range.file, output_range.offset, &mut blocks);
+            blocks.push(output_range.file, output_range.offset, output_range.len, output_range.itemsize, |bytes| {
+                SegmentContent::Tile { index: output_range.tile_index, bytes }
             });
         }
-        strips.done
+        blocks.blocks
     }
 
-    /// The strips of all literals that no payload came after.
+    /// Returns the write blocks of all header bytes that are behind the last tensor data.
     #[must_use]
     pub fn finish(mut self) -> Vec<WriteBlock> {
-        let mut strips = WriteBlocks::new(self.todo, self.strip_bytes, Vec::new());
+        let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, Vec::new());
         for file in 0..self.files.len() {
-            self.literals_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut strips);
+            self.push_headers_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut blocks);
         }
-        strips.done
+        blocks.blocks
     }
 
-    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut WriteBlocks<'_>) {
-        let next = &mut self.next_literal[file as usize];
-        let literals = &self.files[file as usize].literals;
-        while let Some(literal) = literals.get(*next).filter(|literal| literal.offset < offset) {
+    fn push_headers_before(&mut self, file: u32, offset: u64, blocks: &mut WriteBlocks<'_>) {
+        let next = &mut self.next_header[file as usize];
+        let headers = &self.files[file as usize].literals;
+        while let Some(header) = headers.get(*next).filter(|header| header.offset < offset) {
             let index = *next;
-            strips.push(file, literal.offset, literal.bytes.len() as u64, 1, |bytes| SegmentContent::Literal {
-                literal: index,
+            blocks.push(file, header.offset, header.bytes.len() as u64, 1, |bytes| SegmentContent::HeaderBytes {
+                index,
                 bytes,
             });
             *next += 1;
@@ -132,20 +138,20 @@ impl<'a> Cutter<'a> {
 
 struct WriteBlocks<'a> {
     todo: &'a Extents,
-    done: Vec<WriteBlock>,
+    blocks: Vec<WriteBlock>,
     capacity: u64,
-    /// In file order.
-    cuts: Vec<Cut>,
-    /// Cuts that were passed.
+    /// Boundaries in file order.
+    boundaries: Vec<Boundary>,
+    /// Number of boundaries that lie before the current position.
     passed: usize,
 }
 
 impl<'a> WriteBlocks<'a> {
-    fn new(todo: &'a Extents, capacity: u64, cuts: Vec<Cut>) -> Self {
-        Self { todo, done: Vec::new(), capacity, cuts, passed: 0 }
+    fn new(todo: &'a Extents, capacity: u64, boundaries: Vec<Boundary>) -> Self {
+        Self { todo, blocks: Vec::new(), capacity, boundaries, passed: 0 }
     }
 
-    /// Add what is to be done of a stretch of a file, in whole elements.
+    /// Adds the parts of a file range that are to be written, in whole elements.
     fn push(
         &mut self,
         file: u32,
@@ -156,7 +162,7 @@ impl<'a> WriteBlocks<'a> {
     ) {
         let mut pushed = 0;
         for todo in self.todo.within(file, offset..offset + len) {
-            // The element in which the stretch before has ended is there.
+            // The element in which the previous range ended is already added.
             let start = pushed.max((todo.start - offset) / itemsize * itemsize);
             let end = (todo.end - offset).next_multiple_of(itemsize).min(len);
             if start < end {
@@ -166,8 +172,8 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Add these bytes of what lies at `offset`, to the current strip where they go on there, cut where a strip is full or
-    /// has to begin.
+    /// Adds these bytes of the content at `offset` to the current block if they continue it. Starts another block where
+    /// a block is full or at a boundary.
     fn push_elements(
         &mut self,
         file: u32,
@@ -179,48 +185,49 @@ impl<'a> WriteBlocks<'a> {
         let (mut done, len) = (bytes.start, bytes.end);
         while done < len {
             let at = offset + done;
-            let (band, until) = self.pass(file, at);
-            let fits = (self.done.last())
-                .filter(|strip| strip.file == file && strip.range.end == at && strip.band == band)
-                .map_or(0, |strip| self.room_in(strip));
-            // Up to the next cut, or the end of the element that it is in.
+            let (row_group, until) = self.row_group_at(file, at);
+            let fits = (self.blocks.last())
+                .filter(|block| block.file == file && block.range.end == at && block.row_group == row_group)
+                .map_or(0, |block| self.remaining_capacity(block));
+            // Up to the next boundary, or the end of the element that contains the boundary.
             let rest = len - done;
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
-            let mut take = cut(at, rest, fits, itemsize);
+            let mut take = fitting(at, rest, fits, itemsize);
             if take == 0 {
-                self.done.push(WriteBlock { file, band, range: at..at, segments: Vec::new() });
-                take = cut(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
+                self.blocks.push(WriteBlock { file, row_group, range: at..at, segments: Vec::new() });
+                take = fitting(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
             }
-            let strip = self.done.last_mut().expect("just pushed or found");
-            strip.segments.push(Segment { offset: at, content: content(done..done + take) });
-            strip.range.end += take;
+            let block = self.blocks.last_mut().expect("just pushed or found");
+            block.segments.push(Segment { offset: at, content: content(done..done + take) });
+            block.range.end += take;
             done += take;
         }
     }
 
-    /// Bytes that still go into a strip: one of many small parts is as long as it is, up to the next boundary of blocks.
-    fn room_in(&self, strip: &WriteBlock) -> u64 {
-        let end = strip.range.end;
-        let left = self.capacity.saturating_sub(end - strip.range.start);
-        if strip.segments.len() < MOST_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
+    /// Returns the bytes that a write block can still take. A block of many small parts takes only the bytes up to the
+    /// next file block boundary.
+    fn remaining_capacity(&self, block: &WriteBlock) -> u64 {
+        let end = block.range.end;
+        let left = self.capacity.saturating_sub(end - block.range.start);
+        if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
     }
 
-    /// The band at `at`, and where it ends. Who asks goes through the files in order.
-    fn pass(&mut self, file: u32, at: u64) -> (Option<Band>, u64) {
-        while self.cuts.get(self.passed).is_some_and(|cut| (cut.file, cut.offset) <= (file, at)) {
+    /// Returns the row group at `at` and its end. Calls must go through the files in order.
+    fn row_group_at(&mut self, file: u32, at: u64) -> (Option<RowGroup>, u64) {
+        while self.boundaries.get(self.passed).is_some_and(|boundary| (boundary.file, boundary.offset) <= (file, at)) {
             self.passed += 1;
         }
-        let here = |cut: &&Cut| cut.file == file;
-        let last = self.passed.checked_sub(1).and_then(|last| self.cuts.get(last)).filter(here);
-        let next = self.cuts.get(self.passed).filter(here);
-        (last.and_then(|cut| cut.band), next.map_or(u64::MAX, |cut| cut.offset))
+        let here = |boundary: &&Boundary| boundary.file == file;
+        let last = self.passed.checked_sub(1).and_then(|last| self.boundaries.get(last)).filter(here);
+        let next = self.boundaries.get(self.passed).filter(here);
+        (last.and_then(|boundary| boundary.row_group), next.map_or(u64::MAX, |boundary| boundary.offset))
     }
 }
 
-/// How much of the next `rest` bytes from `at` fits: all of it, or as far as a boundary of blocks, so that neighbouring
-/// strips are written without touching the same block, or as far as an element's end where none of those is a boundary.
-/// Nothing fits where `at` is the last boundary within reach: the strip ends there, short of what it could hold.
-fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
+/// Returns how many of the next `rest` bytes from `at` fit: all of them, or up to a file block boundary, so that
+/// neighbouring write blocks do not touch the same file block, or up to the end of an element if no boundary is one.
+/// Returns 0 if `at` is the last boundary within reach: the write block then ends there, shorter than its capacity.
+fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;
     }
@@ -228,17 +235,17 @@ fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     to_boundary.filter(|len| len.is_multiple_of(itemsize)).unwrap_or(fits - fits % itemsize)
 }
 
-/// Put strips into the order of work, and give what is done in one go.
-pub fn order(strips: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
-    strips.sort_by_key(|strip| strip.band);
-    strips.chunk_by(|one, other| one.band.is_some() && one.band == other.band).collect()
+/// Sorts write blocks into the order of work, and returns the groups that one worker fills together.
+pub fn sort_into_row_groups(blocks: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
+    blocks.sort_by_key(|block| block.row_group);
+    blocks.chunk_by(|one, other| one.row_group.is_some() && one.row_group == other.row_group).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// header (10) | a (100) | frame (5) | b (16) | tail (3)
+    /// A file of header (10) | a (100) | frame (5) | b (16) | tail (3).
     fn file() -> OutputFile {
         let mut file = OutputFile::new("f");
         file.push_literal(vec![1; 10]);
@@ -249,40 +256,40 @@ mod tests {
         file
     }
 
-    fn payloads() -> Vec<OutputRange> {
+    fn output_ranges() -> Vec<OutputRange> {
         vec![
-            OutputRange { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8, group: None },
-            OutputRange { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4, group: None },
+            OutputRange { file: 0, offset: 115, len: 16, tile_index: 1, itemsize: 8, group: None },
+            OutputRange { file: 0, offset: 10, len: 100, tile_index: 0, itemsize: 4, group: None },
         ]
     }
 
     #[test]
-    fn strips_cover_the_file_once_and_in_order() {
-        for strip_bytes in [1, 7, 16, 64, 1000] {
+    fn blocks_cover_the_file_once_and_in_order() {
+        for block_bytes in [1, 7, 16, 64, 1000] {
             let files = [file()];
             let todo = Extents::of_files(&files);
-            let mut cutter = Cutter::new(&files, &todo, strip_bytes);
-            let mut strips = cutter.cut(payloads());
-            strips.extend(cutter.finish());
+            let mut cutter = BlockCutter::new(&files, &todo, block_bytes);
+            let mut blocks = cutter.cut(output_ranges());
+            blocks.extend(cutter.finish());
             let mut end = 0;
-            for strip in &strips {
-                assert_eq!(strip.range.start, end);
-                assert!(strip.range.end - strip.range.start <= strip_bytes.max(8), "{strip:?}");
-                for segment in &strip.segments {
+            for block in &blocks {
+                assert_eq!(block.range.start, end);
+                assert!(block.range.end - block.range.start <= block_bytes.max(8), "{block:?}");
+                for segment in &block.segments {
                     assert_eq!(segment.offset, end);
                     end += segment.len();
-                    if let SegmentContent::Payload { slot, bytes } = &segment.content {
-                        assert_eq!(bytes.start % [4, 8][*slot], 0);
+                    if let SegmentContent::Tile { index, bytes } = &segment.content {
+                        assert_eq!(bytes.start % [4, 8][*index], 0);
                     }
                 }
-                assert_eq!(strip.range.end, end);
+                assert_eq!(block.range.end, end);
             }
             assert_eq!(end, files[0].len);
         }
     }
 
     #[test]
-    fn strips_end_where_blocks_do_wherever_the_first_begins() {
+    fn write_blocks_end_at_file_block_boundaries() {
         let mut file = OutputFile::new("f");
         file.push_literal(vec![1; 1000]);
         file.push_payload(1_000_000);
@@ -291,53 +298,53 @@ mod tests {
         let len = file.len;
         let files = [file];
         let todo = Extents::of_files(&files);
-        let mut cutter = Cutter::new(&files, &todo, 65_536);
-        let payload = |offset, len| OutputRange { file: 0, offset, len, slot: 0, itemsize: 2, group: None };
-        // A window begins where the one before it ended, which is at no boundary.
-        let mut strips = cutter.cut(vec![payload(1000, 1_000_000)]);
-        strips.extend(cutter.cut(vec![payload(1_001_024, 500_000)]));
-        let ragged = strips.iter().filter(|strip| !strip.range.end.is_multiple_of(ALIGNMENT));
-        let ends: Vec<u64> = ragged.map(|strip| strip.range.end).collect();
+        let mut cutter = BlockCutter::new(&files, &todo, 65_536);
+        let output_range = |offset, len| OutputRange { file: 0, offset, len, tile_index: 0, itemsize: 2, group: None };
+        // The second window begins where the first one ended, which is at no boundary.
+        let mut blocks = cutter.cut(vec![output_range(1000, 1_000_000)]);
+        blocks.extend(cutter.cut(vec![output_range(1_001_024, 500_000)]));
+        let ragged = blocks.iter().filter(|block| !block.range.end.is_multiple_of(ALIGNMENT));
+        let ends: Vec<u64> = ragged.map(|block| block.range.end).collect();
         assert_eq!(ends, [1_001_000, len]);
-        assert!(strips.iter().all(|strip| strip.len() <= 65_536));
+        assert!(blocks.iter().all(|block| block.len() <= 65_536));
     }
 
     #[test]
-    fn a_window_of_small_tensors_has_strips_for_several_workers() {
+    fn window_of_small_tensors_has_blocks_for_several_workers() {
         let mut file = OutputFile::new("f");
         file.push_literal(vec![1; 1000]);
         let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
         let (len, files) = (file.len, [file]);
         let todo = Extents::of_files(&files);
-        let payload = |offset| OutputRange { file: 0, offset, len: 1024, slot: 0, itemsize: 2, group: None };
-        let strips = Cutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(payload).collect());
-        assert_eq!(strips.len(), 5);
-        assert!(strips.iter().all(|strip| strip.segments.len() <= MOST_SEGMENTS + 4));
-        // Still they meet where blocks do.
-        let ends: Vec<u64> = strips.iter().map(|strip| strip.range.end).collect();
+        let output_range = |offset| OutputRange { file: 0, offset, len: 1024, tile_index: 0, itemsize: 2, group: None };
+        let blocks = BlockCutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(output_range).collect());
+        assert_eq!(blocks.len(), 5);
+        assert!(blocks.iter().all(|block| block.segments.len() <= MAX_SEGMENTS + 4));
+        // They still meet at file block boundaries.
+        let ends: Vec<u64> = blocks.iter().map(|block| block.range.end).collect();
         assert!(ends[..4].iter().all(|end| end.is_multiple_of(ALIGNMENT)) && ends[4] == len, "{ends:?}");
     }
 
     #[test]
-    fn an_element_of_which_two_parts_are_to_be_done_is_in_one_strip() {
+    fn element_with_two_ranges_to_write_is_in_one_block() {
         let files = [file()];
         let mut todo = Extents::new();
         [10..11, 13..20, 21..22].into_iter().for_each(|part| todo.insert(0, part));
-        let strips = Cutter::new(&files, &todo, 32).cut(payloads());
-        let ranges: Vec<_> = strips.iter().map(|strip| strip.range.clone()).collect();
+        let blocks = BlockCutter::new(&files, &todo, 32).cut(output_ranges());
+        let ranges: Vec<_> = blocks.iter().map(|block| block.range.clone()).collect();
         assert_eq!(ranges, vec![10..22]);
     }
 
     #[test]
-    fn windows_in_another_order_lose_nothing() {
+    fn windows_in_another_order_cover_the_file() {
         let files = [file()];
         let todo = Extents::of_files(&files);
-        let mut cutter = Cutter::new(&files, &todo, 32);
-        let [second, first] = payloads().try_into().unwrap();
-        let mut strips = cutter.cut(vec![second]);
-        strips.extend(cutter.cut(vec![first]));
-        strips.extend(cutter.finish());
-        let total: u64 = strips.iter().map(|strip| strip.range.end - strip.range.start).sum();
+        let mut cutter = BlockCutter::new(&files, &todo, 32);
+        let [second, first] = output_ranges().try_into().unwrap();
+        let mut blocks = cutter.cut(vec![second]);
+        blocks.extend(cutter.cut(vec![first]));
+        blocks.extend(cutter.finish());
+        let total: u64 = blocks.iter().map(|block| block.range.end - block.range.start).sum();
         assert_eq!(total, files[0].len);
     }
 }

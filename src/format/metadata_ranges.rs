@@ -14,7 +14,7 @@ use super::listing::{format_of_data, is_data_file, is_metadata_file};
 use super::registry::{Object, Objects, Read};
 use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, Holdings, IoMode, Ranges};
+use crate::storage::{FileId, Files, IoMode, MirroredFiles, Ranges};
 
 /// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
 /// what it is.
@@ -29,7 +29,7 @@ pub struct MirrorOf {
     pub folder: PathBuf,
     pub twin: PathBuf,
     /// What is known of its files, by where they lie in it.
-    pub holdings: Arc<Holdings>,
+    pub holdings: Arc<MirroredFiles>,
 }
 
 impl MirrorOf {
@@ -93,7 +93,7 @@ pub fn objects(folder: &Path) -> Result<Objects> {
 /// # Errors
 /// `Io`; `Unsupported` for documents that nobody has.
 pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
-    let mut files = Files::new(IoMode::Read).noting();
+    let mut files = Files::new(IoMode::Read).recording_reads();
     let file = files.add(path)?;
     let len = files.len_bytes(file);
     let head = first_bytes(path)?;
@@ -120,7 +120,7 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
 /// # Errors
 /// `Io`.
 pub fn metadata_ranges_of_items(path: &Path, objects: &[Object]) -> Result<Ranges> {
-    let mut files = Files::new(IoMode::Read).noting();
+    let mut files = Files::new(IoMode::Read).recording_reads();
     let file = files.add(path)?;
     if let Some(format) = format_of_data(path) {
         format.entry().read.read_objects(&files, file, objects);
@@ -135,7 +135,7 @@ fn whole(len: u64) -> Ranges {
 /// What was read, and the bytes by which a file's format is known.
 fn with_head(files: &Files, file: FileId) -> Ranges {
     const HEAD_BYTES: u64 = 512;
-    std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.noted(file).iter()).collect()
+    std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.recorded_reads(file).iter()).collect()
 }
 
 fn is_document(name: &str) -> bool {

@@ -63,7 +63,7 @@ use crate::error::{Error, FormatError, Result};
 use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
-use crate::storage::{Files, Holdings, IoMode, filesystem};
+use crate::storage::{Files, IoMode, MirroredFiles, filesystem};
 
 /// The state of a random number generator is no longer.
 const MAX_RANDOM_STATE_BYTES: u64 = 1 << 20;
@@ -221,7 +221,7 @@ pub struct ReadOptions {
     /// How plain tensors lie on ranks, where files do not tell.
     pub declared_layout: Option<DeclaredLayout>,
     /// What is held of files, where what is read is a twin.
-    pub holdings: Arc<Holdings>,
+    pub holdings: Arc<MirroredFiles>,
 }
 
 /// Where the units, orders and shapes of flat parameters come from.

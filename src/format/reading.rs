@@ -33,7 +33,7 @@ impl<'a> ReadFindings<'a> {
     pub fn new(options: &'a ReadOptions, io: IoMode) -> Self {
         Self {
             options,
-            files: Files::new(io).holding(Arc::clone(&options.holdings)),
+            files: Files::new(io).with_mirrored_files(Arc::clone(&options.holdings)),
             series: Vec::new(),
             skipped_series: Vec::new(),
             missing: Vec::new(),

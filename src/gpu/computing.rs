@@ -72,7 +72,7 @@ impl Computing {
     pub fn told(&self, moves: &Moves, host: &[u8]) -> Result<Vec<LossCounts>> {
         self.reductions.outcome(&host[self.reductions.outcomes()]).map_err(|(job, fault)| {
             let tile = moves.arriving.iter().filter(|tile| reduction(tile).is_some()).nth(job);
-            fault.of(&tile.expect("one for each job").wanted.fqn)
+            fault.for_tensor(&tile.expect("one for each job").wanted.fqn)
         })?;
         Ok(CastJobs::counts(&host[self.conversions.lost()]).collect())
     }

@@ -1,8 +1,8 @@
-//! What one process sees of SRC.
+//! Inventory of the files in SRC that one process sees.
 //!
-//! As reading a folder does, links to files count as files, wherever they lead. Links to folders are entered where a
-//! checkpoint may be found in a folder of that name, and never in circles. A link that leads nowhere is told of as well:
-//! where it lies on another rank, it may lead somewhere there.
+//! Links to files count as files, wherever they lead, as when reading a folder. Links to folders are followed if a
+//! checkpoint may be in a folder of that name, and never in circles. A dangling link is listed as well, because on
+//! another rank it may lead to a file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,63 +12,70 @@ use crate::error::{Error, Result};
 use crate::format::{companions, may_lead_on, refuse_address};
 use crate::storage::lookup;
 
+/// The files in SRC that one process sees.
 #[derive(Debug)]
 pub struct FileInventory {
-    /// SRC, or the folder that it is in where it is a file.
+    /// SRC, or its folder if SRC is a file.
     pub folder: PathBuf,
-    /// `None` where nothing is seen.
+    /// Kind of SRC; `None` if this process sees nothing there.
     pub kind: Option<SourceKind>,
-    /// Files, below the folder, sorted.
+    /// Files, relative to the folder, sorted.
     pub files: Vec<PathBuf>,
-    /// Links that lead nowhere.
+    /// Dangling links, relative to the folder.
     pub dangling: Vec<PathBuf>,
 }
 
-/// Folders in folders: real ones are three deep.
+/// Largest depth of nested folders; real checkpoints are three deep.
 const MAX_DEPTH: usize = 16;
 
-/// Files and folders; checkpoints of the largest clusters have some ten thousand.
+/// Largest number of files and folders; checkpoints of the largest clusters have some ten thousand.
 const MAX_ENTRIES: usize = 1_000_000;
 
 impl FileInventory {
+    /// Lists the files that this process sees at `src`.
+    ///
     /// # Errors
-    /// `Io`; `Usage` where there is more than a checkpoint has; `Unsupported` for names that cannot be told.
-    pub fn of(src: &Path) -> Result<Self> {
+    /// `Io`; `Usage` if there are more files than a checkpoint can have; `Unsupported` for names that are not UTF-8.
+    pub fn scan(src: &Path) -> Result<Self> {
         let nothing = Self { folder: src.to_path_buf(), kind: None, files: Vec::new(), dangling: Vec::new() };
         let Some(metadata) = lookup::metadata_of(src)? else { return refuse_address(src).map(|()| nothing) };
-        let mut walked = nothing;
+        let mut inventory = nothing;
         if metadata.is_dir() {
             let ancestors = vec![(metadata.dev(), metadata.ino())];
-            walked.enter(Path::new(""), &ancestors, &mut 0)?;
-            walked.kind = (!walked.files.is_empty() || !walked.dangling.is_empty()).then_some(SourceKind::Folder);
+            inventory.scan_folder(Path::new(""), &ancestors, &mut 0)?;
+            inventory.kind =
+                (!inventory.files.is_empty() || !inventory.dangling.is_empty()).then_some(SourceKind::Folder);
         } else if metadata.is_file() {
-            let Some(name) = src.file_name() else { return Err(not_told(src)) };
-            walked.folder = src.parent().unwrap_or(Path::new("")).to_path_buf();
-            walked.kind = Some(SourceKind::File(name.to_str().ok_or_else(|| not_told(src))?.to_owned()));
+            let Some(name) = src.file_name() else { return Err(not_utf8(src)) };
+            inventory.folder = src.parent().unwrap_or(Path::new("")).to_path_buf();
+            inventory.kind = Some(SourceKind::File(name.to_str().ok_or_else(|| not_utf8(src))?.to_owned()));
             let others = companions(src)?.into_iter().filter_map(|path| path.file_name().map(PathBuf::from));
-            walked.files = others.chain([PathBuf::from(name)]).collect();
+            inventory.files = others.chain([PathBuf::from(name)]).collect();
         } else {
             return Err(Error::unsupported(
                 format!("{}: neither a file nor a folder", src.display()),
-                "checkpoints are read at random: write it to a file first",
+                "write it to a file first: checkpoints are read by random access",
             ));
         }
-        walked.files.sort();
-        Ok(walked)
+        inventory.files.sort();
+        Ok(inventory)
     }
 
-    fn enter(&mut self, below: &Path, ancestors: &[(u64, u64)], entries: &mut usize) -> Result<()> {
+    fn scan_folder(&mut self, below: &Path, ancestors: &[(u64, u64)], entries: &mut usize) -> Result<()> {
         let folder = self.folder.join(below);
         for entry in lookup::list(&folder)? {
             *entries += 1;
             if *entries > MAX_ENTRIES || ancestors.len() > MAX_DEPTH {
                 return Err(Error::usage(
-                    format!("{}: more files and folders than a checkpoint has", self.folder.display()),
-                    "give the folder that holds the files themselves",
+                    format!(
+                        "{}: more than {MAX_ENTRIES} files and folders, or more than {MAX_DEPTH} nested folders",
+                        self.folder.display()
+                    ),
+                    "give the folder that directly contains the files",
                 ));
             }
             let path = below.join(&entry.name);
-            let name = entry.name.to_str().ok_or_else(|| not_told(&folder.join(&path)))?;
+            let name = entry.name.to_str().ok_or_else(|| not_utf8(&folder.join(&path)))?;
             let is_link = entry.is_link()?;
             let Some(metadata) = lookup::metadata_of(&entry.path)? else {
                 self.dangling.push(path);
@@ -78,16 +85,16 @@ impl FileInventory {
             if metadata.is_file() {
                 self.files.push(path);
             } else if metadata.is_dir() && !ancestors.contains(&identity) && (!is_link || may_lead_on(name)) {
-                self.enter(&path, &[ancestors, &[identity]].concat(), entries)?;
+                self.scan_folder(&path, &[ancestors, &[identity]].concat(), entries)?;
             }
         }
         Ok(())
     }
 }
 
-fn not_told(path: &Path) -> Error {
+fn not_utf8(path: &Path) -> Error {
     Error::unsupported(
-        format!("{}: a name that is not UTF-8 cannot be told to other processes", path.display()),
+        format!("{}: the name is not UTF-8, so it cannot be sent to other processes", path.display()),
         "rename the file, or move it out of SRC",
     )
 }

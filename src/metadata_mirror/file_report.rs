@@ -1,6 +1,6 @@
-//! Sightings: what ranks tell each other of their files, and whether those of one name are one.
+//! File reports: descriptions of files that ranks send to each other, and the check that files of one name are equal.
 //!
-//! All ranks merge the same words in the same order, so all come to the same result, or to the same error.
+//! Counts bytes. All ranks merge the same reports in the same order, so all get the same result or the same error.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,11 +17,11 @@ use crate::error::{CatalogError, Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
-/// What a rank tells of a file.
+/// A rank's report of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// `None` for a link that leads nowhere.
+    /// `None` for a dangling link.
     found: Option<FoundFile>,
 }
 
@@ -30,58 +30,60 @@ struct FoundFile {
     len: u64,
     modified: (i64, i64),
     metadata: Vec<HashedRange>,
-    /// It may be a part of the checkpoint, and no log or script that happens to lie there.
-    counts: bool,
+    /// True if it may be part of the checkpoint, unlike a log or script in the same folder.
+    is_checkpoint_data: bool,
 }
 
-/// A range of metadata: start, end, and a hash of what is there.
+/// A range of metadata: start, end, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
-/// What differs, and how.
+/// The property that differs, and both values.
 type Difference = (&'static str, String);
 
-/// A file, by all that ranks tell.
+/// A file, merged from the reports of all ranks.
 #[derive(Debug)]
 pub struct ReportedFile {
+    /// Path relative to the folder of SRC.
     pub path: PathBuf,
-    /// `None` where all that is there is a link that leads nowhere.
+    /// Length; `None` if all ranks see a dangling link.
     pub len: Option<u64>,
-    /// The latest time at which it was changed somewhere.
+    /// Latest time of change on any rank.
     pub modified: (i64, i64),
-    /// The time on this rank, where that sees it.
-    pub own: Option<(i64, i64)>,
-    pub held: Arc<Ranges>,
-    /// The ranks that see it, ascending.
-    pub by: Arc<[u32]>,
-    /// Those that see another one under this name.
-    pub not_taken: Vec<u32>,
-    /// The rank that writes its twin.
+    /// Time of change on this rank; `None` if this rank does not see the file.
+    pub own_modified: Option<(i64, i64)>,
+    /// Ranges that the mirror contains.
+    pub mirrored: Arc<Ranges>,
+    /// Ranks that see the file, ascending.
+    pub seen_by: Arc<[u32]>,
+    /// Ranks that see a different file under this name.
+    pub differing_ranks: Vec<u32>,
+    /// Rank that writes the mirrored file.
     pub writer: u32,
 }
 
-/// Stretches are read in blocks of this many bytes.
+/// Bytes that are read at a time.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Look at those of the files that are `wanted`.
+/// Reports the files of the inventory that `is_selected` selects.
 ///
 /// # Errors
-/// `Io`, and what finding metadata gives; of several faults the first.
-pub fn look(
-    walked: &FileInventory,
-    wanted: &impl Fn(&Path) -> bool,
+/// `Io`, and the errors of finding metadata; the first one if there are several.
+pub fn report_files(
+    inventory: &FileInventory,
+    is_selected: &impl Fn(&Path) -> bool,
     metadata_ranges: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
 ) -> Result<Vec<FileReport>> {
-    let files: Vec<&PathBuf> = walked.files.iter().filter(|path| wanted(path)).collect();
-    let looked: Vec<Result<FileReport>> = files
+    let files: Vec<&PathBuf> = inventory.files.iter().filter(|path| is_selected(path)).collect();
+    let reports: Vec<Result<FileReport>> = files
         .into_par_iter()
         .map(|path| {
-            let found = FoundFile::of(&walked.folder.join(path), || metadata_ranges(path))?;
+            let found = FoundFile::read(&inventory.folder.join(path), || metadata_ranges(path))?;
             Ok(FileReport { path: text(path), found: Some(found) })
         })
         .collect();
-    let dangling = walked.dangling.iter().filter(|path| wanted(path));
+    let dangling = inventory.dangling.iter().filter(|path| is_selected(path));
     let dangling = dangling.map(|path| Ok(FileReport { path: text(path), found: None }));
-    looked.into_iter().chain(dangling).collect()
+    reports.into_iter().chain(dangling).collect()
 }
 
 fn text(path: &Path) -> String {
@@ -89,7 +91,7 @@ fn text(path: &Path) -> String {
 }
 
 impl FoundFile {
-    fn of(path: &Path, metadata_ranges: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
+    fn read(path: &Path, metadata_ranges: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
         let metadata = regular_file(path)?;
         let ranges = metadata_ranges()?;
         let file = File::open(path).map_err(Error::io("open", path))?;
@@ -108,11 +110,11 @@ impl FoundFile {
             len: metadata.len(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
             metadata: hashed,
-            counts: is_read(path)?,
+            is_checkpoint_data: is_read(path)?,
         })
     }
 
-    /// Where two that should be one differ, and what each has there.
+    /// Returns the first difference between two reports of one file.
     fn difference(&self, other: &Self) -> Option<Difference> {
         if self.len != other.len {
             return Some(("the length", format!("{} and {} bytes", self.len, other.len)));
@@ -121,16 +123,16 @@ impl FoundFile {
         let first = both.clone().find(|(one, other)| one != other).map(|(one, other)| one.0.min(other.0));
         let at = first.or_else(|| {
             let behind = self.metadata.get(both.len()).or_else(|| other.metadata.get(both.len()));
-            behind.map(|bone| bone.0)
+            behind.map(|range| range.0)
         })?;
-        Some(("the file", format!("bytes from {at} on, which are no tensor data, are not the same")))
+        Some(("the file", format!("the bytes from {at} on, which are not tensor data, differ")))
     }
 }
 
-/// Give out a stretch of a file, block by block, with the offset of each.
+/// Calls `each` with the bytes of a range of a file, block by block, with the offset of each block.
 ///
 /// # Errors
-/// `Io`, and what `each` gives.
+/// `Io`, and the errors of `each`.
 pub fn each_block(
     file: &File,
     path: &Path,
@@ -149,54 +151,54 @@ pub fn each_block(
     Ok(())
 }
 
-/// The files of all ranks. `own` is where `rank`, this one, has its own.
+/// Merges the reports of all ranks. `own` is the folder of SRC on this rank, which is `rank`.
 ///
 /// # Errors
-/// `Conflict` where files of one name differ, `Comm` for words that no rank says.
-pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
-    let mut all: BTreeMap<PathBuf, Told> = BTreeMap::new();
-    for (teller, sightings) in (0..).zip(heard) {
-        for FileReport { path, found } in sightings {
-            let path = checked_path(teller, &path)?;
+/// `Conflict` if files of one name differ, `Comm` for invalid reports.
+pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
+    let mut all: BTreeMap<PathBuf, RankReports> = BTreeMap::new();
+    for (sender, files) in (0..).zip(reports) {
+        for FileReport { path, found } in files {
+            let path = checked_path(sender, &path)?;
             if let Some(found) = &found {
-                check(teller, &path, found)?;
+                check(sender, &path, found)?;
             }
-            all.entry(path).or_default().push((teller, found));
+            all.entry(path).or_default().push((sender, found));
         }
     }
-    for (path, told) in &all {
-        // A folder on another rank, perhaps by way of a link that leads nowhere here.
+    for (path, reports) in &all {
+        // Another rank has a folder of this name, perhaps through a link that dangles here.
         if let Some((file, other)) = path.ancestors().skip(1).find_map(|above| all.get_key_value(above)) {
             let difference = ("what it is", String::from("a file and a folder"));
-            return Err(conflict(&own.join(file), (other[0].0, told[0].0), difference));
+            return Err(conflict(&own.join(file), (other[0].0, reports[0].0), difference));
         }
     }
-    let merged = all.into_iter().map(|(path, told)| {
-        let seen = ReportedFile::of(&path, rank, &told)
+    let merged = all.into_iter().map(|(path, reports)| {
+        let seen = ReportedFile::merge(&path, rank, &reports)
             .map_err(|(ranks, difference)| conflict(&own.join(&path), ranks, difference))?;
         Ok((path, seen))
     });
     merged.collect()
 }
 
-/// What ranks tell of one file, in their order.
-type Told = Vec<(u32, Option<FoundFile>)>;
+/// Reports of one file, by rank.
+type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {
-    fn of(path: &Path, rank: u32, told: &Told) -> Result<Self, ((u32, u32), Difference)> {
+    fn merge(path: &Path, rank: u32, reports: &RankReports) -> Result<Self, ((u32, u32), Difference)> {
         let mut holders: Vec<(u32, &FoundFile)> =
-            told.iter().filter_map(|(teller, found)| Some((*teller, found.as_ref()?))).collect();
+            reports.iter().filter_map(|(sender, found)| Some((*sender, found.as_ref()?))).collect();
         let Some((writer, first)) = holders.first().copied() else {
-            let held = Arc::default();
-            let writer = told[0].0;
+            let mirrored = Arc::default();
+            let writer = reports[0].0;
             return Ok(Self {
                 path: path.into(),
                 len: None,
                 modified: (0, 0),
-                own: None,
-                held,
-                by: [].into(),
-                not_taken: Vec::new(),
+                own_modified: None,
+                mirrored,
+                seen_by: [].into(),
+                differing_ranks: Vec::new(),
                 writer,
             });
         };
@@ -204,7 +206,9 @@ impl ReportedFile {
         for (other, found) in &holders[1..] {
             match first.difference(found) {
                 None => {}
-                Some(difference) if first.counts || found.counts => return Err(((writer, *other), difference)),
+                Some(difference) if first.is_checkpoint_data || found.is_checkpoint_data => {
+                    return Err(((writer, *other), difference));
+                }
                 Some(_) => not_taken.push(*other),
             }
         }
@@ -213,10 +217,10 @@ impl ReportedFile {
             path: path.into(),
             len: Some(first.len),
             modified: holders.iter().map(|(_, found)| found.modified).max().expect("one at least"),
-            own: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
-            held: Arc::new(first.metadata.iter().map(|(start, end, _)| *start..*end).collect()),
-            by: holders.iter().map(|(holder, _)| *holder).collect(),
-            not_taken,
+            own_modified: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
+            mirrored: Arc::new(first.metadata.iter().map(|(start, end, _)| *start..*end).collect()),
+            seen_by: holders.iter().map(|(holder, _)| *holder).collect(),
+            differing_ranks: not_taken,
             writer,
         })
     }
@@ -229,19 +233,19 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
         between: format!("processes {first} and {second}"),
         detail,
         hint: Some(String::from(
-            "these may be copies of different saves, one of them stale; files of one name are taken for replicas: if they \
-             are not, rename them, or give each its own folder",
+            "make files of one name equal, because they are treated as replicas: delete stale copies of another save, \
+             or rename files that are not replicas",
         )),
     })
 }
 
-/// Others are of this program, but it may be another version or another run.
+/// Checks a path from another process, which may be another version or another run of this program.
 fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
     let path = Path::new(path);
     if path.components().next().is_some() && path.components().all(|part| matches!(part, Component::Normal(_))) {
         return Ok(path.to_path_buf());
     }
-    Err(Error::comm(rank, "tell of files", format!("`{}` is no file below SRC", path.display())))
+    Err(Error::comm(rank, "exchange file reports", format!("`{}` is not a path below SRC", path.display())))
 }
 
 fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
@@ -249,7 +253,7 @@ fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
     for (start, stop, _) in &found.metadata {
         if *start < end || stop <= start || *stop > found.len {
             let what = format!("{}: bytes {start} to {stop} of {}", path.display(), found.len);
-            return Err(Error::comm(rank, "tell of files", what));
+            return Err(Error::comm(rank, "exchange file reports", what));
         }
         end = *stop;
     }
@@ -260,30 +264,30 @@ fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn sighting(path: &str, len: u64, metadata: &[HashedRange]) -> FileReport {
-        let found = FoundFile { len, modified: (5, 0), metadata: metadata.to_vec(), counts: true };
+    fn report(path: &str, len: u64, metadata: &[HashedRange]) -> FileReport {
+        let found = FoundFile { len, modified: (5, 0), metadata: metadata.to_vec(), is_checkpoint_data: true };
         FileReport { path: path.into(), found: Some(found) }
     }
 
-    fn refused(heard: Vec<Vec<FileReport>>) -> String {
-        merge(Path::new("/src"), 0, heard).unwrap_err().to_string()
+    fn refused(reports: Vec<Vec<FileReport>>) -> String {
+        merge_reports(Path::new("/src"), 0, reports).unwrap_err().to_string()
     }
 
     #[test]
-    fn words_that_lead_out_of_a_twin_or_a_file_are_refused() {
+    fn report_with_path_or_range_outside_is_an_error() {
         for path in ["../x", "/etc/passwd", "", ".", "a/../../x"] {
-            let text = refused(vec![vec![], vec![sighting(path, 0, &[])]]);
-            assert_eq!(text, format!("process 1: tell of files: `{path}` is no file below SRC"));
+            let text = refused(vec![vec![], vec![report(path, 0, &[])]]);
+            assert_eq!(text, format!("process 1: exchange file reports: `{path}` is not a path below SRC"));
         }
         for metadata in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
-            let text = refused(vec![vec![sighting("a", 8, metadata)]]);
-            assert!(text.starts_with("process 0: tell of files: a: bytes"), "{text}");
+            let text = refused(vec![vec![report("a", 8, metadata)]]);
+            assert!(text.starts_with("process 0: exchange file reports: a: bytes"), "{text}");
         }
     }
 
     #[test]
-    fn the_first_byte_in_question_is_told() {
-        let one = |metadata: &[HashedRange]| vec![sighting("a", 9, metadata)];
+    fn conflict_names_the_first_different_byte() {
+        let one = |metadata: &[HashedRange]| vec![report("a", 9, metadata)];
         for (other, at) in [
             (vec![(0, 2, 7), (4, 6, 9)], 4),
             (vec![(0, 2, 9), (4, 6, 8)], 0),
@@ -292,18 +296,18 @@ mod tests {
             (vec![(0, 2, 7), (4, 6, 8), (8, 9, 1)], 8),
         ] {
             let text = refused(vec![vec![], one(&[(0, 2, 7), (4, 6, 8)]), one(&other)]);
-            assert!(text.contains(&format!("between processes 1 and 2: bytes from {at} on")), "{text}");
+            assert!(text.contains(&format!("between processes 1 and 2: the bytes from {at} on")), "{text}");
         }
     }
 
     #[test]
-    fn a_file_is_no_folder_elsewhere() {
+    fn file_and_folder_of_one_name_conflict() {
         let link = FileReport { path: "a".into(), found: None };
-        let text = refused(vec![vec![link.clone()], vec![sighting("a/b", 0, &[])]]);
+        let text = refused(vec![vec![link.clone()], vec![report("a/b", 0, &[])]]);
         assert_eq!(text, "/src/a: what it is differs between processes 0 and 1: a file and a folder");
-        // Where it leads somewhere on one rank, it is what it is there.
-        let merged = merge(Path::new("/src"), 1, vec![vec![link], vec![sighting("a", 3, &[(0, 3, 1)])]]).unwrap();
+        // If it leads to a file on one rank, it is that file.
+        let merged = merge_reports(Path::new("/src"), 1, vec![vec![link], vec![report("a", 3, &[(0, 3, 1)])]]).unwrap();
         let seen = &merged[Path::new("a")];
-        assert_eq!((seen.len, seen.writer, &*seen.by, seen.own), (Some(3), 1, &[1][..], Some((5, 0))));
+        assert_eq!((seen.len, seen.writer, &*seen.seen_by, seen.own_modified), (Some(3), 1, &[1][..], Some((5, 0))));
     }
 }

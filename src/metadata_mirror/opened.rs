@@ -1,4 +1,4 @@
-//! Reading a twin, and saying what is found in the words of SRC.
+//! Reads a metadata mirror as a checkpoint, and translates its paths in messages to paths of SRC.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,43 +8,43 @@ use crate::error::{CatalogError, Error, FormatError, Result, StorageError, Usage
 use crate::format::{Checkpoint, MirrorOf, ReadOptions};
 use crate::layout::LayoutError;
 use crate::name_list::name_processes;
-use crate::storage::{Holdings, IoMode, LocalContent, LocalFile, filesystem, lookup};
+use crate::storage::{IoMode, LocalContent, LocalFile, MirroredFiles, filesystem, lookup};
 
 impl MetadataMirror {
-    /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
-    /// sees them; [`Files::seen_by`](crate::storage::Files::seen_by) says who does.
+    /// Reads the checkpoint that the ranks see together. Its files are those of SRC; this process can open the files
+    /// that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by) returns the ranks that see a file.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`].
+    /// Errors of [`Checkpoint::open`].
     pub fn open(&self, options: &ReadOptions) -> Result<Checkpoint> {
         let holdings = self.files.iter().map(|(path, seen)| {
-            let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.by));
-            (self.folder.join(path), LocalContent { held, seen_by, modified: seen.modified })
+            let (available, seen_by) = (Arc::clone(&seen.mirrored), Arc::clone(&seen.seen_by));
+            (self.folder.join(path), LocalContent { available, seen_by, modified: seen.modified })
         });
-        let holdings: Arc<Holdings> = Arc::new(holdings.collect());
+        let holdings: Arc<MirroredFiles> = Arc::new(holdings.collect());
         let own = ReadOptions { io: Some(IoMode::Read), holdings: Arc::clone(&holdings), ..options.clone() };
-        let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.in_words_of_src(error))?;
-        // That of a bare name has none.
+        let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.with_source_paths(error))?;
+        // The folder of a bare file name is empty.
         let own = if self.own.as_os_str().is_empty() { Path::new(".") } else { &self.own };
         let io = match options.io {
             Some(io) => io,
             None if lookup::is_folder(own)? => filesystem::preferred_io(own)?,
             None => IoMode::Read,
         };
-        checkpoint.files.localise(io, &|path| {
+        checkpoint.files.use_local_files(io, &|path| {
             let seen = self.files.get(path.strip_prefix(&self.folder).ok()?)?;
-            Some(LocalFile { path: self.own.join(&seen.path), seen: seen.own })
+            Some(LocalFile { path: self.own.join(&seen.path), own_modified: seen.own_modified })
         })?;
         self.rename(&mut checkpoint.root);
         checkpoint.resolved_from.iter_mut().for_each(|path| self.rename(path));
         let catalog = &mut checkpoint.catalog;
-        let told = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
-        told.for_each(|text| *text = self.words_of_src(text));
-        let not_taken = self.files.values().filter(|seen| !seen.not_taken.is_empty());
+        let texts = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
+        texts.for_each(|text| *text = self.replace_paths(text));
+        let not_taken = self.files.values().filter(|seen| !seen.differing_ranks.is_empty());
         checkpoint.catalog.notes.extend(not_taken.map(|seen| {
             let (path, writer) = (self.own.join(&seen.path), seen.writer);
-            let others = name_processes(&seen.not_taken);
-            format!("{} is another one at {others}: that of process {writer} is taken", path.display())
+            let others = name_processes(&seen.differing_ranks);
+            format!("{} differs at {others}; the file of process {writer} is used", path.display())
         }));
         checkpoint.twin = Some(MirrorOf { folder: self.own.clone(), twin: self.folder.clone(), holdings });
         Ok(checkpoint)
@@ -52,30 +52,30 @@ impl MetadataMirror {
 
     fn rename(&self, path: &mut PathBuf) {
         if let Ok(rest) = path.strip_prefix(&self.folder) {
-            // Joining nothing would leave a slash.
+            // Joining an empty path would add a slash.
             *path = if rest.as_os_str().is_empty() { self.own.clone() } else { self.own.join(rest) };
         }
     }
 
-    fn words_of_src(&self, text: &str) -> String {
-        let (twin, own) = (self.folder.display().to_string(), self.own.join("").display().to_string());
-        text.replace(&format!("{twin}/"), &own).replace(&twin, own.trim_end_matches('/'))
+    fn replace_paths(&self, text: &str) -> String {
+        let (mirror, own) = (self.folder.display().to_string(), self.own.join("").display().to_string());
+        text.replace(&format!("{mirror}/"), &own).replace(&mirror, own.trim_end_matches('/'))
     }
 
-    /// What is added to a hint: some nodes may have no files, but a path that is mistyped on one of them looks the same.
-    fn blind_words(&self) -> String {
+    /// Returns an addition to hints: some nodes may have no files, but a mistyped path on one of them looks the same.
+    fn ranks_without_files_text(&self) -> String {
         const SHOWN: usize = 3;
-        let words = self.blind.iter().take(SHOWN).map(|(place, ranks)| {
+        let words = self.ranks_without_files.iter().take(SHOWN).map(|(place, ranks)| {
             let see = if ranks.len() == 1 { "sees" } else { "see" };
             format!("; {} {see} nothing at {place}", name_processes(ranks))
         });
         words.collect()
     }
 
-    /// An error of the twin as one of SRC.
+    /// Translates the paths of the mirror in an error to paths of SRC.
     #[must_use]
-    pub fn in_words_of_src(&self, mut error: Error) -> Error {
-        let reword = |text: &mut String| *text = self.words_of_src(text);
+    pub fn with_source_paths(&self, mut error: Error) -> Error {
+        let reword = |text: &mut String| *text = self.replace_paths(text);
         match &mut error {
             Error::Storage(StorageError::Io { path, .. }) => self.rename(path),
             Error::Format(FormatError::Malformed { path, expected, found, .. }) => {
@@ -85,19 +85,18 @@ impl MetadataMirror {
             Error::Format(FormatError::Missing { path, expected, missing, hint, .. }) => {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
-                // What nobody sees may well be somewhere.
-                let hint =
-                    hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
-                *hint += &self.blind_words();
+                // A file that no process sees may exist on another node.
+                let hint = hint.get_or_insert_with(|| String::from("start a process on the node that has it"));
+                *hint += &self.ranks_without_files_text();
             }
             Error::Within { path, source } => {
                 self.rename(path);
                 let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
-                **source = self.in_words_of_src(inner);
+                **source = self.with_source_paths(inner);
             }
             Error::Naming { source, .. } => {
                 let inner = std::mem::replace(&mut **source, Error::comm(0, "", ""));
-                **source = self.in_words_of_src(inner);
+                **source = self.with_source_paths(inner);
             }
             Error::Format(FormatError::Unsupported { what, hint }) => [what, hint].into_iter().for_each(reword),
             Error::Usage(UsageError { message, hint }) => std::iter::once(message).chain(hint).for_each(reword),

@@ -274,7 +274,7 @@ impl Acquiring<'_> {
         let look = move || {
             if let Ok(Some(loss)) = held.look() {
                 let _ = note.set(loss);
-                stop.lose(held.message(loss));
+                stop.cancel(held.message(loss));
             }
         };
         match self.may_stay(&lease, &judged, &holding) {

@@ -19,7 +19,7 @@ use super::Pace;
 use crate::comm::{Process, Wait, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
-use crate::storage::{AnchoredPath, afresh, filesystem};
+use crate::storage::{AnchoredPath, filesystem, uncached};
 
 /// Partial folders that are being made.
 pub(super) const TMP: &str = "new-";
@@ -76,7 +76,7 @@ impl Destination {
 
     /// Returns the same destination for a look that creates nothing, and so cannot tell which user owns new files.
     pub fn for_a_look(self) -> Self {
-        let folder = AnchoredPath::for_a_look(self.path.parent().unwrap_or(Path::new("")));
+        let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }
     }
 
@@ -187,7 +187,7 @@ impl Destination {
     pub fn look_up(&self) {
         let paths = self.names();
         let names: Vec<&OsStr> = paths.iter().map(AnchoredPath::file_name).collect();
-        let _ = afresh::look_up(&self.folder, &names, self.unique(TRASH).file_name());
+        let _ = uncached::refresh_names(&self.folder, &names, self.unique(TRASH).file_name());
     }
 
     /// Repeats `look` until it returns true, for as long as the file system may answer from a cache. `what` is reported as
@@ -229,14 +229,14 @@ pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     if !is_hidden()? {
         return Ok(false);
     }
-    let _ = afresh::look_up(folder, &[name.as_ref()], format!(".probe-{}", unique()).as_ref());
+    let _ = uncached::refresh_names(folder, &[name.as_ref()], format!(".probe-{}", unique()).as_ref());
     is_hidden()
 }
 
 /// Reads the beginning of a file that other processes write.
 pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    afresh::open(path)?.take(most).read_to_end(&mut bytes)?;
+    uncached::open(path)?.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 

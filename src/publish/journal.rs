@@ -26,7 +26,7 @@ use super::destination::unique;
 use crate::catalog::OutputFile;
 use crate::comm::node::this_boot;
 use crate::error::{Error, Result};
-use crate::exec::{FinishedRange, SumPart};
+use crate::exec::{ChecksumPart, FinishedRange};
 use crate::storage::AnchoredPath;
 
 /// The suffix of a journal's name.
@@ -58,8 +58,8 @@ impl JournalRecord {
     }
 
     /// Returns the parts of spans that are not summed up, with the file of each.
-    pub fn sums(&self) -> impl Iterator<Item = (u32, SumPart)> + '_ {
-        self.entries.iter().flat_map(|entry| entry.sums.iter().map(|part| (entry.file, *part)))
+    pub fn sums(&self) -> impl Iterator<Item = (u32, ChecksumPart)> + '_ {
+        self.entries.iter().flat_map(|entry| entry.checksum_parts.iter().map(|part| (entry.file, *part)))
     }
 
     pub fn is_empty(&self) -> bool {
@@ -79,7 +79,7 @@ impl JournalRecord {
             is_next
         });
         for entry in &mut self.entries {
-            SumPart::join(&mut entry.sums, &files[entry.file as usize]);
+            ChecksumPart::join(&mut entry.checksum_parts, &files[entry.file as usize]);
         }
         self.carried.sort_unstable();
         debug_assert!(self.is_possible(files, usize::MAX), "readers would take it for damaged: {self:?}");
@@ -88,7 +88,7 @@ impl JournalRecord {
     /// Returns whether the record is large enough to be written at once.
     pub fn is_full(&self) -> bool {
         self.entries.len() >= MAX_ITEMS
-            || self.entries.iter().map(|entry| 1 + entry.sums.len()).sum::<usize>() >= MAX_ITEMS
+            || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
     /// Returns whether a record can be about these files and this many carried ones.
@@ -96,7 +96,7 @@ impl JournalRecord {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
             let mut at = entry.range.start;
-            let are_sums_within = entry.sums.iter().all(|part| {
+            let are_sums_within = entry.checksum_parts.iter().all(|part| {
                 let end = part.offset.checked_add(part.len).filter(|end| part.len > 0 && *end <= entry.range.end);
                 let is_free = part.offset >= at;
                 at = end.unwrap_or(at);

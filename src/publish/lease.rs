@@ -457,7 +457,7 @@ impl WorkLease {
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
             // Opening the folder makes network file systems ask the server.
-            self.work.hold()?;
+            self.work.as_anchor()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
                 if is_later || self.is_rival_at_work(name)? {

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::journal::{Journal, JournalRecord, boot_of};
 use crate::catalog::OutputFile;
 use crate::error::Result;
-use crate::exec::{CastLosses, Extents, FinishedRange, Outputs, Stop, SumPart, WorkLog, add_lost};
+use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Outputs, Stop, WorkLog, add_cast_losses};
 use crate::storage::AnchoredPath;
 
 /// Time between records: work that a killed run has to do again.
@@ -45,7 +45,7 @@ struct LogState {
     /// What the next record will say.
     next: JournalRecord,
     /// The parts of spans in all records, where this run writes everything.
-    sums: Vec<(u32, SumPart)>,
+    sums: Vec<(u32, ChecksumPart)>,
     /// The values that casts lost in all of this run.
     lost: CastLosses,
     journal: Option<Journal>,
@@ -80,7 +80,7 @@ impl<'a> Log<'a> {
         let mut record = std::mem::take(&mut *self.window());
         record.compact(self.files);
         let mut state = self.state();
-        record.entries.iter().for_each(|entry| add_lost(&mut state.lost, &entry.lost));
+        record.entries.iter().for_each(|entry| add_cast_losses(&mut state.lost, &entry.cast_losses));
         state.next.append(record);
         state
     }
@@ -129,7 +129,7 @@ impl WorkLog for Log<'_> {
         self.todo
     }
 
-    fn is_all(&self) -> bool {
+    fn covers_everything(&self) -> bool {
         self.is_all
     }
 
@@ -147,7 +147,7 @@ impl WorkLog for Log<'_> {
         Ok(())
     }
 
-    fn sums(&self) -> Vec<(u32, SumPart)> {
+    fn checksum_parts(&self) -> Vec<(u32, ChecksumPart)> {
         let mut state = self.close_window();
         let mut sums = std::mem::take(&mut state.sums);
         sums.extend(state.next.sums());
@@ -170,7 +170,7 @@ impl WorkLog for Log<'_> {
         let _ = self.record(&mut state, outputs);
     }
 
-    fn lost(&self) -> CastLosses {
+    fn cast_losses(&self) -> CastLosses {
         self.state().lost.clone()
     }
 }

@@ -60,7 +60,7 @@ use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::exec::fingerprint::Fingerprint;
-use crate::exec::plan_description::About;
+use crate::exec::plan_description::PlanDescription;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
@@ -111,7 +111,7 @@ impl Claim {
 pub struct WorkPlan<'a> {
     pub fingerprint: Fingerprint,
     pub version: &'a str,
-    pub about: &'a About,
+    pub about: &'a PlanDescription,
 }
 
 /// The result of [`Staging::begin`].

@@ -11,7 +11,7 @@ use super::destination::{Destination, FileIdentity, TMP, TRASH, is_gone, is_hidd
 use super::lease::{LeaseRole, SeenLease, read_leases};
 use super::{Claim, DestinationKind, WorkPlan};
 use crate::error::{Error, Result};
-use crate::exec::plan_description::About;
+use crate::exec::plan_description::PlanDescription;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
@@ -65,7 +65,7 @@ impl PlanFile {
             return format!("dtshard {} made it, and this is {}", self.version, plan.version);
         }
         let about = read_at_most(&folder.join(ABOUT), MAX_ABOUT_BYTES).ok();
-        let about: Option<About> = about.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let about: Option<PlanDescription> = about.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let difference = about.and_then(|about| about.difference(plan.about));
         difference.unwrap_or_else(|| "it is of another source, or of other options".to_owned())
     }
@@ -84,7 +84,7 @@ impl PlanFile {
 impl Destination {
     /// Makes the partial folder, with its plan and an empty data folder. Returns false where another process was faster,
     /// or deleted the temporary folder as a leftover.
-    pub fn make(&self, plan: &PlanFile, about: &About, sync: bool) -> Result<bool> {
+    pub fn make(&self, plan: &PlanFile, about: &PlanDescription, sync: bool) -> Result<bool> {
         let tmp = self.unique(TMP);
         tmp.create_folder().map_err(Error::io("create", &self.partial()))?;
         fault::point("begin-draft");
@@ -111,7 +111,7 @@ impl Destination {
     }
 }
 
-fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &About, sync: bool) -> io::Result<()> {
+fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool) -> io::Result<()> {
     let work = tmp.join(plan.work());
     work.create_folder()?;
     work.join(DATA).create_folder()?;

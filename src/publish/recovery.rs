@@ -18,8 +18,8 @@ use super::journal::{EXTENSION, InvalidatedEntry, JournalRecord, boot_of, of_lin
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::digest::{Digest, for_each_block};
-use crate::exec::{CastLosses, Extents, FinishedRange, Reporter, Stop, SumPart, add_lost};
-use crate::storage::{AnchoredPath, afresh};
+use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Reporter, Stop, add_cast_losses};
+use crate::storage::{AnchoredPath, uncached};
 
 /// A longer line is damaged: it has more parts of spans than fit memory.
 const MAX_LINE_BYTES: u64 = 256 << 20;
@@ -29,7 +29,7 @@ const MAX_LINE_BYTES: u64 = 256 << 20;
 pub struct CompletedWork {
     pub done: Extents,
     /// By file, ascending: the parts of spans whose sum is not in the file yet.
-    pub sums: BTreeMap<u32, Vec<SumPart>>,
+    pub sums: BTreeMap<u32, Vec<ChecksumPart>>,
     /// The values that casts lost on the way.
     pub lost: CastLosses,
     /// The numbers of carried files.
@@ -73,7 +73,7 @@ impl CompletedWork {
         let mut records: Vec<(Arc<str>, JournalRecord)> = Vec::new();
         for path in journals(folder)? {
             let name: Arc<str> = path.file_name().to_string_lossy().into();
-            let mut reader = BufReader::new(afresh::open(&path).map_err(Error::io("open", &path))?);
+            let mut reader = BufReader::new(uncached::open(&path).map_err(Error::io("open", &path))?);
             let mut line = Vec::new();
             loop {
                 line.clear();
@@ -93,13 +93,13 @@ impl CompletedWork {
         }
         for (file, sums) in &mut known.sums {
             sums.sort_unstable_by_key(|part| part.offset);
-            SumPart::join(sums, &files[*file as usize]);
+            ChecksumPart::join(sums, &files[*file as usize]);
         }
         Ok(known)
     }
 
     fn take(&mut self, journal: &Arc<str>, record: JournalRecord, doubts: &HashSet<InvalidatedEntry>) {
-        for FinishedRange { file, range, digest, sums, lost } in record.entries {
+        for FinishedRange { file, range, digest, checksum_parts: sums, cast_losses: lost } in record.entries {
             let taken = RecordedRange { journal: Arc::clone(journal), file, range: range.clone(), digest };
             if !doubts.is_empty() && doubts.contains(&taken.doubt()) {
                 continue;
@@ -114,7 +114,7 @@ impl CompletedWork {
             if !sums.is_empty() {
                 self.sums.entry(file).or_default().extend(sums);
             }
-            add_lost(&mut self.lost, &lost);
+            add_cast_losses(&mut self.lost, &lost);
         }
         self.carried.extend(record.carried);
     }

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::recovery::CompletedWork;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError, Untrusted};
-use crate::exec::sidecar_files::{SidecarFile, is_carried, len_of};
+use crate::exec::sidecar_files::{SidecarFile, is_copied, len_of};
 use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
 
@@ -47,12 +47,12 @@ pub fn seal(
         return misfit(&file.path, file.len, found);
     }
     for file in carried {
-        if !is_carried(file, folder, false)? {
+        if !is_copied(file, folder, false)? {
             return misfit(&file.to, file.len, "another length");
         }
     }
-    let outputs = Outputs::of(folder, files, sync)?;
-    checksums::patch(&outputs, files, &known.sums, journals.path())?;
+    let outputs = Outputs::open_existing(folder, files, sync)?;
+    checksums::write_combined(&outputs, files, &known.sums, journals.path())?;
     crate::fault::point("seal-summed");
     if sync {
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
@@ -66,7 +66,7 @@ pub fn seal(
 /// `Io` where one cannot be looked at.
 pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFile]) -> Result<bool> {
     for file in carried {
-        if !is_carried(file, folder, false)? {
+        if !is_copied(file, folder, false)? {
             return Ok(false);
         }
     }
@@ -97,7 +97,7 @@ struct ExpectedNames<'a> {
 
 impl ExpectedNames<'_> {
     fn check(&self, folder: &AnchoredPath, below: &Path) -> Result<()> {
-        let held = folder.hold().map_err(Error::io("open", folder))?;
+        let held = folder.as_anchor().map_err(Error::io("open", folder))?;
         let names = held.names().map_err(Error::io("list", folder))?;
         names.par_iter().try_for_each(|name| {
             let (path, relative) = (held.join(name), below.join(name));
@@ -140,7 +140,7 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
 /// `Io` where one cannot be looked at.
 pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
     // Every look would open the same folders again.
-    let held = folder.hold().unwrap_or_else(|_| folder.clone());
+    let held = folder.as_anchor().unwrap_or_else(|_| folder.clone());
     let look = |index: &u32| -> Result<Option<(u32, String)>> {
         let file = &files[*index as usize];
         let found = match len_of(&held.join(&file.path))? {

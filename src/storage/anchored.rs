@@ -1,10 +1,10 @@
 //! Paths below a folder that is held open, on which no link is followed.
 //!
-//! Other users may be able to write to the folder of a destination. Whoever can plant a link there, or in a work folder
-//! that the umask leaves writable to a group, must not be able to choose what this process overwrites or deletes. So
-//! every name below the anchor is opened by itself, with `O_NOFOLLOW`, and folders and files must belong to this user:
-//! to the owner of a file that this process has just created in the anchor. On NFS with root_squash, on CIFS and on
-//! mounts that map ids, that is not the user id of the process.
+//! Other users may be able to write to the folder of a destination. A user who can plant a link there, or in a work
+//! folder that the umask leaves writable to a group, must not be able to choose the files that this process overwrites
+//! or deletes. So every name below the anchor is opened by itself, with `O_NOFOLLOW`, and folders and files must belong
+//! to this user: to the owner of a file that this process has just created in the anchor. On NFS with root_squash, on
+//! CIFS and on mounts that map ids, that owner is not the user id of the process.
 //!
 //! The anchor itself may be reached through links, which are resolved once. The names below it are looked up again by
 //! each operation: a folder that was renamed away, or published, is not found under its old name and is not written to.
@@ -30,9 +30,9 @@ use crate::error::Untrusted;
 #[derive(Clone, Debug)]
 pub struct AnchoredPath {
     anchor: Arc<Anchor>,
-    /// Below the anchor; empty for the anchor itself.
+    /// Path relative to the anchor; empty for the anchor itself.
     below: PathBuf,
-    /// For messages.
+    /// The plain path, for messages.
     path: PathBuf,
 }
 
@@ -41,37 +41,37 @@ struct Anchor {
     path: PathBuf,
     /// Opened on first use.
     folder: OnceLock<OwnedFd>,
-    /// The user that files and folders below must belong to, found out on first use. `None` accepts every owner.
+    /// The user that files and folders below must belong to, determined on first use. `None` accepts every owner.
     owner: Arc<OnceLock<Option<u32>>>,
 }
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 
 impl AnchoredPath {
-    /// The folder at `path`, which may be reached through links and need not exist yet. An empty path is the current
-    /// folder.
+    /// Returns the folder at `path` as an anchor; it may be reached through links and need not exist yet. An empty path
+    /// is the current folder.
     #[must_use]
     pub fn new(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::default() })
     }
 
-    /// Returns a path as [`new`](Self::new) does, for a look that creates no file. It accepts every owner, since only a new
-    /// file tells which user owns new files.
+    /// Returns a path as [`new`](Self::new) does, for reading only. It accepts every owner, since only a new file shows
+    /// which user owns new files, and it creates none.
     #[must_use]
-    pub fn for_a_look(path: &Path) -> Self {
+    pub fn read_only(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::new(None.into()) })
     }
 
     fn at(anchor: Anchor) -> Self {
-        Self { path: anchor.shown().to_path_buf(), anchor: Arc::new(anchor), below: PathBuf::new() }
+        Self { path: anchor.display_path().to_path_buf(), anchor: Arc::new(anchor), below: PathBuf::new() }
     }
 
-    /// A path with this folder as its anchor: its descriptor stays on the folder that is here now.
+    /// Returns a path with this folder as its anchor: its descriptor stays on the folder that is at this path now.
     ///
     /// # Errors
-    /// As every operation: [`io::ErrorKind::NotFound`] where it is not there, and an error that holds an [`Untrusted`]
-    /// where a name on the way is a link or belongs to another user.
-    pub fn hold(&self) -> io::Result<Self> {
+    /// [`io::ErrorKind::NotFound`] if the folder does not exist, and an error that holds an [`Untrusted`] if a name on
+    /// the way is a link or belongs to another user. Every operation has these errors.
+    pub fn as_anchor(&self) -> io::Result<Self> {
         let folder = self.open_folder()?;
         Ok(Self::at(Anchor { path: self.path.clone(), folder: folder.into(), owner: Arc::clone(&self.anchor.owner) }))
     }
@@ -84,42 +84,43 @@ impl AnchoredPath {
         Self { anchor: Arc::new(anchor), ..self.clone() }
     }
 
-    /// `names` are relative, and none of them is `..`.
+    /// Returns the path of `names` below this one. They must be relative and contain no `..`.
     #[must_use]
     pub fn join(&self, names: impl AsRef<Path>) -> Self {
-        self.of_anchor(self.below.join(names))
+        self.with_relative_path(self.below.join(names))
     }
 
-    fn of_anchor(&self, below: PathBuf) -> Self {
+    fn with_relative_path(&self, below: PathBuf) -> Self {
         let anchor = Arc::clone(&self.anchor);
         // Joining nothing would add a slash.
-        let path = if below.as_os_str().is_empty() { anchor.shown().into() } else { anchor.path.join(&below) };
+        let path = if below.as_os_str().is_empty() { anchor.display_path().into() } else { anchor.path.join(&below) };
         Self { anchor, below, path }
     }
 
-    /// Another name in the same folder.
+    /// Returns the path of another name in the same folder.
     #[must_use]
     pub fn with_file_name(&self, name: impl AsRef<OsStr>) -> Self {
-        self.of_anchor(self.below.with_file_name(name))
+        self.with_relative_path(self.below.with_file_name(name))
     }
 
-    /// The folder that it is in; of the anchor, the anchor.
+    /// Returns the parent folder; for the anchor, the anchor.
     #[must_use]
     pub fn folder(&self) -> Self {
-        self.of_anchor(self.below.parent().unwrap_or(Path::new("")).to_path_buf())
+        self.with_relative_path(self.below.parent().unwrap_or(Path::new("")).to_path_buf())
     }
 
-    /// For messages, and for what only reads.
+    /// Returns the plain path, for messages and for reading.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// For messages.
+    /// Returns the path for messages.
     pub fn display(&self) -> Display<'_> {
         self.path.display()
     }
 
+    /// Returns the last name of the path; empty for the anchor.
     #[must_use]
     pub fn file_name(&self) -> &OsStr {
         self.below.file_name().unwrap_or_default()
@@ -127,19 +128,19 @@ impl AnchoredPath {
 
     /// Returns the metadata of the file, or of the link itself. Any user may own it.
     pub fn metadata(&self) -> io::Result<Metadata> {
-        self.handle()?.metadata()
+        self.open_handle()?.metadata()
     }
 
-    /// A handle to look at what is there; of a link, at the link itself.
-    pub(super) fn handle(&self) -> io::Result<File> {
+    /// Opens a handle for metadata; a link is not followed.
+    pub(super) fn open_handle(&self) -> io::Result<File> {
         self.in_folder(|folder, name| {
             let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             Ok(rustix::fs::openat(folder, name, flags, Mode::empty())?.into())
         })
     }
 
-    /// Returns the metadata of a file, folder or link that this user owns; `None` if there is none. Any user may own the
-    /// anchor.
+    /// Returns the metadata of a file, folder or link that this user owns; `None` if there is none. Any user may own
+    /// the anchor.
     pub fn own_entry(&self) -> io::Result<Option<Metadata>> {
         let metadata = match self.metadata() {
             Err(error) if matches!(error.kind(), NotFound | StaleNetworkFileHandle) => return Ok(None),
@@ -149,11 +150,12 @@ impl AnchoredPath {
             return Ok(Some(metadata));
         }
         match self.check_owner(&self.path, &metadata) {
-            Err(_) if metadata.is_symlink() => Err(self.is_link()),
+            Err(_) if metadata.is_symlink() => Err(self.link_error()),
             checked => checked.map(|()| Some(metadata)),
         }
     }
 
+    /// Returns whether this user owns a file, folder or link at this path.
     #[must_use]
     pub fn is_own(&self) -> bool {
         matches!(self.own_entry(), Ok(Some(_)))
@@ -162,31 +164,33 @@ impl AnchoredPath {
     /// Returns the metadata of a file or folder that this user owns; `None` if there is none. A link is an error.
     pub fn own_metadata(&self) -> io::Result<Option<Metadata>> {
         match self.own_entry()? {
-            Some(metadata) if metadata.is_symlink() => Err(self.is_link()),
+            Some(metadata) if metadata.is_symlink() => Err(self.link_error()),
             found => Ok(found),
         }
     }
 
-    fn is_link(&self) -> io::Error {
+    fn link_error(&self) -> io::Error {
         let refused: io::Result<()> = self.in_folder(|folder, name| Err(self.refused(Errno::LOOP, folder, name)));
-        refused.expect_err("it is one")
+        refused.expect_err("refused() returns an error")
     }
 
+    /// Returns whether there is a file, folder or link at this path.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.metadata().is_ok()
     }
 
-    /// The names in this folder, in no order.
+    /// Returns the names in this folder, unsorted.
     pub fn names(&self) -> io::Result<Vec<OsString>> {
         Ok(names(self.open_folder()?)?)
     }
 
+    /// Creates this folder; its parent must exist.
     pub fn create_folder(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(rustix::fs::mkdirat(folder, name, Mode::from_raw_mode(0o777))?))
     }
 
-    /// Create the folders on the way from this one to a path below it, that path included, as far as they are not there.
+    /// Creates the missing folders on the way from this folder to a path below it, that path included.
     pub fn create_folders(&self, below: &Path) -> io::Result<()> {
         let mut folder = self.clone();
         for name in below {
@@ -199,13 +203,13 @@ impl AnchoredPath {
         Ok(())
     }
 
-    /// Open a regular file to read it.
+    /// Opens a regular file for reading.
     pub fn open(&self) -> io::Result<File> {
         self.open_file(OFlags::RDONLY, Mode::empty())
     }
 
-    /// Open a regular file to write to it. It is not cut; with [`OFlags::CREATE`] in `more` it is created where it is not
-    /// there.
+    /// Opens a regular file for writing, without truncating it; with [`OFlags::CREATE`] in `more`, creates a missing
+    /// file.
     pub fn open_to_write(&self, more: OFlags) -> io::Result<File> {
         let file = self.open_file(OFlags::WRONLY | more, Mode::from_raw_mode(0o666))?;
         match file.metadata()?.nlink() {
@@ -214,12 +218,12 @@ impl AnchoredPath {
         }
     }
 
-    /// Create a file where nothing is.
+    /// Creates a file; fails if the path exists.
     pub fn create_new(&self, mode: u32) -> io::Result<File> {
         self.open_file(OFlags::RDWR | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(mode))
     }
 
-    /// Create a file in the place of this user's file or link that is there.
+    /// Creates a file, after deleting this user's file or link at this path.
     pub fn replace_with_new(&self, mode: u32) -> io::Result<File> {
         if self.own_entry()?.is_some() {
             self.remove_file()?;
@@ -243,54 +247,58 @@ impl AnchoredPath {
         })
     }
 
+    /// Creates a symbolic link to `target` at this path.
     pub fn symlink(&self, target: &str) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(rustix::fs::symlinkat(target, folder, name)?))
     }
 
-    /// Give a file another name.
+    /// Creates a hard link `to` of this file.
     pub fn hard_link(&self, to: &Self) -> io::Result<()> {
-        self.with(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
+        self.with_both(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
     }
 
+    /// Renames to another path; replaces a file there.
     pub fn rename(&self, to: &Self) -> io::Result<()> {
-        self.with(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
+        self.with_both(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
     }
 
-    /// Rename to a name that must not be taken, except by an empty folder.
+    /// Renames to a path that must not exist, except as an empty folder.
     pub fn rename_new(&self, to: &Self) -> io::Result<()> {
         let flags = RenameFlags::NOREPLACE;
         let renamed =
-            self.with(to, |folder, name, other, new| rustix::fs::renameat_with(folder, name, other, new, flags));
+            self.with_both(to, |folder, name, other, new| rustix::fs::renameat_with(folder, name, other, new, flags));
         let is_folder = |path: &Self| path.metadata().is_ok_and(|metadata| metadata.is_dir());
         match renamed.as_ref().err().and_then(Errno::from_io_error) {
-            // An empty folder was there from the start: plain rename replaces it, and fails if it has filled since.
+            // The target is an empty folder: plain rename replaces it, and fails if it has been filled since.
             Some(Errno::EXIST) if is_folder(to) && is_folder(self) => self.rename(to),
-            // Not every file system knows the flag.
+            // Not every file system supports the flag.
             Some(Errno::INVAL | Errno::NOSYS) if !to.exists() => self.rename(to),
             Some(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
             _ => renamed,
         }
     }
 
+    /// Deletes a file or link.
     pub fn remove_file(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::empty())?))
     }
 
+    /// Deletes an empty folder.
     pub fn remove_folder(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
     }
 
-    /// Delete a file, a link, or a folder with all that is in it, as far as that can be done.
+    /// Deletes a file, a link, or a folder with its content, as far as possible.
     pub fn remove_all(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
     }
 
-    /// fsync this folder, so that the names in it last.
+    /// Syncs this folder to disk (fsync), so that the names in it are durable.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(self.open_folder()?)?)
     }
 
-    /// fsync this folder and those below it, so that the names in them last.
+    /// Syncs this folder and the folders below it to disk (fsync), so that the names in them are durable.
     pub fn sync_all(&self) -> io::Result<()> {
         for name in self.names()? {
             let below = self.join(name);
@@ -301,12 +309,13 @@ impl AnchoredPath {
         self.sync()
     }
 
+    /// Opens this folder.
     pub fn open_folder(&self) -> io::Result<OwnedFd> {
         self.in_folder(|folder, name| self.descend(folder, name, &self.path))
     }
 
-    /// Do something with two names, each in its folder.
-    fn with(
+    /// Calls `act` with the last names of two paths and their open folders.
+    fn with_both(
         &self,
         other: &Self,
         act: impl FnOnce(BorrowedFd<'_>, &OsStr, BorrowedFd<'_>, &OsStr) -> rustix::io::Result<()>,
@@ -314,7 +323,7 @@ impl AnchoredPath {
         self.in_folder(|folder, name| other.in_folder(|other, new| Ok(act(folder, name, other, new)?)))
     }
 
-    /// Do something with the last name in the folder that it is in.
+    /// Calls `act` with the last name of the path and its open folder.
     fn in_folder<T>(&self, act: impl FnOnce(BorrowedFd<'_>, &OsStr) -> io::Result<T>) -> io::Result<T> {
         let anchor = self.anchor.folder()?;
         if self.below.components().any(|name| !matches!(name, Component::Normal(_))) {
@@ -330,7 +339,7 @@ impl AnchoredPath {
         act(folder.as_ref().unwrap_or(anchor).as_fd(), name)
     }
 
-    /// Open a folder that must belong to this user, as the anchor need not.
+    /// Opens a folder below the anchor, which must belong to this user; the anchor may belong to any user.
     fn descend(&self, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Result<OwnedFd> {
         let opened = rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
         let opened = File::from(opened.map_err(|error| refused(error, folder, name, path))?);
@@ -361,7 +370,7 @@ impl AnchoredPath {
 }
 
 impl Anchor {
-    fn shown(&self) -> &Path {
+    fn display_path(&self) -> &Path {
         if self.path.as_os_str().is_empty() { Path::new(".") } else { &self.path }
     }
 
@@ -369,7 +378,7 @@ impl Anchor {
         if let Some(folder) = self.folder.get() {
             return Ok(folder);
         }
-        let folder = rustix::fs::openat(CWD, self.shown(), FOLDER | OFlags::CLOEXEC, Mode::empty())?;
+        let folder = rustix::fs::openat(CWD, self.display_path(), FOLDER | OFlags::CLOEXEC, Mode::empty())?;
         Ok(self.folder.get_or_init(|| folder))
     }
 }
@@ -380,7 +389,7 @@ impl From<&AnchoredPath> for PathBuf {
     }
 }
 
-/// Says so where a name could not be opened because it is a link.
+/// Returns the error for a name that could not be opened; it is [`Untrusted::Link`] if the name is a link.
 fn refused(error: Errno, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Error {
     if !matches!(error, Errno::LOOP | Errno::NOTDIR | Errno::MLINK) {
         return error.into();
@@ -396,7 +405,7 @@ fn refused(error: Errno, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> i
 
 fn owner_of_new_files(folder: BorrowedFd<'_>) -> io::Result<u32> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
-    // A file without a name leaves nothing behind, but not every file system has them.
+    // An unnamed file leaves nothing behind, but not every file system supports such files.
     if let Ok(probe) = rustix::fs::openat(folder, ".", flags | OFlags::TMPFILE, Mode::RUSR) {
         return Ok(File::from(probe).metadata()?.uid());
     }
@@ -407,7 +416,7 @@ fn owner_of_new_files(folder: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(metadata?.uid())
 }
 
-/// As the system calls the user with this id.
+/// Returns the name of the user with this id.
 fn user_name(id: u32) -> String {
     let user = nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(id));
     user.ok().flatten().map_or_else(|| format!("the user with id {id}"), |user| user.name)
@@ -426,7 +435,7 @@ fn names(folder: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
 
 fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
     let removed = rustix::fs::unlinkat(folder, name, AtFlags::empty());
-    // POSIX has EPERM for a folder, Linux EISDIR.
+    // unlink of a folder fails with EPERM on POSIX, with EISDIR on Linux.
     let Err(error @ (Errno::ISDIR | Errno::PERM)) = removed else { return removed };
     let flags = FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let inner = match rustix::fs::openat(folder, name, flags, Mode::empty()) {
@@ -435,7 +444,7 @@ fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
     };
     for name in names(&inner)? {
         match remove_all(inner.as_fd(), &name) {
-            // Another process deletes it, too.
+            // Another process is deleting it as well.
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
@@ -455,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn links_on_the_way_are_refused_and_never_followed() {
+    fn links_on_the_way_are_errors_and_never_followed() {
         let root = tempfile::tempdir().unwrap();
         let victim = root.path().join("victim");
         fs::create_dir(&victim).unwrap();
@@ -495,21 +504,21 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_another_name_is_not_written_to() {
+    fn file_with_two_hard_links_is_not_written_to() {
         let root = tempfile::tempdir().unwrap();
         let anchor = AnchoredPath::new(root.path());
         fs::write(root.path().join("mine"), "mine").unwrap();
         anchor.join("mine").hard_link(&anchor.join("planted")).unwrap();
         let error = anchor.join("planted").open_to_write(OFlags::empty()).unwrap_err();
         assert!(matches!(untrusted_of(&error), Some(Untrusted::Names { names: 2, .. })), "{error}");
-        // It can be read, and be replaced.
+        // It can still be read and replaced.
         anchor.join("planted").open().unwrap();
         anchor.join("planted").replace_with_new(0o600).unwrap();
         assert_eq!(fs::read(root.path().join("mine")).unwrap(), b"mine");
     }
 
     #[test]
-    fn a_pipe_is_not_waited_for() {
+    fn opening_a_pipe_is_an_error_at_once() {
         let root = tempfile::tempdir().unwrap();
         let made = std::process::Command::new("mkfifo").arg(root.path().join("pipe")).status();
         assert!(made.unwrap().success());
@@ -520,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_goes_and_what_its_links_lead_to_stays() {
+    fn deleting_a_tree_keeps_the_targets_of_its_links() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("tree/a/b")).unwrap();
         fs::write(root.path().join("tree/a/file"), "").unwrap();
@@ -533,14 +542,14 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_held_is_found_wherever_it_is_renamed_to() {
+    fn anchored_folder_is_found_after_a_rename() {
         let root = tempfile::tempdir().unwrap();
         let anchor = AnchoredPath::new(root.path());
         let folder = anchor.join("folder");
         folder.create_folder().unwrap();
-        let held = folder.hold().unwrap();
+        let anchored = folder.as_anchor().unwrap();
         folder.rename(&anchor.join("moved")).unwrap();
-        held.join("file").create_new(0o600).unwrap();
+        anchored.join("file").create_new(0o600).unwrap();
         assert!(anchor.join("moved/file").exists() && !folder.join("file").exists());
     }
 }

@@ -1,9 +1,9 @@
-//! Past the page cache (`O_DIRECT`): what is read or written once need not push out what others keep there, and what is
-//! written so is on the device when it has to be.
+//! Reads and writes past the page cache (`O_DIRECT`): data that is used once does not evict cached data of others, and
+//! written data is on the device when the call returns. Counts bytes.
 //!
-//! Such transfers must begin, end and land on block boundaries. Reads go through an aligned buffer of each thread; what
-//! is written is put together in a [`Buffer`] that lies as its file does. Where a file system refuses them, ordinary reads
-//! and writes take their place.
+//! Such transfers must begin and end at block boundaries, in the file and in memory. Reads go through an aligned buffer
+//! of each thread; writes come from a [`Buffer`] whose addresses are aligned as the file offsets. If a file system
+//! refuses direct transfers, callers use ordinary reads and writes.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -15,32 +15,33 @@ use std::path::Path;
 /// A multiple of every block size in use.
 pub const ALIGNMENT: u64 = 4096;
 
-/// Size of a thread's buffer.
+/// Size of a thread's buffer for direct reads.
 pub const BOUNCE_BYTES: u64 = 1 << 20;
 
 thread_local! {
     static BOUNCE: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
 }
 
-/// Memory whose addresses are congruent to the offsets of a file, so that whole blocks of the file are whole blocks of
-/// memory.
+/// Memory whose addresses are congruent to file offsets modulo [`ALIGNMENT`], so that whole blocks of the file are
+/// whole blocks of memory.
 #[derive(Debug)]
 pub struct Buffer(Vec<u8>);
 
 impl Buffer {
+    /// Returns an empty buffer.
     #[must_use]
     pub const fn new() -> Self {
         Self(Vec::new())
     }
 
-    /// Room for `len` bytes of the file from `offset`, for somebody who overwrites them all. It grows to the longest that
-    /// was asked for and a little more for the alignment, and no further, which `Vec::resize` alone does not promise: the
-    /// memory bound counts on it.
-    pub fn room(&mut self, offset: u64, len: usize) -> &mut [u8] {
-        let alignment = small(ALIGNMENT);
+    /// Returns memory for `len` bytes of a file from `offset` on; the caller overwrites all of them. The buffer grows
+    /// to the longest `len` so far, plus alignment, and no further, because the memory bound counts on it.
+    /// `Vec::resize` alone does not guarantee that.
+    pub fn prepare(&mut self, offset: u64, len: usize) -> &mut [u8] {
+        let alignment = to_usize(ALIGNMENT);
         let capacity = len + 2 * alignment;
         if self.0.len() < capacity {
-            // What was there is not wanted, so it is not moved either.
+            // A new allocation does not copy the old content.
             self.0 = Vec::new();
             self.0.reserve_exact(capacity);
             self.0.resize(capacity, 0);
@@ -49,8 +50,9 @@ impl Buffer {
         &mut self.0[start..start + len]
     }
 
-    /// What lies there for a file from offset `from`, to be written from offset `to` of another. There was room for it.
-    pub fn moved(&mut self, from: u64, to: u64, len: usize) -> &mut [u8] {
+    /// Moves `len` bytes that were prepared for offset `from` of one file to the position for offset `to` of another.
+    /// The buffer must have been prepared for that length.
+    pub fn move_to(&mut self, from: u64, to: u64, len: usize) -> &mut [u8] {
         let (old, new) = (self.start(from), self.start(to));
         if old != new {
             self.0.copy_within(old..old + len, new);
@@ -59,7 +61,7 @@ impl Buffer {
     }
 
     fn start(&self, offset: u64) -> usize {
-        self.0.as_ptr().align_offset(small(ALIGNMENT)) + small(offset % ALIGNMENT)
+        self.0.as_ptr().align_offset(to_usize(ALIGNMENT)) + to_usize(offset % ALIGNMENT)
     }
 }
 
@@ -69,37 +71,37 @@ impl Default for Buffer {
     }
 }
 
-/// The whole blocks of a stretch of a file, relative to its start: empty where there is none.
+/// Returns the whole blocks in a range of a file, relative to the start of the range; empty if there is none.
 #[must_use]
 pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
-    let start = small(offset.next_multiple_of(ALIGNMENT) - offset).min(len);
-    let ragged = small((offset + len as u64) % ALIGNMENT);
+    let start = to_usize(offset.next_multiple_of(ALIGNMENT) - offset).min(len);
+    let ragged = to_usize((offset + len as u64) % ALIGNMENT);
     start..len.saturating_sub(ragged).max(start)
 }
 
-/// Less than a buffer's size.
-fn small(number: u64) -> usize {
+/// Converts a number that is smaller than a buffer.
+fn to_usize(number: u64) -> usize {
     usize::try_from(number).expect("a small number")
 }
 
-/// The file opened for direct transfers; `None` where its file system has none.
+/// Opens a file for direct transfers; `None` if its file system does not support them.
 pub fn open(path: &Path, options: &mut OpenOptions) -> Option<File> {
     let flag = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).ok()?;
     options.custom_flags(flag).open(path).ok()
 }
 
-/// Fill `target` from `offset`.
+/// Fills `target` from `offset` on.
 ///
 /// # Errors
-/// As reading; `UnexpectedEof` where the file ends first.
+/// Errors of reading; `UnexpectedEof` if the file ends first.
 pub fn read_exact_at(file: &File, target: &mut [u8], offset: u64) -> io::Result<()> {
     BOUNCE.with_borrow_mut(|bounce| {
-        let bounce = bounce.room(0, small(BOUNCE_BYTES));
+        let bounce = bounce.prepare(0, to_usize(BOUNCE_BYTES));
         let mut done = 0;
         while done < target.len() {
             let at = offset + done as u64;
-            let before = small(at % ALIGNMENT);
-            let wanted = (before + target.len() - done).next_multiple_of(small(ALIGNMENT));
+            let before = to_usize(at % ALIGNMENT);
+            let wanted = (before + target.len() - done).next_multiple_of(to_usize(ALIGNMENT));
             let len = wanted.min(bounce.len());
             let read = file.read_at(&mut bounce[..len], at - before as u64)?;
             let usable = read.saturating_sub(before).min(target.len() - done);
@@ -118,13 +120,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_stretch_of_a_file_is_read() {
-        // The working folder is on a disk, which /tmp need not be.
+    fn unaligned_ranges_are_read() {
+        // The working folder is on a disk; /tmp may not be.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = folder.path().join("f");
         let content: Vec<u8> = (0..3_000_001_u32).flat_map(|n| u8::try_from(n % 251)).collect();
         std::fs::write(&path, &content).unwrap();
-        // A file system without direct reads has nothing to test.
+        // Nothing to test on a file system without direct reads.
         let Some(file) = open(&path, OpenOptions::new().read(true)) else { return };
         for (offset, len) in [(0, 1), (0, 3_000_001), (4095, 2), (4096, 4096), (1_234_567, 1_048_577), (3_000_000, 1)] {
             let mut target = vec![0; len];
@@ -137,18 +139,18 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_lies_as_its_file() {
+    fn buffer_is_aligned_as_its_file_offset() {
         let mut buffer = Buffer::new();
         for (offset, len) in [(0, 10), (4096 * 7 + 5, 100_000), (123, 0), (4095, 8192)] {
-            let room = buffer.room(offset, len);
-            assert_eq!(room.len(), len);
-            assert_eq!(room.as_ptr().addr() as u64 % ALIGNMENT, offset % ALIGNMENT);
+            let bytes = buffer.prepare(offset, len);
+            assert_eq!(bytes.len(), len);
+            assert_eq!(bytes.as_ptr().addr() as u64 % ALIGNMENT, offset % ALIGNMENT);
         }
-        assert!(buffer.0.capacity() <= 100_000 + 2 * small(ALIGNMENT));
+        assert!(buffer.0.capacity() <= 100_000 + 2 * to_usize(ALIGNMENT));
     }
 
     #[test]
-    fn whole_blocks_are_what_is_left_between_ragged_ends() {
+    fn whole_blocks_exclude_partial_ends() {
         for (offset, len, blocks) in [
             (0, 4096, 0..4096),
             (0, 4095, 0..0),

@@ -1,7 +1,7 @@
-//! What the file system under a checkpoint is good at.
+//! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. Counts bytes.
 //!
-//! Mapping a file on a network file system costs a round trip a page and has been seen 10 to 50 times slower than
-//! reading it, so the way to read is chosen by file system (statfs(2)) unless the user says otherwise.
+//! Mapping a file on a network file system costs a round trip per page and has been measured 10 to 50 times slower than
+//! reading it, so the file system type (statfs(2)) decides how to read, unless the user chooses.
 
 use std::fs::File;
 use std::io;
@@ -14,19 +14,19 @@ use super::direct::ALIGNMENT;
 use super::mapping;
 use crate::error::{Error, Result};
 
-/// How source bytes get into memory.
+/// Way to read source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
-    /// Map files and copy from the mapping: best where pages are local.
+    /// Maps files and copies from the mapping: best on local file systems.
     Mmap,
     /// Positional reads into buffers: best over a network.
     Read,
-    /// Positional reads past the page cache: for sources that nobody reads again.
+    /// Positional reads past the page cache: for sources that are read once.
     Direct,
 }
 
-/// File systems, by the magic numbers of statfs(2), where mapping is slow or unsafe. FUSE stands for sshfs, gcsfuse,
-/// s3fs and the like.
+/// File systems on which mapping is slow or unsafe, by their magic numbers (statfs(2)). FUSE includes sshfs, gcsfuse,
+/// s3fs and similar ones.
 const REMOTE: &[u64] = &[
     0x6969,      // NFS
     0x0BD0_0BD0, // Lustre
@@ -44,53 +44,53 @@ const REMOTE: &[u64] = &[
     0x2030_528D, // PanFS
 ];
 
-/// The way to read that suits the file system `path` is on.
+/// Returns the best way to read on the file system of `path`.
 ///
 /// # Errors
-/// `Io` where the path cannot be looked at.
+/// `Io` if the file system cannot be determined.
 pub fn preferred_io(path: &Path) -> Result<IoMode> {
-    let is_remote = REMOTE.contains(&magic_of(&look_at(path)?));
+    let is_remote = REMOTE.contains(&magic_of(&statfs_of(path)?));
     Ok(if is_remote || !mapping::catches_lost_pages() { IoMode::Read } else { IoMode::Mmap })
 }
 
 /// Returns whether the file system of `path` is a network file system, whose names this node may cache.
 #[must_use]
 pub fn caches_names(path: &Path) -> bool {
-    look_at(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
+    statfs_of(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
 }
 
-fn look_at(path: &Path) -> Result<StatFs> {
+fn statfs_of(path: &Path) -> Result<StatFs> {
     rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))
 }
 
 fn magic_of(info: &StatFs) -> u64 {
-    // The type's width and sign differ by architecture; the magic numbers all fit 32 bits.
+    // The width and sign of this type differ by architecture; all magic numbers fit 32 bits.
     #[expect(clippy::cast_sign_loss)]
     let magic = (info.f_type as u64) & 0xFFFF_FFFF;
     magic
 }
 
-/// File systems that write whole blocks in place, past the page cache, from several threads at a time. Those that copy on
-/// write or sum their blocks do it badly, and those on a network each in their own way.
+/// File systems that write whole blocks in place, past the page cache, from several threads at a time. File systems
+/// that copy on write or checksum their blocks do it badly, and network file systems each differently.
 const IN_PLACE: &[u64] = &[
     0xEF53,      // ext4
     0x5846_5342, // XFS
 ];
 
-/// Whether large results that have to be on disk are best written past the page cache of the file system `path` is on.
-/// Not where its blocks are larger than those that strips end at: the ends of two strips would meet in one block, and what
-/// the page cache writes of it for one of them may be older than what went past it for the other.
+/// Returns whether large results that must be on disk are best written past the page cache on the file system of
+/// `path`. False if its blocks are larger than [`ALIGNMENT`], at which write blocks end: two write blocks would share a
+/// file block, and cached bytes written for one of them could overwrite newer direct writes of the other.
 ///
 /// # Errors
-/// `Io` where the path cannot be looked at.
+/// `Io` if the file system cannot be determined.
 pub fn suits_direct_writes(path: &Path) -> Result<bool> {
-    Ok(is_written_in_place(&look_at(path)?))
+    Ok(is_written_in_place(&statfs_of(path)?))
 }
 
-/// As [`suits_direct_writes`], for a folder that is reached without following links.
+/// Returns the same as [`suits_direct_writes`], for a folder that is reached without following links.
 ///
 /// # Errors
-/// `Io` where it cannot be looked at.
+/// `Io` if the file system cannot be determined.
 pub fn suits_direct_writes_in(folder: &AnchoredPath) -> Result<bool> {
     let info = folder.open_folder().and_then(|folder| Ok(rustix::fs::fstatfs(folder)?));
     info.map(|info| is_written_in_place(&info)).map_err(Error::io("look at the file system of", folder))
@@ -101,35 +101,34 @@ fn is_written_in_place(info: &StatFs) -> bool {
     IN_PLACE.contains(&magic_of(info)) && block <= ALIGNMENT
 }
 
-/// The folder in which making `path` would begin: the nearest one above it that is there.
+/// Returns the nearest existing folder above `path`.
 #[must_use]
 pub fn nearest_folder(path: &Path) -> &Path {
     let above = path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty());
     above.into_iter().find(|above| above.symlink_metadata().is_ok()).unwrap_or(Path::new("."))
 }
 
-/// Bytes that an unprivileged writer can still put on the file system of `path`; any number where the file system counts
-/// no blocks, as ramfs.
+/// Returns the bytes that an unprivileged user can still write to the file system of `path`; `u64::MAX` if the file
+/// system does not count blocks, as ramfs.
 ///
 /// # Errors
-/// `Io` where the path cannot be looked at.
+/// `Io` if the file system cannot be determined.
 pub fn free_bytes(path: &Path) -> Result<u64> {
     let info =
         rustix::fs::statvfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))?;
     Ok(if info.f_blocks == 0 { u64::MAX } else { info.f_bavail.saturating_mul(info.f_frsize) })
 }
 
-/// Put a stretch of a file's dirty pages on disk and wait for them. A way to make a later fsync short, not a
-/// replacement for it.
+/// Writes a range of a file's dirty pages to disk and waits. It makes a later fsync short, but does not replace it.
 ///
 /// # Errors
-/// What did not get there, which no later call on this descriptor tells again (sync_file_range(2)).
+/// Failed writes; no later call on this descriptor reports them again (sync_file_range(2)).
 pub fn write_back(file: &File, offset: u64, len: u64) -> io::Result<()> {
     sync_range(file, offset, len, WAIT)
 }
 
-/// Send a stretch of a file's dirty pages on their way to the disk, as a way to make a later [`write_back`] short. What
-/// does not get there is told to who waits for it.
+/// Starts to write a range of a file's dirty pages to disk, so that a later [`write_back`] is short. A failed write is
+/// reported to that later call.
 pub fn start_write_back(file: &File, offset: u64, len: u64) {
     let _ = sync_range(file, offset, len, 0);
 }
@@ -139,15 +138,15 @@ const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT
 #[cfg(not(target_os = "linux"))]
 const WAIT: u32 = 0;
 
-/// Close a file that was written. Network file systems and quotas say here what could not be written, which dropping a
-/// [`File`] ignores. Never tried again: Linux has given up the descriptor even where this fails.
+/// Closes a written file. Network file systems and quotas report failed writes here, which dropping a [`File`] ignores.
+/// Never retried: Linux has released the descriptor even if this fails.
 ///
 /// # Errors
 /// Errors of writes that the file system reports late.
 pub fn close(file: File) -> io::Result<()> {
     use std::os::fd::IntoRawFd;
 
-    // SAFETY: the descriptor is given up by its owner, so that nobody else uses or closes it.
+    // SAFETY: `into_raw_fd` gave up ownership of the descriptor, so nothing else uses or closes it.
     #[expect(unsafe_code)]
     let closed = unsafe { rustix::io::try_close(file.into_raw_fd()) };
     Ok(closed?)
@@ -166,20 +165,20 @@ fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // Where a file system has no such call, the fsync does it all.
+    // If a file system does not support the call, fsync does all the work.
     let is_unknown =
         [libc::ENOSYS, libc::EINVAL, libc::ESPIPE, libc::EOPNOTSUPP].map(Some).contains(&error.raw_os_error());
     if is_unknown { Ok(()) } else { Err(error) }
 }
 
-/// Other systems have no such call; the fsync does it all.
+/// Other systems have no such call; fsync does all the work.
 #[cfg(not(target_os = "linux"))]
 fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// How many descriptors the source files of one checkpoint may have at once: a quarter of the soft limit. Two checkpoints
-/// are compared with each other, and the rest is for output files, threads and the terminal.
+/// Returns the number of descriptors that the source files of one checkpoint may have at once: a quarter of the soft
+/// limit. Two checkpoints may be open for a comparison, and output files, threads and the terminal need the rest.
 #[must_use]
 pub fn open_file_budget() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
@@ -192,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_local_folder_is_mapped_and_has_space() {
+    fn local_folder_is_read_by_mapping_and_has_space() {
         let folder = tempfile::tempdir().unwrap();
         mapping::catch_lost_pages().unwrap();
         assert_eq!(preferred_io(folder.path()).unwrap(), IoMode::Mmap);
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_path_is_named() {
+    fn missing_path_is_an_error_that_names_it() {
         let error = preferred_io(Path::new("/nonexistent/checkpoint")).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/checkpoint"), "{error}");
     }

@@ -1,7 +1,8 @@
-//! What of a file is here, where only other processes see all of it.
+//! The bytes of a file that this process can read if only other processes see the whole file. Counts bytes.
 //!
-//! Such a file has a *twin*: one as long, that holds the stretches which are no tensor data, and holes. Counts bytes.
-//! Invariant: nobody takes a hole for data. What a twin does not hold is an error that says who sees it.
+//! Such a file has a mirror (see [`crate::metadata_mirror`]): a sparse file of equal length with all bytes that are not
+//! tensor data, and holes elsewhere. Invariant: a hole is never read as data. Reading bytes that the mirror does not
+//! have is an error that names the processes that see the file.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,7 +13,7 @@ use super::{FileId, FileRange};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::name_processes;
 
-/// Stretches of a file: ascending, apart from each other, none empty.
+/// Ranges of a file: ascending, separate, none empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ranges(Vec<Range<u64>>);
 
@@ -32,65 +33,70 @@ impl FromIterator<Range<u64>> for Ranges {
 }
 
 impl Ranges {
+    /// Returns the ranges, ascending.
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.0.iter().cloned()
     }
 
+    /// Returns whether all bytes of a range are in the set.
     #[must_use]
     pub fn contains(&self, range: &Range<u64>) -> bool {
         let behind = self.0.partition_point(|known| known.start <= range.start);
         range.is_empty() || behind.checked_sub(1).is_some_and(|before| self.0[before].end >= range.end)
     }
 
+    /// Returns the number of bytes in the set.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.0.iter().map(|range| range.end - range.start).sum()
     }
 }
 
-/// What is known of a file with a twin.
+/// Description of a file with a mirror.
 #[derive(Clone, Debug)]
 pub struct LocalContent {
-    /// What its twin holds.
-    pub held: Arc<Ranges>,
-    /// The ranks that see the file, ascending.
+    /// Bytes that the mirror has.
+    pub available: Arc<Ranges>,
+    /// Ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// When it was last changed, as all ranks tell it; replicas may be of other times.
+    /// Latest time of change that any rank reports; replicas may have different times.
     pub modified: (i64, i64),
 }
 
-/// The files of a twin, by where they lie in it.
-pub type Holdings = HashMap<PathBuf, LocalContent>;
+/// The mirrored files, by their paths in the mirror.
+pub type MirroredFiles = HashMap<PathBuf, LocalContent>;
 
-/// Where a file of a twin is for this process.
+/// The file that a mirrored file stands for, as this process sees it.
 #[derive(Clone, Debug)]
 pub struct LocalFile {
-    /// As the user calls it.
+    /// Path under which the user knows it.
     pub path: PathBuf,
-    /// When this process saw that it was last changed; `None` where it does not see it.
-    pub seen: Option<(i64, i64)>,
+    /// Time of change that this process sees; `None` if it does not see the file.
+    pub own_modified: Option<(i64, i64)>,
 }
 
-/// Who looks at what is read of a file.
+/// Action before each read of a file.
 #[derive(Clone, Debug)]
 pub(super) enum ReadCheck {
-    Note(FileId, Notes),
-    /// No more than is held.
-    Hold(LocalContent),
+    /// Records the range that is read.
+    Record(FileId, ReadLog),
+    /// Fails if the range is not available.
+    Limit(LocalContent),
 }
 
-/// What was read.
-pub(super) type Notes = Arc<Mutex<Vec<FileRange>>>;
+/// Ranges that have been read.
+pub(super) type ReadLog = Arc<Mutex<Vec<FileRange>>>;
 
 impl ReadCheck {
-    pub fn look(&self, path: &Path, offset: u64, len: u64) -> Result<()> {
+    /// Records or checks a range of the file that is about to be read.
+    pub fn before_read(&self, path: &Path, offset: u64, len: u64) -> Result<()> {
         match self {
-            Self::Note(file, notes) => {
-                let mut notes = notes.lock().expect("no panic while the lock is held");
-                notes.push(FileRange { file: *file, offset, len });
+            Self::Record(file, log) => {
+                let mut log = log.lock().expect("no panic while the lock is held");
+                log.push(FileRange { file: *file, offset, len });
                 Ok(())
             }
-            Self::Hold(LocalContent { held, seen_by, .. }) => {
+            Self::Limit(LocalContent { available: held, seen_by, .. }) => {
                 let range = offset..offset.saturating_add(len);
                 if held.contains(&range) {
                     return Ok(());
@@ -99,9 +105,9 @@ impl ReadCheck {
                     path: path.to_path_buf(),
                     at: format!("byte {offset}"),
                     expected: format!("{len} bytes of tensor data"),
-                    missing: format!("the file, which is seen by {}, not by this process", name_processes(seen_by)),
+                    missing: format!("the file, which only {} can see", name_processes(seen_by)),
                     hint: Some(String::from(
-                        "with options::source per-rank a process reads tensor data of the files that it sees itself",
+                        "with options::source per-rank a process can read tensor data only from files that it sees",
                     )),
                 }))
             }
@@ -114,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_join_where_they_touch() {
+    fn touching_ranges_are_joined() {
         let ranges: Ranges = [8..9, 2..4, 4..6, 3..5, 7..7].into_iter().collect();
         assert_eq!(ranges.iter().collect::<Vec<_>>(), [2..6, 8..9]);
         assert_eq!(ranges.len_bytes(), 5);

@@ -1,11 +1,11 @@
-//! Questions to the file system about paths: what is there, and what a folder holds.
+//! Lookups of paths: what exists at a path, and the entries of a folder.
 //!
-//! Only ENOENT and ENOTDIR mean that nothing is there. After any other failure (EIO, ESTALE, EACCES, ETIMEDOUT) the file
-//! may well be there, and taking it for absent would lose its tensors without a word, so that is an error. The functions
-//! of the standard library that take every failure for absence are disallowed elsewhere (clippy.toml).
+//! Only ENOENT and ENOTDIR mean that nothing is there. After any other failure (EIO, ESTALE, EACCES, ETIMEDOUT) the
+//! file may exist, and treating it as absent would silently lose its tensors, so that is an error. The functions of the
+//! standard library that treat every failure as absence are disallowed elsewhere (clippy.toml).
 //!
-//! A link that leads nowhere is an error as well, because its name says that something should be there: a hub cache
-//! links to blobs, and may have lost one.
+//! A dangling link is an error as well, because its name shows that something should be there: a hub cache links to
+//! blobs, and may have lost one.
 
 use std::ffi::OsString;
 use std::fs::{self, FileType, Metadata};
@@ -24,7 +24,7 @@ pub enum FileKind {
     Folder,
     /// A device, a pipe or a socket.
     Special,
-    /// A link that leads nowhere.
+    /// A dangling link.
     Dangling,
 }
 
@@ -40,10 +40,10 @@ impl From<FileType> for FileKind {
     }
 }
 
-/// Returns what a path leads to; `None` where there is nothing.
+/// Returns the kind of file at a path, after links are followed; `None` if there is nothing.
 ///
 /// # Errors
-/// `Io` where the file system does not tell.
+/// `Io` if the file system cannot answer.
 pub fn kind_of(path: &Path) -> Result<Option<FileKind>> {
     if let Some(metadata) = metadata_of(path)? {
         return Ok(Some(metadata.file_type().into()));
@@ -52,10 +52,11 @@ pub fn kind_of(path: &Path) -> Result<Option<FileKind>> {
     Ok(own.map(|own| if own.is_symlink() { FileKind::Dangling } else { own.into() }))
 }
 
-/// Returns the metadata of what a path leads to; `None` where there is nothing, and for a link that leads nowhere.
+/// Returns the metadata of the file at a path, after links are followed; `None` if there is nothing, and for a dangling
+/// link.
 ///
 /// # Errors
-/// `Io` where the file system does not tell.
+/// `Io` if the file system cannot answer.
 pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
     unless_absent(path, fs::metadata(path))
 }
@@ -63,38 +64,38 @@ pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
 /// Returns whether the path is a file.
 ///
 /// # Errors
-/// `Io` where the file system does not tell, `Missing` for a link that leads nowhere.
+/// `Io` if the file system cannot answer, `Missing` for a dangling link.
 pub fn is_file(path: &Path) -> Result<bool> {
-    Ok(beyond_links(path)? == Some(FileKind::File))
+    Ok(kind_of_target(path)? == Some(FileKind::File))
 }
 
 /// Returns whether the path is a folder.
 ///
 /// # Errors
-/// As [`is_file`].
+/// Errors of [`is_file`].
 pub fn is_folder(path: &Path) -> Result<bool> {
-    Ok(beyond_links(path)? == Some(FileKind::Folder))
+    Ok(kind_of_target(path)? == Some(FileKind::Folder))
 }
 
 /// Returns whether the path exists.
 ///
 /// # Errors
-/// As [`is_file`].
+/// Errors of [`is_file`].
 pub fn exists(path: &Path) -> Result<bool> {
-    Ok(beyond_links(path)?.is_some())
+    Ok(kind_of_target(path)?.is_some())
 }
 
-fn beyond_links(path: &Path) -> Result<Option<FileKind>> {
+fn kind_of_target(path: &Path) -> Result<Option<FileKind>> {
     match kind_of(path)? {
         Some(FileKind::Dangling) => Err(dangling(path)),
         kind => Ok(kind),
     }
 }
 
-/// Returns the path without links and `..`; `None` where there is nothing.
+/// Returns the path without links and `..`; `None` if there is nothing.
 ///
 /// # Errors
-/// `Io` where the file system does not tell.
+/// `Io` if the file system cannot answer.
 pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
     unless_absent(path, path.canonicalize())
 }
@@ -102,16 +103,18 @@ pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
 /// An entry of a folder.
 #[derive(Clone, Debug)]
 pub struct FolderEntry {
+    /// Name of the entry.
     pub name: OsString,
+    /// Path of the entry.
     pub path: PathBuf,
     file_type: rustix::fs::FileType,
 }
 
 impl FolderEntry {
-    /// Returns what the entry leads to.
+    /// Returns the kind of the entry, after links are followed.
     ///
     /// # Errors
-    /// `Io` where the file system does not tell, or where the entry has gone since its folder was listed.
+    /// `Io` if the file system cannot answer, or if the entry was deleted since its folder was listed.
     pub fn kind(&self) -> Result<FileKind> {
         match self.file_type {
             rustix::fs::FileType::RegularFile => Ok(FileKind::File),
@@ -126,7 +129,7 @@ impl FolderEntry {
     /// Returns whether the entry itself is a link.
     ///
     /// # Errors
-    /// As [`Self::kind`].
+    /// Errors of [`Self::kind`].
     pub fn is_link(&self) -> Result<bool> {
         if self.file_type != rustix::fs::FileType::Unknown {
             return Ok(self.file_type == rustix::fs::FileType::Symlink);
@@ -138,20 +141,20 @@ impl FolderEntry {
     /// Returns whether the entry leads to a file.
     ///
     /// # Errors
-    /// As [`Self::kind`], and `Missing` for a link that leads nowhere.
+    /// Errors of [`Self::kind`], and `Missing` for a dangling link.
     pub fn is_file(&self) -> Result<bool> {
-        Ok(self.beyond_links()? == FileKind::File)
+        Ok(self.kind_of_target()? == FileKind::File)
     }
 
     /// Returns whether the entry leads to a folder.
     ///
     /// # Errors
-    /// As [`Self::is_file`].
+    /// Errors of [`Self::is_file`].
     pub fn is_folder(&self) -> Result<bool> {
-        Ok(self.beyond_links()? == FileKind::Folder)
+        Ok(self.kind_of_target()? == FileKind::Folder)
     }
 
-    fn beyond_links(&self) -> Result<FileKind> {
+    fn kind_of_target(&self) -> Result<FileKind> {
         match self.kind()? {
             FileKind::Dangling => Err(dangling(&self.path)),
             kind => Ok(kind),
@@ -162,9 +165,9 @@ impl FolderEntry {
 /// Lists a folder, sorted by name.
 ///
 /// # Errors
-/// `Io` naming the folder, also where only a part of it could be read.
+/// `Io` naming the folder, also if only a part of it could be read.
 pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
-    // The iterator of the standard library panics where closing the folder fails.
+    // The iterator of the standard library panics if closing the folder fails.
     let read = || -> rustix::io::Result<Vec<FolderEntry>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let at = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
@@ -185,10 +188,11 @@ pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
     Ok(listed)
 }
 
-/// Returns the metadata of a file that is to be read. Other things are refused: opening a pipe would wait for its writer.
+/// Returns the metadata of a file that is to be read. A pipe or device is an error: opening a pipe would wait for its
+/// writer.
 ///
 /// # Errors
-/// `Io` where there is no file, `Missing` where a link to it leads nowhere.
+/// `Io` if there is no file, `Missing` if a link to it dangles.
 pub fn regular_file(path: &Path) -> Result<Metadata> {
     let metadata = fs::metadata(path).map_err(refused("open", path))?;
     if metadata.is_file() {
@@ -198,7 +202,8 @@ pub fn regular_file(path: &Path) -> Result<Metadata> {
     Err(StorageError::Io { action: "open", path: path.to_path_buf(), source }.into())
 }
 
-/// Makes the error for a path that could not be opened or looked at. Where the path is a link, the error names its target.
+/// Returns the error for a path that could not be opened or inspected. If the path is a link, the error names its
+/// target.
 pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| match fs::read_link(path) {
         Ok(_) if is_absence(&source) => dangling(path),
@@ -223,7 +228,9 @@ fn dangling(path: &Path) -> Error {
         at: String::from("link"),
         expected: String::from("a file or folder behind it"),
         missing: target_of(path),
-        hint: Some(String::from("restore what the link leads to (from a hub: download it again), or remove the link")),
+        hint: Some(String::from(
+            "restore the target of the link (download it again if it is from a hub), or remove the link",
+        )),
     })
 }
 
@@ -246,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_name_without_anything_is_absent() {
+    fn only_missing_names_are_absent() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         fs::write(root.join("file"), "x").unwrap();
@@ -277,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn link_that_leads_nowhere_is_named_with_its_target() {
+    fn dangling_link_is_an_error_that_names_its_target() {
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("model.safetensors");
         symlink("../../blobs/5f2c", &link).unwrap();
@@ -304,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn folder_is_listed_in_the_order_of_names() {
+    fn folder_is_listed_sorted_by_name() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["b", "a", "c"] {
             fs::write(folder.path().join(name), "x").unwrap();

@@ -1,11 +1,12 @@
-//! Mapped source files, some pages of which may be unreadable.
+//! Mapped source files whose unreadable pages become errors. Counts bytes.
 //!
-//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. If the
-//! program has had it installed, the signal handler puts a page of zeros in its place and marks the mapping as failed, so the thread goes on. Every read
-//! from a mapping ends with a look at that mark, so that nobody gets to use the zeros.
+//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. If
+//! the program has installed the signal handler of this module, the handler replaces the page by a page of zeros and
+//! marks the mapping as failed, so the thread continues. Every read from a mapping ends with a check of that mark, so
+//! that the zeros are never used.
 //!
-//! Counts bytes. Invariant: the handler follows pointers to regions without a lock, so a region is never freed; the next
-//! mapping takes it over.
+//! Invariant: the handler follows pointers to regions without a lock, so a region is never freed; the next mapping
+//! reuses it.
 
 #![expect(unsafe_code, reason = "files are mapped, and a signal handler is installed through libc")]
 
@@ -29,21 +30,21 @@ impl Mapping {
     /// Maps the first `len` bytes of a file. Bytes that the file has lost since then fail when they are read.
     ///
     /// # Errors
-    /// As mmap(2).
+    /// Errors of mmap(2).
     pub fn new(file: &File, len: usize) -> io::Result<Self> {
         // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
         // changed bytes are caught by the identity check before publishing, a shorter file by the SIGBUS handler.
         let map = unsafe { MmapOptions::new().len(len).map(file) }?;
-        // A hint only: strips are read front to back.
+        // Only a hint: write blocks are read front to back.
         let _ = map.advise(Advice::Sequential);
         let start = map.as_ptr().addr();
         Ok(Self { region: MappedAddresses::register(start..start + map.len()), map })
     }
 
-    /// Calls `read` with a range of the bytes; `None` where some page of the mapping could not be read, now or before.
+    /// Calls `read` with a range of the bytes; `None` if some page of the mapping could not be read, now or before.
     pub fn read<T>(&self, range: Range<usize>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let value = read(&self.map[range]);
-        // The mark is set before the zeros are there, so whoever has read zeros finds it.
+        // The mark is set before the page is replaced, so a thread that has read zeros sees the mark.
         fence(Ordering::SeqCst);
         (!self.region.has_failed.load(Ordering::SeqCst)).then_some(value)
     }
@@ -51,15 +52,15 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Before the memory is unmapped, which the next mapping of anything may get.
+        // Before the memory is unmapped, because the next mapping may get the same addresses.
         self.region.release();
     }
 }
 
-/// The addresses of a mapping, as the signal handler finds them.
+/// The addresses of a mapping, for the signal handler.
 #[derive(Debug, Default)]
 struct MappedAddresses {
-    /// 0 where no mapping has the region.
+    /// 0 while no mapping uses the region.
     start: AtomicUsize,
     end: AtomicUsize,
     has_failed: AtomicBool,
@@ -69,14 +70,14 @@ struct MappedAddresses {
 /// The first of all regions.
 static REGIONS: AtomicPtr<MappedAddresses> = AtomicPtr::new(ptr::null_mut());
 
-/// Regions that no mapping has.
+/// Regions that no mapping uses.
 static UNUSED: Mutex<Vec<&'static MappedAddresses>> = Mutex::new(Vec::new());
 
 impl MappedAddresses {
     fn register(addresses: Range<usize>) -> &'static Self {
         let mut unused = UNUSED.lock().expect("no panic while the lock is held");
         let region = unused.pop().unwrap_or_else(|| {
-            // SAFETY: regions are leaked, so a pointer to one is valid for ever; nobody changes one but through atomics.
+            // SAFETY: regions are leaked, so a pointer to one is always valid; they change only through atomics.
             let next = unsafe { REGIONS.load(Ordering::Acquire).as_ref() };
             let region = Box::leak(Box::new(Self { next, ..Self::default() }));
             REGIONS.store(region, Ordering::Release);
@@ -99,26 +100,26 @@ impl MappedAddresses {
     }
 }
 
-/// The action that SIGBUS had before.
+/// The previous action of SIGBUS.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether pages that cannot be read are errors, and do not end the process.
+/// Returns whether unreadable pages are errors, instead of ending the process.
 pub(super) fn catches_lost_pages() -> bool {
     IS_INSTALLED.load(Ordering::SeqCst)
 }
 
-/// Installs a handler for SIGBUS in this process, so that a page of a mapped file that cannot be read is an error.
+/// Installs a handler for SIGBUS in this process, so that an unreadable page of a mapped file is an error.
 ///
 /// The system raises SIGBUS for such a page, which ends a process: the file has been truncated meanwhile, or its disk
-/// fails. For a SIGBUS that is not about a file mapped here, the action that was set before is taken. Without this handler
-/// files are mapped only if the caller asks for that.
+/// fails. The previous action is taken for a SIGBUS that does not concern a file mapped here. Without this handler,
+/// files are mapped only if the caller asks for it.
 ///
 /// # Errors
-/// As sigaction(2).
+/// Errors of sigaction(2).
 pub fn catch_lost_pages() -> io::Result<()> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().expect("no panic while the lock is held");
@@ -146,21 +147,22 @@ pub fn catch_lost_pages() -> io::Result<()> {
 }
 
 extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel passes valid information to a handler with SA_SIGINFO; regions are never freed; a page of one
-    // of our own read-only mappings is replaced, of which nothing was read; sigaction(2) may be called in a handler.
+    // SAFETY: the kernel passes valid information to a handler with SA_SIGINFO; regions are never freed; the replaced
+    // page is one of our own read-only mappings that could not be read; sigaction(2) may be called in a handler.
     unsafe {
         let address = (*info).si_addr().addr();
         if mark(address) && put_zeros_at(address) {
             return;
         }
-        // It is not about a mapped file. The access is repeated after the handler, and has the effect that it had before.
+        // This SIGBUS does not concern a mapped file. The access is repeated after the handler, and then has its
+        // previous effect.
         if let Some(previous) = PREVIOUS.get() {
             libc::sigaction(libc::SIGBUS, previous, ptr::null_mut());
         }
     }
 }
 
-/// Marks the mapping that has this address; false where none has.
+/// Marks the mapping that contains this address; returns false if there is none.
 fn mark(address: usize) -> bool {
     let mut found = false;
     // SAFETY: regions are never freed.
@@ -175,7 +177,7 @@ fn mark(address: usize) -> bool {
     found
 }
 
-/// Replaces the page of this address by one that can be read.
+/// Replaces the page of this address by a readable page of zeros.
 ///
 /// # Safety
 /// The page must be part of a mapping that is only read.
@@ -183,7 +185,7 @@ unsafe fn put_zeros_at(address: usize) -> bool {
     let page_bytes = PAGE_BYTES.load(Ordering::SeqCst);
     let page = ptr::without_provenance_mut::<libc::c_void>(address - address % page_bytes);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: as the caller says; the mapping stays one of the same length.
+    // SAFETY: the caller guarantees a read-only mapping; the mapping keeps its length.
     unsafe { libc::mmap(page, page_bytes, libc::PROT_READ, flags, -1, 0) != libc::MAP_FAILED }
 }
 

@@ -1,31 +1,33 @@
-//! What memory this process has.
+//! Memory use of this process. Counts bytes.
 //!
-//! What a catalog takes, with all that an allocator adds to it, is better asked of the kernel than added up.
+//! The kernel's figures are more exact than the sum of all parts of a catalog, because they include the overhead of the
+//! allocator.
 
-/// Bytes of anonymous memory: what the process owns, without the pages of files that it has mapped.
+/// Bytes of anonymous memory, which excludes the pages of mapped files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Anonymous {
+pub struct AnonymousMemory {
+    /// Current size.
     pub now: u64,
-    /// The most it has been until now.
+    /// Largest size so far.
     pub peak: u64,
 }
 
-/// `None` where the system does not tell. The peak is that of all memory less the pages of files there are now, so it is
-/// right as long as no source was mapped.
+/// Returns the memory use; `None` if the system does not report it. The peak is the peak of all memory minus the
+/// current pages of files, so it is exact as long as no source was mapped.
 #[must_use]
-pub fn anonymous() -> Option<Anonymous> {
+pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// The fields of proc_pid_status(5), in its kB of 1024 bytes.
-fn parse(status: &str) -> Option<Anonymous> {
+/// Parses the fields of proc_pid_status(5), which are in kB of 1024 bytes.
+fn parse(status: &str) -> Option<AnonymousMemory> {
     let field = |name: &str| {
         let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         value.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
     };
     let now = field("RssAnon")?;
     let others = field("RssFile")?.saturating_add(field("RssShmem")?);
-    Some(Anonymous { now, peak: field("VmHWM")?.saturating_sub(others).max(now) })
+    Some(AnonymousMemory { now, peak: field("VmHWM")?.saturating_sub(others).max(now) })
 }
 
 #[cfg(test)]
@@ -33,10 +35,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_of_the_kernel_are_read() {
+    fn fields_of_proc_status_are_parsed() {
         let status = "Name:\tx\nVmHWM:\t   900 kB\nRssAnon:\t     500 kB\nRssFile:\t     100 kB\nRssShmem:\t   0 kB\n";
-        assert_eq!(parse(status), Some(Anonymous { now: 500 << 10, peak: 800 << 10 }));
+        assert_eq!(parse(status), Some(AnonymousMemory { now: 500 << 10, peak: 800 << 10 }));
         assert_eq!(parse("Name:\tx\n"), None);
-        assert!(!cfg!(target_os = "linux") || anonymous().is_some_and(|found| found.now > 0));
+        assert!(!cfg!(target_os = "linux") || anonymous_memory().is_some_and(|found| found.now > 0));
     }
 }

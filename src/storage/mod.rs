@@ -1,10 +1,9 @@
-//! Files of a source checkpoint: positional reads that name the file in every error.
+//! Files of a source checkpoint: positional reads whose errors name the file.
 //!
-//! Counts in bytes. A file is opened on first use and closed again when too many are open, so that a checkpoint of
-//! 16,384 rank files works under a limit of 1,024 descriptors. What a file was (device, inode, size, modification
-//! time) is remembered from the first look and checked again before a result is published.
+//! Counts bytes. A file is opened on first use and closed again when too many are open, so that a checkpoint of 16,384
+//! rank files works under a limit of 1,024 descriptors. The identity of a file (device, inode, size, modification time)
+//! is recorded when it is added and checked again before a result is published.
 
-pub mod afresh;
 mod anchored;
 pub mod direct;
 pub(crate) mod error;
@@ -15,6 +14,7 @@ mod mapping;
 pub mod memory;
 mod open_file;
 mod open_files;
+pub mod uncached;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -26,29 +26,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use anchored::AnchoredPath;
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
-pub use local_content::{Holdings, LocalContent, LocalFile, Ranges};
+pub use local_content::{LocalContent, LocalFile, MirroredFiles, Ranges};
 pub use lookup::regular_file;
 pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 
 use crate::error::{Error, Result, StorageError};
-use local_content::{Notes, ReadCheck};
+use local_content::{ReadCheck, ReadLog};
 use open_files::OpenFiles;
 
 /// Index of a file within [`Files`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
-/// A stretch of a file: `[offset, offset + len)`, in bytes.
+/// A range of a file: `[offset, offset + len)`, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileRange {
+    /// The file.
     pub file: FileId,
+    /// Offset of the first byte.
     pub offset: u64,
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// What tells a file from another one at the same path, or from itself after a change.
+/// Identity of a file, which changes when the file is replaced or modified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -58,7 +61,7 @@ struct Identity {
 }
 
 impl Identity {
-    fn of(metadata: &std::fs::Metadata) -> Self {
+    fn from_metadata(metadata: &std::fs::Metadata) -> Self {
         Self {
             device: metadata.dev(),
             inode: metadata.ino(),
@@ -72,10 +75,10 @@ impl Identity {
 struct FileEntry {
     path: PathBuf,
     identity: Identity,
-    /// Where it has a twin.
-    holding: Option<LocalContent>,
-    /// The twin, where that is read in its place.
-    twin: Option<PathBuf>,
+    /// Description of its mirror, if it has one.
+    mirror: Option<LocalContent>,
+    /// Path of the mirror, if it is read instead of the file.
+    mirror_path: Option<PathBuf>,
 }
 
 /// The files of one checkpoint, in the order they were added.
@@ -85,21 +88,22 @@ pub struct Files {
     io: IoMode,
     open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
-    /// Of a twin.
-    holdings: Arc<Holdings>,
-    notes: Option<Notes>,
+    /// Mirrored files among those that are added.
+    mirrors: Arc<MirroredFiles>,
+    read_log: Option<ReadLog>,
 }
 
-/// The same files, as they were first seen; those that are open are not shared.
+/// A clone has the same files and recorded identities; open descriptors are not shared.
 impl Clone for Files {
     fn clone(&self) -> Self {
         let mut files = Self { entries: self.entries.clone(), ..self.without_entries() };
-        files.make_room();
+        files.grow_open_files();
         files
     }
 }
 
 impl Files {
+    /// Returns an empty list of files, which are read in this way.
     #[must_use]
     pub fn new(io: IoMode) -> Self {
         Self {
@@ -107,52 +111,52 @@ impl Files {
             io,
             open: OpenFiles::default(),
             bytes_read: Arc::default(),
-            holdings: Arc::default(),
-            notes: None,
+            mirrors: Arc::default(),
+            read_log: None,
         }
     }
 
-    /// Of files that are among these no more is read than is held.
+    /// Limits reads of the mirrored files to the bytes that their mirrors have.
     #[must_use]
-    pub fn holding(self, holdings: Arc<Holdings>) -> Self {
-        Self { holdings, ..self }
+    pub fn with_mirrored_files(self, mirrors: Arc<MirroredFiles>) -> Self {
+        Self { mirrors, ..self }
     }
 
-    /// Files that remember what is read of them: see [`Files::noted`].
+    /// Records which ranges are read: see [`Files::recorded_reads`].
     #[must_use]
-    pub fn noting(self) -> Self {
-        Self { notes: Some(Arc::default()), ..self }
+    pub fn recording_reads(self) -> Self {
+        Self { read_log: Some(Arc::default()), ..self }
     }
 
-    /// No files yet, to be read as these are.
+    /// Returns an empty list with the same settings.
     #[must_use]
     pub fn without_entries(&self) -> Self {
-        Self { notes: self.notes.clone(), ..Self::new(self.io).holding(Arc::clone(&self.holdings)) }
+        Self { read_log: self.read_log.clone(), ..Self::new(self.io).with_mirrored_files(Arc::clone(&self.mirrors)) }
     }
 
-    /// What was read of a file of which that is noted.
+    /// Returns the ranges that were read from a file, if reads are recorded.
     #[must_use]
-    pub fn noted(&self, id: FileId) -> Ranges {
-        let notes = self.notes.as_ref().map(|notes| notes.lock().expect("no panic while the lock is held"));
-        let own = notes.iter().flat_map(|notes| notes.iter()).filter(|stretch| stretch.file == id);
+    pub fn recorded_reads(&self, id: FileId) -> Ranges {
+        let read_log = self.read_log.as_ref().map(|read_log| read_log.lock().expect("no panic while the lock is held"));
+        let own = read_log.iter().flat_map(|read_log| read_log.iter()).filter(|range| range.file == id);
         let len = self.len_bytes(id);
-        own.map(|stretch| stretch.offset.min(len)..stretch.offset.saturating_add(stretch.len).min(len)).collect()
+        own.map(|range| range.offset.min(len)..range.offset.saturating_add(range.len).min(len)).collect()
     }
 
-    /// Read files of a twin where this process sees them, and call all as the user does. `local` says where one is, from
-    /// where it lies in the twin.
+    /// Replaces mirrored files by the files that this process sees, and uses the user's paths for all of them. `local`
+    /// returns the file for a path in the mirror.
     ///
     /// # Errors
-    /// `Io` where one that this process saw is gone, or is another one now.
-    pub fn localise(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<LocalFile>) -> Result<()> {
+    /// `Io` if a file that this process saw is gone or has changed.
+    pub fn use_local_files(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<LocalFile>) -> Result<()> {
         for entry in &mut self.entries {
-            let Some(LocalFile { path, seen }) = local(&entry.path) else { continue };
-            let twin = std::mem::replace(&mut entry.path, path);
-            entry.twin = seen.is_none().then_some(twin);
+            let Some(LocalFile { path, own_modified: seen }) = local(&entry.path) else { continue };
+            let mirror_path = std::mem::replace(&mut entry.path, path);
+            entry.mirror_path = seen.is_none().then_some(mirror_path);
             match seen {
                 None => {}
                 Some(modified) => {
-                    let identity = Identity::of(&regular_file(&entry.path)?);
+                    let identity = Identity::from_metadata(&regular_file(&entry.path)?);
                     if (identity.len, identity.modified) != (entry.identity.len, modified) {
                         return Err(changed(&entry.path));
                     }
@@ -160,56 +164,56 @@ impl Files {
                 }
             }
         }
-        (self.io, self.holdings, self.open) = (io, Arc::default(), OpenFiles::default());
-        self.make_room();
+        (self.io, self.mirrors, self.open) = (io, Arc::default(), OpenFiles::default());
+        self.grow_open_files();
         Ok(())
     }
 
-    /// Reads a file from a copy, all of which is there, where this process does not see the file itself.
+    /// Reads a file from a complete copy if this process does not see the file itself.
     ///
     /// # Errors
-    /// `Io` where the copy cannot be looked at, or has another length.
+    /// `Io` if the copy cannot be inspected or has another length.
     pub fn read_copy(&mut self, id: FileId, copy: &Path) -> Result<()> {
         let entry = &mut self.entries[id.0 as usize];
-        let (Some(_), Some(holding)) = (&entry.twin, &mut entry.holding) else { return Ok(()) };
-        let identity = Identity::of(&regular_file(copy)?);
+        let (Some(_), Some(mirror)) = (&entry.mirror_path, &mut entry.mirror) else { return Ok(()) };
+        let identity = Identity::from_metadata(&regular_file(copy)?);
         if identity.len != entry.identity.len {
             return Err(changed(copy));
         }
-        holding.held = Arc::new(std::iter::once(0..identity.len).filter(|range| !range.is_empty()).collect());
-        (entry.identity, entry.twin) = (identity, Some(copy.to_path_buf()));
-        // Where the two file systems are read in different ways, this one is right for both.
+        mirror.available = Arc::new(std::iter::once(0..identity.len).filter(|range| !range.is_empty()).collect());
+        (entry.identity, entry.mirror_path) = (identity, Some(copy.to_path_buf()));
+        // Positional reads are correct for both file systems if they prefer different ways.
         if self.io == IoMode::Mmap && filesystem::preferred_io(copy.parent().unwrap_or(Path::new(".")))? != self.io {
             self.io = IoMode::Read;
         }
         self.open = OpenFiles::default();
-        self.make_room();
+        self.grow_open_files();
         Ok(())
     }
 
-    /// The ranks that see a file, ascending; `None` where all do.
+    /// Returns the ranks that see a file, ascending; `None` if all do.
     #[must_use]
     pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {
-        self.entries[id.0 as usize].holding.as_ref().map(|holding| &*holding.seen_by)
+        self.entries[id.0 as usize].mirror.as_ref().map(|mirror| &*mirror.seen_by)
     }
 
-    /// Add a file, remembering what it is now.
+    /// Adds a file and records its identity.
     ///
     /// # Errors
-    /// `Io` where the file cannot be looked at or is not a regular file.
+    /// `Io` if the file cannot be inspected or is not a regular file.
     pub fn add(&mut self, path: impl Into<PathBuf>) -> Result<FileId> {
         let path = path.into();
         let metadata = regular_file(&path)?;
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
-        let holding = self.holdings.get(&path).cloned();
-        let twin = holding.as_ref().map(|_| path.clone());
-        self.entries.push(FileEntry { path, identity: Identity::of(&metadata), holding, twin });
-        self.make_room();
+        let mirror = self.mirrors.get(&path).cloned();
+        let mirror_path = mirror.as_ref().map(|_| path.clone());
+        self.entries.push(FileEntry { path, identity: Identity::from_metadata(&metadata), mirror, mirror_path });
+        self.grow_open_files();
         Ok(id)
     }
 
-    /// Take in the files of another checkpoint, behind the ones here, and give what is to be added to their numbers.
-    /// Where the two would be read in different ways, both are read in the one that is right for every file system.
+    /// Appends the files of another checkpoint, and returns the number to add to their ids. If the two prefer different
+    /// ways to read, both use positional reads, which are correct for every file system.
     ///
     /// # Panics
     /// At 2^32 files.
@@ -219,68 +223,72 @@ impl Files {
         if self.io != other.io {
             self.io = IoMode::Read;
         }
-        self.make_room();
+        self.grow_open_files();
         shift
     }
 
+    /// Returns the path of a file.
     #[must_use]
     pub fn path(&self, id: FileId) -> &Path {
         &self.entries[id.0 as usize].path
     }
 
+    /// Returns the recorded length of a file.
     #[must_use]
     pub fn len_bytes(&self, id: FileId) -> u64 {
         self.entries[id.0 as usize].identity.len
     }
 
-    /// When a file was last changed, in seconds and nanoseconds since 1970.
+    /// Returns the time of the last change of a file, in seconds and nanoseconds since 1970.
     #[must_use]
     pub fn modified(&self, id: FileId) -> (i64, i64) {
-        let FileEntry { identity, holding, .. } = &self.entries[id.0 as usize];
-        holding.as_ref().map_or(identity.modified, |holding| holding.modified)
+        let FileEntry { identity, mirror, .. } = &self.entries[id.0 as usize];
+        mirror.as_ref().map_or(identity.modified, |mirror| mirror.modified)
     }
 
-    /// All of a file.
+    /// Returns the range of a whole file.
     #[must_use]
     pub fn whole(&self, id: FileId) -> FileRange {
         FileRange { file: id, offset: 0, len: self.len_bytes(id) }
     }
 
+    /// Returns the ids of all files.
     pub fn ids(&self) -> impl Iterator<Item = FileId> + use<> {
         (0..u32::try_from(self.entries.len()).expect("fewer than 2^32 files")).map(FileId)
     }
 
-    /// Bytes that were asked of the files so far. What is copied out of a mapping is not counted.
+    /// Returns the bytes that were read from the files so far. Copies from a mapping do not count.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
+    /// Returns the way to read.
     #[must_use]
     pub fn io(&self) -> IoMode {
         self.io
     }
 
-    /// The open file; opened now if it is not.
+    /// Returns the open file, and opens it if necessary.
     ///
     /// # Errors
-    /// `Io` where it cannot be opened, or where it is no longer the file first seen.
+    /// `Io` if it cannot be opened or its identity has changed.
     pub fn open(&self, id: FileId) -> Result<Opened<'_>> {
         self.open.get(id, self.descriptors(), || self.open_now(id))
     }
 
     fn open_now(&self, id: FileId) -> Result<OpenFile> {
         let entry = &self.entries[id.0 as usize];
-        let at = entry.twin.as_ref().unwrap_or(&entry.path);
+        let at = entry.mirror_path.as_ref().unwrap_or(&entry.path);
         let file = File::open(at).map_err(lookup::refused("open", &entry.path))?;
         let metadata = file.metadata().map_err(Error::io("look at", &entry.path))?;
-        if Identity::of(&metadata) != entry.identity {
+        if Identity::from_metadata(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
         let direct = (self.io == IoMode::Direct).then(|| direct::open(at, OpenOptions::new().read(true))).flatten();
-        let watch = match (&self.notes, &entry.holding, &entry.twin) {
-            (Some(notes), ..) => Some(ReadCheck::Note(id, Arc::clone(notes))),
-            (None, Some(holding), Some(_)) => Some(ReadCheck::Hold(holding.clone())),
+        let watch = match (&self.read_log, &entry.mirror, &entry.mirror_path) {
+            (Some(read_log), ..) => Some(ReadCheck::Record(id, Arc::clone(read_log))),
+            (None, Some(mirror), Some(_)) => Some(ReadCheck::Limit(mirror.clone())),
             _ => None,
         };
         Ok(OpenFile {
@@ -290,24 +298,24 @@ impl Files {
             len: entry.identity.len,
             map: std::sync::OnceLock::new(),
             bytes_read: Arc::clone(&self.bytes_read),
-            watch,
+            read_check: watch,
         })
     }
 
-    /// Of each open file.
+    /// Returns the descriptors of an open file.
     fn descriptors(&self) -> usize {
         if self.io == IoMode::Direct { 2 } else { 1 }
     }
 
-    /// For files that were added.
-    fn make_room(&mut self) {
+    /// Adapts the table of open files to the number of files.
+    fn grow_open_files(&mut self) {
         self.open.grow(self.entries.len(), self.descriptors());
     }
 
-    /// Read `len` bytes at `offset`. The length is checked against the file before anything is allocated.
+    /// Reads `len` bytes at `offset`. The length is checked against the file before memory is allocated.
     ///
     /// # Errors
-    /// As [`OpenFile::read_exact_at`].
+    /// Errors of [`OpenFile::read_exact_at`].
     pub fn read(&self, id: FileId, offset: u64, len: u64) -> Result<Vec<u8>> {
         let file = self.open(id)?;
         if offset.checked_add(len).is_none_or(|end| end > file.len) {
@@ -318,14 +326,14 @@ impl Files {
         Ok(buffer)
     }
 
-    /// Check that every file is still the one first seen; those that others see, they check.
+    /// Checks that the identity of every file is unchanged. Other processes check the files that only they see.
     ///
     /// # Errors
     /// `Io` naming the first file that changed.
     pub fn check_unchanged(&self) -> Result<()> {
-        for entry in self.entries.iter().filter(|entry| entry.twin.is_none()) {
+        for entry in self.entries.iter().filter(|entry| entry.mirror_path.is_none()) {
             let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("look at", &entry.path))?;
-            if Identity::of(&metadata) != entry.identity {
+            if Identity::from_metadata(&metadata) != entry.identity {
                 return Err(changed(&entry.path));
             }
         }
@@ -333,10 +341,10 @@ impl Files {
     }
 }
 
-/// A buffer for so many bytes of a file.
+/// Returns a zeroed buffer of `len` bytes.
 ///
 /// # Errors
-/// `OutOfMemory` where there is no room for it.
+/// `OutOfMemory` if there is not enough memory.
 pub fn zeroed(len: u64) -> io::Result<Vec<u8>> {
     let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
     let mut buffer = Vec::new();

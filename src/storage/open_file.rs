@@ -1,4 +1,4 @@
-//! An open file: positional reads, or a mapping.
+//! An open file, read by positional reads or through a mapping. Counts bytes.
 
 use std::fs::File;
 use std::io;
@@ -12,45 +12,52 @@ use super::mapping::Mapping;
 use super::{changed, direct};
 use crate::error::{Error, Result, StorageError};
 
-/// One open file; mapped on demand.
+/// One open file, mapped on demand.
 #[derive(Debug)]
 pub struct OpenFile {
+    /// Path for messages.
     pub(super) path: PathBuf,
+    /// The descriptor for ordinary reads.
     pub(super) file: File,
-    /// The same file, to be read past the page cache, where that is asked for and possible.
+    /// A second descriptor for reads past the page cache, if that is requested and possible.
     pub(super) direct: Option<File>,
+    /// Recorded length.
     pub(super) len: u64,
-    /// `None` where it cannot be mapped.
+    /// `None` if it cannot be mapped.
     pub(super) map: OnceLock<Option<Mapping>>,
     /// See [`super::Files::bytes_read`].
     pub(super) bytes_read: Arc<AtomicU64>,
-    pub(super) watch: Option<ReadCheck>,
+    /// Recorder or limit of reads, if there is one.
+    pub(super) read_check: Option<ReadCheck>,
 }
 
 impl OpenFile {
+    /// Returns the recorded length.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
+    /// Returns whether the file is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
+    /// Returns the path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Fill `buffer` from `offset`.
+    /// Fills `buffer` from `offset` on.
     ///
     /// # Errors
-    /// `Malformed` where the file ends first, `Io` where the read fails or the file has become shorter.
+    /// `Malformed` if the file ends first, `Io` if the read fails or the file has become shorter.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        self.look(offset, buffer.len() as u64)?;
+        self.check_read(offset, buffer.len() as u64)?;
         self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
-        // A file system may open a file for direct reads and still refuse them.
+        // A file system may open a file for direct reads and still refuse to read it.
         let direct = self.direct.as_ref().map(|file| direct::read_exact_at(file, buffer, offset));
         let read = match direct {
             Some(Err(error)) if error.kind() == io::ErrorKind::InvalidInput => None,
@@ -67,11 +74,11 @@ impl OpenFile {
         })
     }
 
-    /// Calls `read` with the bytes `[offset, offset + len)` of the mapped file. `None` where the file cannot be mapped, as
-    /// under a limit on address space: then it is to be read.
+    /// Calls `read` with the bytes `[offset, offset + len)` of the mapped file. Returns `None` if the file cannot be
+    /// mapped, for example under a limit on address space; the caller must then read it.
     ///
     /// # Errors
-    /// `Malformed` where the file is shorter; `Io` where it has become shorter, and where its pages cannot be read.
+    /// `Malformed` if the file is shorter; `Io` if it has become shorter, or if its pages cannot be read.
     pub fn mapped<T>(&self, offset: u64, len: u64, read: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(self.too_short(offset, len));
@@ -79,7 +86,7 @@ impl OpenFile {
         if len == 0 {
             return Ok(Some(read(&[])));
         }
-        self.look(offset, len)?;
+        self.check_read(offset, len)?;
         let map = self.map.get_or_init(|| Mapping::new(&self.file, usize::try_from(self.len).ok()?).ok());
         let Some(map) = map else { return Ok(None) };
         let start = usize::try_from(offset).expect("a mapped offset fits the address space");
@@ -87,7 +94,7 @@ impl OpenFile {
         map.read(start..start + len, read).map(Some).ok_or_else(|| self.unreadable_page())
     }
 
-    /// The error for a page of the mapping that raised SIGBUS.
+    /// Returns the error for a page of the mapping that raised SIGBUS.
     fn unreadable_page(&self) -> Error {
         match self.file.metadata() {
             Ok(metadata) if metadata.len() < self.len => changed(&self.path),
@@ -96,10 +103,11 @@ impl OpenFile {
         }
     }
 
-    fn look(&self, offset: u64, len: u64) -> Result<()> {
-        self.watch.as_ref().map_or(Ok(()), |watch| watch.look(&self.path, offset, len))
+    fn check_read(&self, offset: u64, len: u64) -> Result<()> {
+        self.read_check.as_ref().map_or(Ok(()), |check| check.before_read(&self.path, offset, len))
     }
 
+    /// Returns the error for a read beyond the end of the file.
     pub(super) fn too_short(&self, offset: u64, len: u64) -> Error {
         Error::malformed(
             &self.path,

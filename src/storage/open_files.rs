@@ -1,10 +1,9 @@
-//! The files of a checkpoint that are open, as many as the limit on descriptors allows.
+//! The open files of a checkpoint, as many as the limit on descriptors allows. Counts files.
 //!
-//! Why: a count of who has a file, or a lock around it, is where threads that want a small tensor each wait for each
-//! other, for longer than they copy. So the first files, half of the budget, stay open once they are, and to have one
-//! costs a look. The others take turns in the other half.
+//! A reference count or a lock around each file would make threads that copy small tensors wait for each other for
+//! longer than they copy. So the first files, half of the budget, stay open once they are opened, and using one of them
+//! takes no lock. The other files share the other half: opening one closes the one that was opened first.
 //!
-//! Counts files.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Deref;
@@ -13,33 +12,34 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::{FileId, OpenFile, filesystem};
 use crate::error::Result;
 
+/// The open files of one list of files.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
-    /// The first files there are.
-    staying: Vec<OnceLock<Arc<OpenFile>>>,
-    others: Mutex<OpenTurns>,
+    /// The first files, which stay open.
+    permanent: Vec<OnceLock<Arc<OpenFile>>>,
+    others: Mutex<CachedFiles>,
 }
 
-/// Those that have their turn, the latest last.
+/// The other open files, the latest last.
 #[derive(Debug, Default)]
-struct OpenTurns {
+struct CachedFiles {
     files: HashMap<u32, Arc<OpenFile>>,
     order: VecDeque<u32>,
 }
 
-/// A file that is open for as long as it is wanted.
+/// A file that stays open while this value exists.
 pub enum Opened<'a> {
-    Staying(&'a Arc<OpenFile>),
-    InTurn(Arc<OpenFile>),
+    Permanent(&'a Arc<OpenFile>),
+    Cached(Arc<OpenFile>),
 }
 
 impl Opened<'_> {
-    /// The same, to be kept.
+    /// Returns a handle that may be kept.
     #[must_use]
-    pub fn keep(&self) -> Arc<OpenFile> {
+    pub fn to_arc(&self) -> Arc<OpenFile> {
         match self {
-            Self::Staying(file) => Arc::clone(file),
-            Self::InTurn(file) => Arc::clone(file),
+            Self::Permanent(file) => Arc::clone(file),
+            Self::Cached(file) => Arc::clone(file),
         }
     }
 }
@@ -49,24 +49,24 @@ impl Deref for Opened<'_> {
 
     fn deref(&self) -> &OpenFile {
         match self {
-            Self::Staying(file) => file,
-            Self::InTurn(file) => file,
+            Self::Permanent(file) => file,
+            Self::Cached(file) => file,
         }
     }
 }
 
 impl OpenFiles {
-    /// Make room for so many files in all, each of which takes this many descriptors.
+    /// Sizes the table for `files` files in all, with this number of descriptors each.
     pub fn grow(&mut self, files: usize, descriptors: usize) {
-        let staying = files.min(filesystem::open_file_budget() / descriptors / 2);
-        if staying > self.staying.len() {
-            self.staying.resize_with(staying, OnceLock::new);
+        let permanent = files.min(filesystem::open_file_budget() / descriptors / 2);
+        if permanent > self.permanent.len() {
+            self.permanent.resize_with(permanent, OnceLock::new);
         }
     }
 
-    /// The file of this number; if it is not open, `open` does that.
+    /// Returns the file with this id; calls `open` if it is not open.
     pub fn get(&self, id: FileId, descriptors: usize, open: impl FnOnce() -> Result<OpenFile>) -> Result<Opened<'_>> {
-        if let Some(place) = self.staying.get(id.0 as usize) {
+        if let Some(place) = self.permanent.get(id.0 as usize) {
             let file = match place.get() {
                 Some(file) => file,
                 None => {
@@ -74,24 +74,24 @@ impl OpenFiles {
                     place.get_or_init(|| file)
                 }
             };
-            return Ok(Opened::Staying(file));
+            return Ok(Opened::Permanent(file));
         }
         let mut others = self.others.lock().expect("no panic while the lock is held");
         if let Some(file) = others.files.get(&id.0) {
-            return Ok(Opened::InTurn(Arc::clone(file)));
+            return Ok(Opened::Cached(Arc::clone(file)));
         }
         let file = Arc::new(open()?);
-        // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
-        // use stays open through its other `Arc`.
-        let room = (filesystem::open_file_budget() / descriptors).saturating_sub(self.staying.len());
-        if others.order.len() >= room.max(1)
+        // First in, first out: work goes through the files in order, so the oldest one is no longer needed. A file
+        // still in use stays open through its other `Arc`.
+        let budget = (filesystem::open_file_budget() / descriptors).saturating_sub(self.permanent.len());
+        if others.order.len() >= budget.max(1)
             && let Some(oldest) = others.order.pop_front()
         {
             others.files.remove(&oldest);
         }
         others.order.push_back(id.0);
         others.files.insert(id.0, Arc::clone(&file));
-        Ok(Opened::InTurn(file))
+        Ok(Opened::Cached(file))
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
     use crate::storage::{Files, IoMode};
 
     #[test]
-    fn the_first_files_stay_and_the_others_take_turns() {
+    fn first_files_stay_open_and_others_are_closed_in_order() {
         let folder = tempfile::tempdir().unwrap();
         let mut files = Files::new(IoMode::Read);
         for name in 0..5_u8 {
@@ -111,7 +111,7 @@ mod tests {
             std::fs::write(&path, [name]).unwrap();
             files.add(&path).unwrap();
         }
-        // Room for two that stay and two others.
+        // Budget for two permanent files and two others.
         let descriptors = filesystem::open_file_budget() / 4;
         let mut open = OpenFiles::default();
         open.grow(5, descriptors);

@@ -16,7 +16,7 @@ use crate::layout::Rank;
 use crate::publish::log::{AtEnd, Log};
 use serde_json::Value as Json;
 
-const OPTIONS: Options = Options { threads: 2, strip_bytes: 300, sync: false };
+const OPTIONS: Options = Options { threads: 2, write_block_bytes: 300, sync: false };
 
 const CASES: [(&str, &[&str]); 7] = [
     ("flat2", &["views", "flat", "groups", "one_file"]),
@@ -131,7 +131,7 @@ fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
     let folder = &crate::storage::AnchoredPath::new(folder);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
     let (log, stop) = (&log, &Stop::default());
-    let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
+    let writing = copy::WriteContext { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
     copy::copy(input, writing).unwrap();
 }
 

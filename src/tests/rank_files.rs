@@ -15,7 +15,7 @@ use torch_pickle::pickle::Unknown;
 
 use super::fixture;
 
-const OPTIONS: Options = Options { threads: 2, strip_bytes: 1 << 10, sync: false };
+const OPTIONS: Options = Options { threads: 2, write_block_bytes: 1 << 10, sync: false };
 
 fn open(path: &Path) -> Checkpoint {
     let series = SeriesChoice::Named(vec!["model".into()]);
@@ -141,7 +141,7 @@ fn fill(source: &Checkpoint, reservation: &Reservation, folder: &Path) {
     let folder = &crate::storage::AnchoredPath::new(folder);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
     let (log, stop) = (&log, &Stop::default());
-    let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
+    let writing = copy::WriteContext { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
     copy::copy(input(source), writing).unwrap();
 }
 

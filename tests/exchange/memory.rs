@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dtshard::catalog::{Catalog, Chunk, Dtype, FileLocation, OutputFile, Reserved, TensorEntry, TensorId};
-use dtshard::exchange::{Counting, FileOwners, FileVisibility, Moves, PLAN_BYTES, Reducing, Rounds, Topology};
+use dtshard::exchange::{Counting, FileOwners, FileVisibility, Moves, PLAN_BYTES, ReductionMethod, Rounds, Topology};
 use dtshard::exec::Extents;
 use dtshard::layout::Tile;
 use dtshard::storage::{FileId, memory};
@@ -276,9 +276,9 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
         sight: FileVisibility::PerRank(seen.collect()),
         nodes: (0..ranks).map(|rank| rank / 8).collect(),
         counting: Counting::Any,
-        reducing: Reducing::InRankOrder,
+        reducing: ReductionMethod::InRankOrder,
     };
-    let before = memory::anonymous().unwrap().now;
+    let before = memory::anonymous_memory().unwrap().now;
     // Those that are staged, moved and written while the next is made.
     let mut under_way = VecDeque::new();
     for round in Rounds::new(&catalog, &reserved, &owners, &parties, 64_000_000).take(5) {
@@ -287,7 +287,7 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
             under_way.pop_front();
         }
     }
-    memory::anonymous().unwrap().peak - before
+    memory::anonymous_memory().unwrap().peak - before
 }
 
 const PLANNED: [(u32, u32, Cut, Cut); 8] = [

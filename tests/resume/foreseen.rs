@@ -64,7 +64,7 @@ fn what_an_earlier_run_left() {
         assert_eq!(job.run(left, Some("record-after")).signal, Some(9));
         let hint = "--resume goes on with what it has done, --restart throws it away and starts again";
         warns(&job, "", &[REFUSED, "an earlier run did not finish: ", hint]);
-        warns(&job, "--resume --dtype bf16", &[REFUSED, "--dtype was not given, and is bf16"]);
+        warns(&job, "--resume --dtype bf16", &[REFUSED, "--dtype was not given, now bf16"]);
         warns(&job, "--resume", &["a run would go on with what is done of "]);
         warns(&job, "--restart", &[]);
         // A sibling joins; of another number of parts only --resume goes on.

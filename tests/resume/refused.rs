@@ -56,27 +56,27 @@ fn another_source_or_other_options() {
         let hint = "hint: --restart throws it away and starts again; --resume needs the same dtshard, SRC and options";
         refuses(job, more, &[&message, &what, hint]);
     };
-    refuses_as(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, and is bf16");
-    refuses_as(&job, "--resume --exclude layers.03.weight", "--exclude was not given, and is layers.03.weight");
-    refuses_as(&job, "--resume --add-prefix model.", "--add-prefix was not given, and is model.");
-    refuses_as(&job, "--dtype bf16", "--dtype was not given, and is bf16");
+    refuses_as(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, now bf16");
+    refuses_as(&job, "--resume --exclude layers.03.weight", "--exclude was not given, now layers.03.weight");
+    refuses_as(&job, "--resume --add-prefix model.", "--add-prefix was not given, now model.");
+    refuses_as(&job, "--dtype bf16", "--dtype was not given, now bf16");
     let ranks = Job::new(RANKS);
     leave(&ranks, "");
-    let placements = "--placements was R,S(1), and is R,S(1) layers.03.weight=S(0),S(1)";
+    let placements = "--placements was R,S(1), now R,S(1) layers.03.weight=S(0),S(1)";
     refuses_as(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", placements);
 
     // As it was, it goes on; changed in name only, it does not.
     let file = job.source().join("__1_0.distcp");
     let modified = fs::metadata(&file).unwrap().modified().unwrap();
     fs::File::open(&file).unwrap().set_modified(modified + Duration::from_secs(1)).unwrap();
-    refuses_as(&job, "--resume", "__1_0.distcp has changed since: it is newer, and as long");
+    refuses_as(&job, "--resume", "__1_0.distcp has changed: same length, newer modification time");
     let mut content = fs::read(&file).unwrap();
     let middle = content.len() / 2;
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
-    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp has changed since: it is newer"]);
+    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp has changed: same length, newer"]);
     fs::write(&file, [&content[..], &[0]].concat()).unwrap();
-    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, and is "]);
+    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, now "]);
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
     fs::File::open(&file).unwrap().set_modified(modified).unwrap();

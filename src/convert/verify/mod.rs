@@ -132,7 +132,7 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
-        let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
+        let checked = compare::check_locations(input(checkpoint), entry).and_then(|()| {
             if model::is_random_state(entry.fqn.as_str()) {
                 return Ok(None);
             }

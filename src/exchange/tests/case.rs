@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::{Means, Spec, hard, term};
 use crate::catalog::{OutputFile, PartialValues, Reserved, TensorId};
 use crate::comm::{Communicator, Local};
-use crate::exchange::{Counting, Exchange, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology, agree};
+use crate::exchange::{Counting, Exchange, FileOwners, FileVisibility, Load, ReductionMethod, Rounds, Topology, agree};
 use crate::exec::Silent;
 use crate::exec::cast::DtypePair;
 use crate::exec::copy::CastCount;
@@ -192,7 +192,7 @@ impl Case {
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
                         let shuffle = M::shuffle(&seat);
                         let (log, options, stop) = (&log, &options(), &Stop::default());
-                        let writing = Writing { reservation, folder, log, options, reporter: &Silent, stop };
+                        let writing = WriteContext { reservation, folder, log, options, reporter: &Silent, stop };
                         let stats = exchange.run(rank, shuffle, writing)?;
                         // A rank that leaves sooner fails the others.
                         rank.barrier().unwrap();
@@ -221,7 +221,7 @@ impl Case {
             sight,
             nodes: (0..ranks).map(|rank| rank / 2).collect(),
             counting: Counting::Any,
-            reducing: Reducing::InRankOrder,
+            reducing: ReductionMethod::InRankOrder,
         };
         (parties, deal(&self.reservation, cuts, ranks))
     }
@@ -253,7 +253,7 @@ pub(crate) struct Written {
 }
 
 fn options() -> Options {
-    Options { threads: 2, strip_bytes: 1000, sync: false }
+    Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
 /// The output files, cut at these places, dealt out in turn.

@@ -3,7 +3,7 @@
 use super::case::{Written, deal};
 use super::{Case, Means, Spec, fits, op, term};
 use crate::catalog::Reserved;
-use crate::exchange::{Counting, FileVisibility, Load, Reducing, Topology, partial_replicas};
+use crate::exchange::{Counting, FileVisibility, Load, ReductionMethod, Topology, partial_replicas};
 use crate::exec::cast::Cast;
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
@@ -52,7 +52,7 @@ pub(super) fn one_each(case: &Case, ranks: u32) -> Topology {
     let files = u32::try_from(case.files.ids().count()).unwrap();
     let seen = (0..files).map(|file| std::iter::once(file % ranks).collect()).collect();
     let nodes = vec![0; ranks as usize];
-    Topology { sight: FileVisibility::PerRank(seen), nodes, counting: Counting::Any, reducing: Reducing::ByNccl }
+    Topology { sight: FileVisibility::PerRank(seen), nodes, counting: Counting::Any, reducing: ReductionMethod::Nccl }
 }
 
 impl Case {

@@ -15,7 +15,7 @@ use means::Host;
 
 use super::*;
 use crate::error::Error;
-use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Reducing, Rounds, Topology};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, ReductionMethod, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
@@ -138,7 +138,7 @@ fn tensors_are_through_one_after_the_other() {
         sight: FileVisibility::Shared,
         nodes: vec![0, 0],
         counting: Counting::Any,
-        reducing: Reducing::InRankOrder,
+        reducing: ReductionMethod::InRankOrder,
     };
     let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 300);
     let rounds: Vec<(Vec<usize>, bool)> = rounds
@@ -186,10 +186,10 @@ pub(crate) fn check_faults(means: &impl Means) {
     let case = Case::new(&[(vec![64, 8], (Dtype::U8, Dtype::U8), rows(2), whole, sum)], false);
     let (parties, todos) = case.parties(2, &[], Some(7));
     let told = case.attempt_alone().unwrap_err().to_string();
-    assert!(told.starts_with("t0: the sum of its summands is "), "{told}");
+    assert!(told.starts_with("t0: the sum of its partial values is "), "{told}");
     let failed = case.attempt(means, &parties, &todos, 100);
     let failed: Vec<Error> = failed.into_iter().map(Result::unwrap_err).collect();
-    let is_it = |error: &Error| error.to_string().starts_with("t0: the sum of its summands is ");
+    let is_it = |error: &Error| error.to_string().starts_with("t0: the sum of its partial values is ");
     assert!(failed.iter().any(is_it), "{failed:?}");
     assert!(failed.iter().all(|error| is_it(error) || matches!(error, Error::Comm(_))), "{failed:?}");
 }

@@ -3,7 +3,7 @@
 use super::case::deal;
 use super::folding::one_each;
 use super::{Case, Host};
-use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, Reducing, Round, Rounds, Topology};
+use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, ReductionMethod, Round, Rounds, Topology};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 
@@ -16,7 +16,7 @@ fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32,
         sight: FileVisibility::PerRank(seen),
         nodes: vec![0; ranks as usize],
         counting: Counting::Any,
-        reducing: Reducing::InRankOrder,
+        reducing: ReductionMethod::InRankOrder,
     };
     let todos = deal(&case.reservation, &[], ranks);
     let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);

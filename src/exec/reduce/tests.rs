@@ -1,18 +1,18 @@
-//! Against arithmetic element by element that shares nothing with the loops but the casts.
+//! Tests against element-wise arithmetic that shares only the casts with the tested loops.
 
-#![expect(clippy::cast_possible_truncation, clippy::float_cmp, reason = "numbers are to be equal to the last bit")]
+#![expect(clippy::cast_possible_truncation, clippy::float_cmp, reason = "compares numbers bit for bit")]
 
 use super::*;
 use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
 
-/// The value of summands, in as many turns as there are.
-fn reduce(dtype: Dtype, op: ReduceOp, divisor: u64, summands: &[Vec<u8>]) -> Result<Vec<u8>, ReduceError> {
+/// Reduces partial values, adding one at a time.
+fn reduce(dtype: Dtype, op: ReduceOp, divisor: u64, partial_values: &[Vec<u8>]) -> Result<Vec<u8>, ReduceError> {
     let reducer = Reducer::new(dtype, op, divisor)?;
-    let len = summands[0].len();
-    // What is left of another time does not matter.
+    let len = partial_values[0].len();
+    // The initial content of `sums` does not matter.
     let (mut sums, mut value) = (vec![0x5a; len * reducer.widening()], vec![0; len]);
-    for (number, summand) in summands.iter().enumerate() {
-        reducer.add(number == 0, summand, &mut sums);
+    for (number, partial_value) in partial_values.iter().enumerate() {
+        reducer.add(number == 0, partial_value, &mut sums);
     }
     reducer.finish(&mut sums, &mut value)?;
     Ok(value)
@@ -41,7 +41,7 @@ fn to_doubles(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
     wide.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-/// Odd numbers of odd sizes, of which sums are not exact.
+/// Numbers of different magnitudes, whose sums are not exact.
 fn number(index: usize, of: usize) -> f64 {
     let wild = (index * 31 + of * 17 + 5).wrapping_mul(0x9E37_79B9) % 2003;
     (f64::from(u32::try_from(wild).unwrap()) - 1001.0) / [5.0, 7.0, 64.0, 1000.0][index % 4]
@@ -53,10 +53,11 @@ const FLOATS: [Dtype; 8] = Dtype::CAST_TARGETS;
 fn floats_are_rounded_once_from_the_wider_type() {
     for dtype in FLOATS {
         let narrow = !matches!(dtype, Dtype::F32 | Dtype::F64);
-        let summands: Vec<Vec<u8>> = (0..5)
+        let partial_values: Vec<Vec<u8>> = (0..5)
             .map(|of| cast(Dtype::F64, dtype, &doubles(&(0..301).map(|at| number(at, of)).collect::<Vec<_>>())))
             .collect();
-        let values: Vec<Vec<f64>> = summands.iter().map(|summand| to_doubles(dtype, summand)).collect();
+        let values: Vec<Vec<f64>> =
+            partial_values.iter().map(|partial_value| to_doubles(dtype, partial_value)).collect();
         for (op, divisor) in [(Sum, 1), (Sum, 3), (Avg, 5), (Product, 1), (Max, 1), (Min, 1)] {
             let naive = (0..301).map(|at| {
                 let mut sum = values[0][at];
@@ -87,20 +88,20 @@ fn floats_are_rounded_once_from_the_wider_type() {
                 let quotient = sum / divisor as f64;
                 if narrow { f64::from(quotient as f32) } else { quotient }
             });
-            let wanted = cast(Dtype::F64, dtype, &doubles(&naive.collect::<Vec<_>>()));
-            assert_eq!(reduce(dtype, op, divisor, &summands), Ok(wanted), "{op} of {dtype} by {divisor}");
+            let expected = cast(Dtype::F64, dtype, &doubles(&naive.collect::<Vec<_>>()));
+            assert_eq!(reduce(dtype, op, divisor, &partial_values), Ok(expected), "{op} of {dtype} by {divisor}");
         }
     }
 }
 
 #[test]
-fn many_small_ones_are_not_lost() {
-    // In the dtypes themselves each of these sums stands still.
+fn small_addends_are_not_lost() {
+    // In these dtypes themselves, adding 1 would not change the sum.
     let ones = |dtype, first: f64, count: usize| {
         let first = std::iter::once(cast(Dtype::F64, dtype, &doubles(&[first])));
-        let summands: Vec<Vec<u8>> =
+        let partial_values: Vec<Vec<u8>> =
             first.chain((0..count).map(|_| cast(Dtype::F64, dtype, &doubles(&[1.0])))).collect();
-        to_doubles(dtype, &reduce(dtype, Sum, 1, &summands).unwrap())[0]
+        to_doubles(dtype, &reduce(dtype, Sum, 1, &partial_values).unwrap())[0]
     };
     assert_eq!(ones(Dtype::F32, 16_777_216.0, 4), 16_777_220.0);
     assert_eq!(ones(Dtype::Bf16, 256.0, 4), 260.0);
@@ -109,18 +110,22 @@ fn many_small_ones_are_not_lost() {
 }
 
 #[test]
-fn what_is_not_a_number_and_which_zero() {
+fn nan_propagates_and_first_zero_is_kept() {
     let nan = f64::NAN;
     for dtype in FLOATS {
         let of = |values: &[f64]| cast(Dtype::F64, dtype, &doubles(values));
-        let summands =
+        let partial_values =
             [of(&[-0.0, 0.0, nan, 1.0, 2.0]), of(&[0.0, -0.0, 1.0, nan, nan]), of(&[-0.0, 0.0, 3.0, 3.0, nan])];
         for op in [Max, Min, Sum, Product] {
-            let found = reduce(dtype, op, 1, &summands).unwrap();
+            let found = reduce(dtype, op, 1, &partial_values).unwrap();
             let values = to_doubles(dtype, &found);
             assert!(values[2..].iter().all(|value| value.is_nan()), "{op} of {dtype}");
             if matches!(op, Max | Min) {
-                assert_eq!(found[..2 * found.len() / 5], summands[0][..2 * found.len() / 5], "the first zero stays");
+                assert_eq!(
+                    found[..2 * found.len() / 5],
+                    partial_values[0][..2 * found.len() / 5],
+                    "the first zero stays"
+                );
             }
         }
         let quiet = cast(Dtype::F64, dtype, &doubles(&[nan]));
@@ -133,7 +138,7 @@ fn what_is_not_a_number_and_which_zero() {
 }
 
 #[test]
-fn integers_are_exact_or_refused() {
+fn integers_are_exact_or_an_error() {
     let i64s = |values: &[i64]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
     let both = [i64s(&[i64::MAX, -7, 6]), i64s(&[-2, 3, 10])];
     let found = |op, divisor| reduce(Dtype::I64, op, divisor, &both);
@@ -146,7 +151,7 @@ fn integers_are_exact_or_refused() {
     assert_eq!(found(Avg, 2), Err(ReduceError::Remainder { value: i128::from(i64::MAX) - 2, divisor: 2 }));
     let overflow = |value| ReduceError::Overflow { dtype: Dtype::I64, op: Product, value };
     assert_eq!(found(Product, 1), Err(overflow(i128::from(i64::MAX) * -2)));
-    // A sum may be too large on the way.
+    // An intermediate sum may exceed the dtype.
     let three = [i64s(&[i64::MAX]), i64s(&[i64::MAX]), i64s(&[-i64::MAX])];
     assert_eq!(reduce(Dtype::I64, Sum, 1, &three), Ok(i64s(&[i64::MAX])));
     let most = vec![i64s(&[i64::MAX]); 5];
@@ -172,12 +177,12 @@ fn integers_are_exact_or_refused() {
 }
 
 #[test]
-fn bool_and_complex_have_some_ops() {
+fn bool_and_complex_support_some_ops() {
     let both = [vec![0, 0, 1, 2], vec![0, 1, 0, 1]];
-    for (op, wanted) in
+    for (op, expected) in
         [(Max, [0, 1, 1, 1]), (Min, [0, 0, 0, 1]), (Band, [0, 0, 0, 1]), (Bor, [0, 1, 1, 1]), (Bxor, [0, 1, 1, 0])]
     {
-        assert_eq!(reduce(Dtype::Bool, op, 1, &both), Ok(wanted.to_vec()), "{op}");
+        assert_eq!(reduce(Dtype::Bool, op, 1, &both), Ok(expected.to_vec()), "{op}");
     }
     for (dtype, part) in [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)] {
         let of = |values: &[f64]| cast(Dtype::F64, part, &doubles(values));
@@ -187,7 +192,7 @@ fn bool_and_complex_have_some_ops() {
 }
 
 #[test]
-fn what_means_nothing_is_refused() {
+fn undefined_op_of_a_dtype_is_an_error() {
     let undefined = [
         (Dtype::Bool, Sum),
         (Dtype::Bool, Avg),
@@ -205,6 +210,6 @@ fn what_means_nothing_is_refused() {
         assert_eq!(fault, ReduceError::Undefined { dtype, op });
         assert!(fault.to_string().contains(dtype.name()), "{fault}");
     }
-    // Splitting a value is a sum, too.
+    // A divisor makes it a sum.
     assert!(Reducer::new(Dtype::Bool, Max, 2).is_err());
 }

@@ -1,4 +1,4 @@
-//! Casts on their way through the copier and the comparer, against casts of whole tensors.
+//! Tests of casts in copies and comparisons, against casts of whole tensors.
 
 use super::*;
 use crate::catalog::{ChecksumSpan, ChecksummedRange, OutputFile, Reserved, StridedLocation, TensorId};
@@ -9,7 +9,7 @@ use crate::exec::copy::{CastCount, dry_run};
 use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::storage::FileId;
 
-/// Values that overflow now and then, NaNs among them, everything of many magnitudes.
+/// Returns a value of any magnitude; some overflow and some are NaN.
 fn value(index: u64) -> f64 {
     if index % 97 == 13 {
         return f64::NAN;
@@ -20,11 +20,12 @@ fn value(index: u64) -> f64 {
     if index.is_multiple_of(2) { size } else { -size }
 }
 
-/// Element `index` in a dtype: f64, cast where it is another one.
+/// Returns element `index` in a dtype, cast from f64.
 pub(crate) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
     cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
 }
 
+/// Casts elements; copies them if the dtypes are equal.
 pub(crate) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, LossCounts) {
     let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), LossCounts::default()) };
     let mut target = vec![0; source.len() / bytes(from.itemsize()) * bytes(to.itemsize())];
@@ -61,7 +62,7 @@ impl Source {
     }
 }
 
-/// One file with every tile of a layout behind a header, each with its sum in 4 bytes after it.
+/// Reserves one file with every tile of the layouts behind a header, each followed by its checksum of 4 bytes.
 fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("out");
@@ -86,22 +87,22 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
     reservation
 }
 
-fn options(threads: usize, strip_bytes: u64) -> Options {
-    Options { threads, strip_bytes, sync: false }
+fn options(threads: usize, block_bytes: u64) -> Options {
+    Options { threads, write_block_bytes: block_bytes, sync: false }
 }
 
 fn fill(input: Input<'_>, reservation: &Reservation, folder: &Path, options: &Options) -> Result<Stats> {
     copy(input, reservation, folder, options, &Silent, &Stop::default())
 }
 
-/// What was written, as a checkpoint to read.
+/// Returns the written file as a source.
 fn written(folder: &Path) -> Files {
     let mut files = Files::new(IoMode::Read);
     files.add(folder.join("out")).unwrap();
     files
 }
 
-/// Every tile and every sum is what it should be.
+/// Checks every tile and every checksum.
 fn check(source: &Source, reservation: &Reservation, folder: &Path) {
     let found = fs::read(folder.join("out")).unwrap();
     let from = source.entry().dtype;
@@ -110,10 +111,10 @@ fn check(source: &Source, reservation: &Reservation, folder: &Path) {
             let FileLocation::Bytes { offset, .. } = chunk.place else { continue };
             let indices = linear_indices(&entry.shape, &chunk.tile);
             let stored: Vec<u8> = indices.iter().flat_map(|index| element_of(from, *index)).collect();
-            let wanted = cast(from, entry.dtype, &stored).0;
-            let end = bytes(offset) + wanted.len();
-            assert!(found[bytes(offset)..end] == wanted, "tile {} to {}", chunk.tile, entry.dtype);
-            assert_eq!(found[end..end + 4], crc32fast::hash(&wanted).to_le_bytes());
+            let expected = cast(from, entry.dtype, &stored).0;
+            let end = bytes(offset) + expected.len();
+            assert!(found[bytes(offset)..end] == expected, "tile {} to {}", chunk.tile, entry.dtype);
+            assert_eq!(found[end..end + 4], crc32fast::hash(&expected).to_le_bytes());
         }
     }
 }
@@ -126,7 +127,7 @@ fn sharded(dim: usize, ranks: u64) -> Layout {
     Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(dim))] }
 }
 
-/// Rows of (dp, tp) ranks in turn, and every one of them twice.
+/// Rows alternate between (dp, tp) ranks, and every rank has a replica.
 fn interleaved() -> Layout {
     let strided = Placement::StridedShard { dim: TensorDim(0), split_factor: 2 };
     let placements = vec![strided, Placement::Shard(TensorDim(0)), Placement::Replicate];
@@ -134,7 +135,7 @@ fn interleaved() -> Layout {
 }
 
 #[test]
-pub(crate) fn casts_do_not_depend_on_layouts_or_strips() {
+pub(crate) fn casts_do_not_depend_on_layouts_or_blocks() {
     let shape = [37, 23];
     let pairs =
         [(Dtype::F32, Dtype::Bf16), (Dtype::Bf16, Dtype::F32), (Dtype::F64, Dtype::F16), (Dtype::F32, Dtype::F8E4m3fn)];
@@ -144,10 +145,10 @@ pub(crate) fn casts_do_not_depend_on_layouts_or_strips() {
         {
             let io = if transpose { IoMode::Mmap } else { IoMode::Read };
             let source = Source::new(&shape, from, &layout, transpose, io);
-            for (threads, strip_bytes) in [(1, 1), (2, 7), (1, 64), (2, 1001), (1, 4 << 20)] {
+            for (threads, block_bytes) in [(1, 1), (2, 7), (1, 64), (2, 1001), (1, 4 << 20)] {
                 let reservation = reserve(&source, to, &[&interleaved(), &sharded(1, 5)]);
                 let folder = tempfile::tempdir().unwrap();
-                fill(source.input(), &reservation, folder.path(), &options(threads, strip_bytes)).unwrap();
+                fill(source.input(), &reservation, folder.path(), &options(threads, block_bytes)).unwrap();
                 check(&source, &reservation, folder.path());
             }
         }
@@ -155,19 +156,19 @@ pub(crate) fn casts_do_not_depend_on_layouts_or_strips() {
 }
 
 #[test]
-fn a_tensor_is_counted_once_whatever_its_replicas_and_strips() {
+fn lost_values_are_counted_once_for_any_replicas_and_blocks() {
     let source = Source::new(&[37, 23], Dtype::F32, &sharded(0, 3), false, IoMode::Read);
     let all: Vec<u8> = (0..37 * 23).flat_map(|index| element_of(Dtype::F32, index)).collect();
     let lost = cast(Dtype::F32, Dtype::F16, &all).1;
     assert!(lost.overflows > 0 && lost.nans > 0, "{lost:?}");
     let pair = (Dtype::F32, Dtype::F16);
-    for strip_bytes in [10, 4 << 20] {
+    for block_bytes in [10, 4 << 20] {
         let reservation = reserve(&source, Dtype::F16, &[&interleaved(), &sharded(1, 5)]);
         let folder = tempfile::tempdir().unwrap();
-        let stats = fill(source.input(), &reservation, folder.path(), &options(2, strip_bytes)).unwrap();
+        let stats = fill(source.input(), &reservation, folder.path(), &options(2, block_bytes)).unwrap();
         let (overflows, nans) = (2 * lost.overflows, 2 * lost.nans);
         assert_eq!(stats.casts, [(pair, CastCount { tensors: 2, overflows, nans })].into());
-        // Twice four bytes an element, once for the replicas.
+        // Four bytes per element for each of two copies of the first layout and one of the second.
         assert_eq!(stats.bytes_read, 3 * 37 * 23 * 4);
         let dry = dry_run(source.input(), &reservation, &Stop::default()).unwrap();
         assert_eq!(dry.casts, [(pair, CastCount { tensors: 2, overflows: 0, nans: 0 })].into());
@@ -178,8 +179,8 @@ fn a_tensor_is_counted_once_whatever_its_replicas_and_strips() {
 }
 
 #[test]
-pub(crate) fn casts_go_through_windows() {
-    // As many tiles as a window has, so there are three.
+pub(crate) fn casts_work_across_windows() {
+    // Each tensor has as many tiles as a window, so there are three windows.
     let source = Source::new(&[1 << 14], Dtype::F32, &sharded(0, 2), false, IoMode::Read);
     let reservation = reserve(&source, Dtype::Bf16, &[&sharded(0, 1 << 14), &sharded(0, 1 << 14), &whole()]);
     let folder = tempfile::tempdir().unwrap();
@@ -189,9 +190,9 @@ pub(crate) fn casts_go_through_windows() {
 }
 
 #[test]
-fn memory_is_bounded_and_long_reads_come_in_blocks() {
+fn scratch_memory_of_a_long_cast_is_bounded() {
     let shape = [700, 1000];
-    let wanted: Vec<u8> = (0..700_000).flat_map(|index| element_of(Dtype::Bf16, index)).collect();
+    let expected: Vec<u8> = (0..700_000).flat_map(|index| element_of(Dtype::Bf16, index)).collect();
     for (transpose, io) in [(false, IoMode::Read), (true, IoMode::Read), (true, IoMode::Mmap)] {
         let source = Source::new(&shape, Dtype::F32, &sharded(0, 2), transpose, io);
         let plan = crate::plan::SourceTensor::new(source.entry()).unwrap();
@@ -199,16 +200,16 @@ fn memory_is_bounded_and_long_reads_come_in_blocks() {
         let prepared = PreparedTile::new(source.input(), &plan, tile, &mut Locations::default()).unwrap();
         let prepared = prepared.cast_to(Dtype::Bf16).unwrap();
         assert_eq!(prepared.itemsize(), 2);
-        let mut buffer = vec![0x55; wanted.len() - 6];
+        let mut buffer = vec![0x55; expected.len() - 6];
         let mut scratch = Scratch::default();
         prepared.read(source.input(), 3, &mut buffer, &mut scratch).unwrap();
-        assert!(buffer == wanted[6..]);
+        assert!(buffer == expected[6..]);
         assert!(scratch.capacity() as u64 <= SCRATCH_BYTES);
     }
 }
 
 #[test]
-fn records_that_pass_through_a_cast_are_checked() {
+fn records_that_are_cast_are_checked_against_their_crc() {
     let source = Source::new(&[300, 1000], Dtype::F32, &whole(), false, IoMode::Read);
     let FileLocation::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
     let data: Vec<u8> = (0..300_000).flat_map(|index| element_of(Dtype::F32, index)).collect();
@@ -218,10 +219,10 @@ fn records_that_pass_through_a_cast_are_checked() {
             Ok(StridedLocation { summed: Some(ChecksummedRange { start, len, crc }), ..resolve(files, entry, chunk)? })
         };
         let input = Input { resolve: &resolve, ..source.input() };
-        for strip_bytes in [100_000, 4 << 20] {
+        for block_bytes in [100_000, 4 << 20] {
             let reservation = reserve(&source, Dtype::Bf16, &[&sharded(0, 2)]);
             let folder = tempfile::tempdir().unwrap();
-            match fill(input, &reservation, folder.path(), &options(2, strip_bytes)) {
+            match fill(input, &reservation, folder.path(), &options(2, block_bytes)) {
                 Ok(_) => {
                     assert!(sound);
                     check(&source, &reservation, folder.path());
@@ -236,7 +237,7 @@ fn records_that_pass_through_a_cast_are_checked() {
 }
 
 #[test]
-fn what_cannot_be_cast_is_named() {
+fn uncastable_dtype_is_an_error_that_names_the_tensor() {
     let mut source = Source::new(&[4], Dtype::F32, &whole(), false, IoMode::Read);
     source.catalog.tensors[0].dtype = Dtype::I32;
     let error = dry_run(source.input(), &reserve(&source, Dtype::Bf16, &[&whole()]), &Stop::default()).unwrap_err();
@@ -245,7 +246,7 @@ fn what_cannot_be_cast_is_named() {
 }
 
 #[test]
-fn what_was_written_is_read_back_through_the_cast() {
+fn cast_copy_equals_its_source_and_a_flipped_bit_is_found() {
     let source = Source::new(&[37, 23], Dtype::F32, &sharded(0, 3), true, IoMode::Read);
     let reservation = reserve(&source, Dtype::Bf16, &[&sharded(1, 5)]);
     let folder = tempfile::tempdir().unwrap();
@@ -257,8 +258,8 @@ fn what_was_written_is_read_back_through_the_cast() {
         let (left, right) = ((source.input(), source.entry()), (right, target));
         first_difference(left, right, Dtype::Bf16, options, &Silent, &Stop::default()).unwrap()
     };
-    for strip_bytes in [1, 50, 4 << 20] {
-        assert_eq!(compared(&written(folder.path()), &options(2, strip_bytes)), None);
+    for block_bytes in [1, 50, 4 << 20] {
+        assert_eq!(compared(&written(folder.path()), &options(2, block_bytes)), None);
     }
     let digest = |input, entry| digest(input, entry, Dtype::Bf16, &options(1, 64), &Silent, &Stop::default()).unwrap();
     let files = written(folder.path());
@@ -268,7 +269,8 @@ fn what_was_written_is_read_back_through_the_cast() {
     let path = folder.path().join("out");
     let mut bytes = fs::read(&path).unwrap();
     let FileLocation::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
-    // The sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements further.
+    // Flips the sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements
+    // further.
     bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;
     fs::write(&path, &bytes).unwrap();
     let found = compared(&written(folder.path()), &options(2, 50)).unwrap();
@@ -276,37 +278,37 @@ fn what_was_written_is_read_back_through_the_cast() {
     assert_eq!(found.max_abs, Some(2.0 * value_of(Dtype::Bf16, 28).abs()));
 }
 
-/// What an element comes back as.
+/// Returns an element after a cast to `dtype` and back.
 fn value_of(dtype: Dtype, index: u64) -> f64 {
     f64::from_le_bytes(cast(dtype, Dtype::F64, &element_of(dtype, index)).0.try_into().unwrap())
 }
 
 #[test]
-fn differences_do_not_depend_on_threads_or_strips() {
+fn differences_do_not_depend_on_threads_or_blocks() {
     let shape = [61, 41];
     let left = Source::new(&shape, Dtype::F32, &sharded(0, 3), false, IoMode::Read);
     let right = Source::new(&shape, Dtype::Bf16, &sharded(1, 2), true, IoMode::Mmap);
-    let mut wanted: Option<Difference> = None;
+    let mut expected: Option<Difference> = None;
     for index in 0..61 * 41 {
         let (ours, theirs) =
             (element_of(Dtype::F32, index), cast(Dtype::Bf16, Dtype::F32, &element_of(Dtype::Bf16, index)).0);
         if ours != theirs {
             let distance = (value_of(Dtype::F32, index) - value_of(Dtype::Bf16, index)).abs();
-            let so_far = wanted.unwrap_or(Difference { element: index, max_abs: Some(0.0), differing: 0 });
+            let so_far = expected.unwrap_or(Difference { element: index, max_abs: Some(0.0), differing: 0 });
             let max_abs = so_far.max_abs.map(|max| max.max(distance));
-            wanted = Some(Difference { max_abs, differing: so_far.differing + 1, ..so_far });
+            expected = Some(Difference { max_abs, differing: so_far.differing + 1, ..so_far });
         }
     }
-    let wanted = wanted.unwrap();
-    assert!(wanted.differing > 100, "{wanted:?}");
+    let expected = expected.unwrap();
+    assert!(expected.differing > 100, "{expected:?}");
     for threads in [1, 2, 5] {
-        for strip_bytes in [1, 90, 4 << 20] {
+        for block_bytes in [1, 90, 4 << 20] {
             let sides = ((left.input(), left.entry()), (right.input(), right.entry()));
-            let options = options(threads, strip_bytes);
+            let options = options(threads, block_bytes);
             let found = first_difference(sides.0, sides.1, Dtype::F32, &options, &Silent, &Stop::default());
-            assert_eq!(found.unwrap(), Some(wanted));
-            let same = first_difference(sides.0, sides.1, Dtype::Bf16, &options, &Silent, &Stop::default());
-            assert_eq!(same.unwrap(), None, "the same once both are bf16");
+            assert_eq!(found.unwrap(), Some(expected));
+            let as_bf16 = first_difference(sides.0, sides.1, Dtype::Bf16, &options, &Silent, &Stop::default());
+            assert_eq!(as_bf16.unwrap(), None, "equal once both are bf16");
         }
     }
 }

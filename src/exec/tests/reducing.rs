@@ -1,4 +1,4 @@
-//! Summands on their way through the copier, the comparer and casts, against sums of whole tensors.
+//! Tests of partial values in copies, comparisons and casts, against sums of whole tensors.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use crate::layout::partial::{PartialReduction, Share};
 use crate::storage::FileId;
 
 const SHAPE: [u64; 2] = [300, 700];
-const SUMMANDS: u64 = 3;
+const PARTIAL_VALUES: u64 = 3;
 
-/// Numbers whose sums of three are no f32.
-fn element_of(summand: u64, index: u64) -> f32 {
-    let wild = index.wrapping_mul(0x9E37_79B9).wrapping_add(summand * 7919) % 100_003;
-    (f32::from(u16::try_from(wild % 60_000).unwrap()) - 30_000.0) / 7.0
+/// Returns a number; sums of three such numbers are not exact in f32.
+fn element_of(number: u64, index: u64) -> f32 {
+    let scrambled = index.wrapping_mul(0x9E37_79B9).wrapping_add(number * 7919) % 100_003;
+    (f32::from(u16::try_from(scrambled % 60_000).unwrap()) - 30_000.0) / 7.0
 }
 
-/// A tensor of three summands in one file each, all of the same layout.
+/// A tensor of three partial values, each in its own file, all with the same layout.
 struct Source {
     folder: tempfile::TempDir,
     files: Files,
@@ -31,12 +31,13 @@ impl Source {
         let folder = tempfile::tempdir().unwrap();
         let mut files = Files::new(io);
         let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
-        let reduction =
-            PartialReduction::of(&[SUMMANDS], &[Placement::Partial(ReduceOp::Sum)]).unwrap().expect("it is Partial");
+        let reduction = PartialReduction::of(&[PARTIAL_VALUES], &[Placement::Partial(ReduceOp::Sum)])
+            .unwrap()
+            .expect("it is Partial");
         let mut of_chunk = Vec::new();
-        for summand in 0..SUMMANDS {
-            let path = folder.path().join(format!("summand{summand}"));
-            let value = |index| element_of(summand, index).to_le_bytes().to_vec();
+        for number in 0..PARTIAL_VALUES {
+            let path = folder.path().join(format!("value{number}"));
+            let value = |index| element_of(number, index).to_le_bytes().to_vec();
             let (_, stored) = store_values(&SHAPE, Dtype::F32, layout, transpose, io, &path, &value);
             let file = files.add(&path).unwrap();
             for mut chunk in stored.chunks.iter() {
@@ -44,7 +45,7 @@ impl Source {
                     *own = file;
                 }
                 entry.chunks.push(chunk);
-                of_chunk.push(summand);
+                of_chunk.push(number);
             }
         }
         entry.summands = Some(Box::new(PartialValues { reduction, of_chunk }));
@@ -64,15 +65,15 @@ fn layout(placement: Placement, ranks: u64) -> Layout {
     Layout { mesh: vec![ranks], placements: vec![placement] }
 }
 
-/// Some summands, in f64, divided and rounded once.
+/// Returns the sum of some partial values, computed in f64, divided and rounded once.
 fn reduced(summands: &[u64], divisor: f64, index: u64) -> f32 {
-    let sum: f64 = summands.iter().map(|summand| f64::from(element_of(*summand, index))).sum();
-    #[expect(clippy::cast_possible_truncation, reason = "rounding is what is wanted")]
+    let sum: f64 = summands.iter().map(|number| f64::from(element_of(*number, index))).sum();
+    #[expect(clippy::cast_possible_truncation, reason = "the sum is rounded on purpose")]
     let single = (sum / divisor) as f32;
     single
 }
 
-/// The tiles of a layout in a file, each with its share.
+/// Reserves a file with the tiles of a layout, each with its share.
 fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut file = OutputFile::new("out");
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
@@ -86,17 +87,17 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     Reservation { files: vec![file], tensors: vec![tensor], ..Reservation::default() }
 }
 
-fn fill(source: &Source, reservation: &Reservation, folder: &Path, strip_bytes: u64) -> Stats {
-    let options = Options { threads: 2, strip_bytes, sync: false };
+fn fill(source: &Source, reservation: &Reservation, folder: &Path, block_bytes: u64) -> Stats {
+    let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
     copy(source.input(), reservation, folder, &options, &Silent, &Stop::default()).unwrap()
 }
 
 #[test]
-fn values_do_not_depend_on_layouts_strips_or_reading() {
+fn reduced_values_do_not_depend_on_layouts_blocks_or_io() {
     let rows = layout(Placement::Shard(TensorDim(0)), 4);
     let columns = layout(Placement::Shard(TensorDim(1)), 3);
     let strided = layout(Placement::StridedShard { dim: TensorDim(0), split_factor: 7 }, 2);
-    for (from, to, transpose, io, strip_bytes) in [
+    for (from, to, transpose, io, block_bytes) in [
         (&rows, &columns, false, IoMode::Read, 4 << 20),
         (&columns, &rows, true, IoMode::Mmap, 1001),
         (&strided, &strided, true, IoMode::Read, 100_000),
@@ -104,18 +105,18 @@ fn values_do_not_depend_on_layouts_strips_or_reading() {
         let source = Source::new(from, transpose, io);
         let reservation = reserve(to, Vec::new());
         let target = tempfile::tempdir().unwrap();
-        let stats = fill(&source, &reservation, target.path(), strip_bytes);
-        assert_eq!(stats.bytes_read, SUMMANDS * 300 * 700 * 4);
+        let stats = fill(&source, &reservation, target.path(), block_bytes);
+        assert_eq!(stats.bytes_read, PARTIAL_VALUES * 300 * 700 * 4);
         let found = fs::read(target.path().join("out")).unwrap();
         let tiles = to.tiles(&SHAPE);
         let indices = tiles.iter().flat_map(|tile| linear_indices(&SHAPE, tile));
-        let wanted: Vec<u8> = indices.flat_map(|index| reduced(&[0, 1, 2], 1.0, index).to_le_bytes()).collect();
-        assert!(found == wanted, "{from:?} to {to:?}");
+        let expected: Vec<u8> = indices.flat_map(|index| reduced(&[0, 1, 2], 1.0, index).to_le_bytes()).collect();
+        assert!(found == expected, "{from:?} to {to:?}");
 
         let mut files = Files::new(io);
         files.add(target.path().join("out")).unwrap();
         let written = Input { files: &files, ..source.input() };
-        let options = Options { threads: 2, strip_bytes: 70_001, sync: false };
+        let options = Options { threads: 2, write_block_bytes: 70_001, sync: false };
         let (stop, entry) = (Stop::default(), &reservation.tensors[0].entry);
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let sides = ((source.input(), source.entry()), (written, entry));
@@ -124,12 +125,12 @@ fn values_do_not_depend_on_layouts_strips_or_reading() {
             assert_eq!(digest(sides.0), digest(sides.1), "{dtype}");
         }
         let replicas = replica_difference(source.input(), source.entry(), &options, &Silent, &stop);
-        assert_eq!(replicas.unwrap(), None, "summands are no replicas");
+        assert_eq!(replicas.unwrap(), None, "partial values are not replicas");
     }
 }
 
 #[test]
-fn chunks_get_their_shares() {
+fn chunks_contain_their_shares() {
     let source = Source::new(&layout(Placement::Shard(TensorDim(0)), 4), false, IoMode::Read);
     let copies = layout(Placement::Replicate, 3);
     let left = Tile::from_region(&crate::layout::Region::new([0, 0].as_slice(), [300, 350].as_slice()));
@@ -140,19 +141,19 @@ fn chunks_get_their_shares() {
     fill(&source, &reservation, target.path(), 65_536);
     let found = fs::read(target.path().join("out")).unwrap();
     let inside = |index: u64| if index % 700 < 350 { element_of(2, index) } else { 0.0 };
-    let wanted: Vec<u8> = (0..210_000)
+    let expected: Vec<u8> = (0..210_000)
         .map(|index| element_of(1, index))
         .chain((0..210_000).map(|index| reduced(&[0, 2], 4.0, index)))
         .chain((0..210_000).map(inside))
         .flat_map(f32::to_le_bytes)
         .collect();
-    assert!(found == wanted);
+    assert!(found == expected);
 
     let check = |path: &Path| {
         let mut files = Files::new(IoMode::Read);
         files.add(path).unwrap();
         let written = Input { files: &files, ..source.input() };
-        let options = Options { threads: 1, strip_bytes: 4096, sync: false };
+        let options = Options { threads: 1, write_block_bytes: 4096, sync: false };
         let sides = ((source.input(), source.entry()), written);
         share_difference(sides.0, sides.1, &reservation.tensors[0], &options, &Silent, &Stop::default()).unwrap()
     };
@@ -165,7 +166,7 @@ fn chunks_get_their_shares() {
 }
 
 #[test]
-fn memory_is_bounded_and_records_that_pass_are_checked() {
+fn reduction_memory_is_bounded_and_records_are_checked() {
     let source = Source::new(&layout(Placement::Replicate, 1), false, IoMode::Read);
     let plan = crate::plan::SourceTensor::new(source.entry()).unwrap();
     let tile = Tile::from_region(&crate::layout::Region::whole(&SHAPE));
@@ -175,12 +176,12 @@ fn memory_is_bounded_and_records_that_pass_are_checked() {
     prepared.read(source.input(), 0, &mut vec![0; 300 * 700 * 2], &mut scratch).unwrap();
     assert!(scratch.capacity() as u64 <= SCRATCH_BYTES);
 
-    // Every file is one record; of the last the sum is wrong.
+    // Every file is one record; the CRC of the last one is wrong.
     let len = 300 * 700 * 4;
     let sums: Vec<u32> = (0..3)
-        .map(|summand| {
-            let bytes = fs::read(source.folder.path().join(format!("summand{summand}"))).unwrap();
-            crc32fast::hash(&bytes[13..]) ^ u32::from(summand == 2)
+        .map(|number| {
+            let bytes = fs::read(source.folder.path().join(format!("value{number}"))).unwrap();
+            crc32fast::hash(&bytes[13..]) ^ u32::from(number == 2)
         })
         .collect();
     let summed = move |files: &Files, entry: &TensorEntry, chunk: u32| -> crate::error::Result<StridedLocation> {
@@ -190,7 +191,7 @@ fn memory_is_bounded_and_records_that_pass_are_checked() {
     let input = Input { resolve: &summed, ..source.input() };
     let target = tempfile::tempdir().unwrap();
     let reservation = reserve(&layout(Placement::Replicate, 1), Vec::new());
-    let options = Options { threads: 1, strip_bytes: 4 << 20, sync: false };
+    let options = Options { threads: 1, write_block_bytes: 4 << 20, sync: false };
     let error = copy(input, &reservation, target.path(), &options, &Silent, &Stop::default()).unwrap_err();
-    assert!(error.to_string().contains("summand2") && error.to_string().contains("CRC-32"), "{error}");
+    assert!(error.to_string().contains("value2") && error.to_string().contains("CRC-32"), "{error}");
 }

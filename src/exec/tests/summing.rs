@@ -1,4 +1,4 @@
-//! Sums whose spans and sites meet the borders of strips in every way there is.
+//! Tests of checksums whose spans and sites meet the borders of write blocks in every possible way.
 
 use std::fs;
 
@@ -9,19 +9,19 @@ use crate::exec::{Input, Options, Silent, Stop};
 use crate::format::resolve;
 use crate::storage::{FileId, Files, IoMode};
 
-/// The shortest strip that `--max-memory` leads to.
-const STRIP_BYTES: u64 = 64 << 10;
+/// Smallest write block that `options::max_memory` leads to.
+const BLOCK_BYTES: u64 = 64 << 10;
 
 const TENSORS: u64 = 24;
 
-/// Bytes that repeat at no power of two.
+/// Returns bytes whose period is not a power of two.
 fn noise(len: usize) -> Vec<u8> {
     (0..len).map(|index| u8::try_from(index * 7 % 251).unwrap()).collect()
 }
 
-/// Tensors of whole strips, give or take some bytes, each with the place of its sum right behind it and another one in
-/// a directory at the end. The first places lie from 5 bytes before a multiple of [`STRIP_BYTES`] to just behind it. A
-/// span holds a literal and has two tensors around it.
+/// Reserves tensors of about whole write blocks, each with the site of its checksum right behind it and another site in
+/// a directory at the end of the file. The first sites are from 5 bytes before a multiple of [`BLOCK_BYTES`] to just
+/// behind it. A span holds header bytes between two tensors.
 fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("summed");
@@ -39,15 +39,15 @@ fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation
         let start = file.len;
         place(catalog, &mut file, 100 + index);
         file.push_literal(vec![2; 9]);
-        let site = (file.len + 10).next_multiple_of(STRIP_BYTES) - (index + shift) % 6;
+        let site = (file.len + 10).next_multiple_of(BLOCK_BYTES) - (index + shift) % 6;
         let rest = site - file.len;
         place(catalog, &mut file, rest);
         file.sums.push(ChecksumSpan { range: start..file.len, sites: smallvec![site] });
         file.push_literal(vec![0; 4 + 17]);
     }
     for index in 0..file.sums.len() {
-        // As far from borders as it comes, and once in each entry on one.
-        let before = (file.len + 8).next_multiple_of(STRIP_BYTES / 16) - (index as u64 + shift) % 6 - file.len;
+        // At varying distances from borders, and once per directory entry on a border.
+        let before = (file.len + 8).next_multiple_of(BLOCK_BYTES / 16) - (index as u64 + shift) % 6 - file.len;
         file.push_literal(vec![3; usize::try_from(before).unwrap()]);
         file.sums[index].sites.push(file.len);
         file.push_literal(vec![0; 4]);
@@ -57,7 +57,7 @@ fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation
 }
 
 #[test]
-fn sums_are_right_wherever_strips_end() {
+fn checksums_are_correct_for_any_block_border() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("source"), noise(80 << 10)).unwrap();
     let mut files = Files::new(IoMode::Read);
@@ -66,26 +66,26 @@ fn sums_are_right_wherever_strips_end() {
         let mut catalog = Catalog::empty();
         let reservation = reservation(&mut catalog, source, shift);
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
-        let [whole, strips] = [4 * TENSORS * STRIP_BYTES, STRIP_BYTES].map(|strip_bytes| {
-            let out = folder.path().join(format!("{shift} {strip_bytes}"));
+        let [whole, blocks] = [4 * TENSORS * BLOCK_BYTES, BLOCK_BYTES].map(|block_bytes| {
+            let out = folder.path().join(format!("{shift} {block_bytes}"));
             fs::create_dir(&out).unwrap();
-            let options = Options { threads: 2, strip_bytes, sync: false };
+            let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
             super::copy(input, &reservation, &out, &options, &Silent, &Stop::default()).unwrap();
             fs::read(out.join("summed")).unwrap()
         });
         let file = &reservation.files[0];
         for sum in &file.sums {
             let range = |start: u64, end: u64| usize::try_from(start).unwrap()..usize::try_from(end).unwrap();
-            let expected = crc32fast::hash(&strips[range(sum.range.start, sum.range.end)]);
+            let expected = crc32fast::hash(&blocks[range(sum.range.start, sum.range.end)]);
             for &site in &sum.sites {
-                assert_eq!(strips[range(site, site + 4)], expected.to_le_bytes(), "shift {shift}, {sum:?} at {site}");
+                assert_eq!(blocks[range(site, site + 4)], expected.to_le_bytes(), "shift {shift}, {sum:?} at {site}");
             }
         }
         let ends_in_site = |end: u64| {
             let mut sites = file.sums.iter().flat_map(|sum| &sum.sites);
             sites.any(|&site| site < end && end < site + 4)
         };
-        assert!((1..file.len / STRIP_BYTES).any(|strip| ends_in_site(strip * STRIP_BYTES)));
-        assert!(whole == strips);
+        assert!((1..file.len / BLOCK_BYTES).any(|number| ends_in_site(number * BLOCK_BYTES)));
+        assert!(whole == blocks);
     }
 }

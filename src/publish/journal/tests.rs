@@ -28,22 +28,22 @@ fn content() -> Vec<u8> {
     (0..1000_u32).map(|at| u8::try_from(at * 7 % 251).unwrap()).collect()
 }
 
-fn part(range: Range<usize>) -> SumPart {
+fn part(range: Range<usize>) -> ChecksumPart {
     let crc = crc32fast::hash(&content()[range.clone()]);
-    SumPart { offset: range.start as u64, len: range.len() as u64, crc }
+    ChecksumPart { offset: range.start as u64, len: range.len() as u64, crc }
 }
 
 /// The parts of spans of the first file that lie in a range.
-fn parts(range: &Range<usize>) -> Vec<SumPart> {
+fn parts(range: &Range<usize>) -> Vec<ChecksumPart> {
     let clipped = [100..300, 300..900].map(|span: Range<usize>| span.start.max(range.start)..span.end.min(range.end));
     clipped.into_iter().filter(|range| !range.is_empty()).map(part).collect()
 }
 
 /// With the digest of what the first file holds.
-fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> FinishedRange {
+fn entry(file: u32, range: Range<u64>, sums: Vec<ChecksumPart>) -> FinishedRange {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
-    FinishedRange { file, range, digest, sums, lost: CastLosses::new() }
+    FinishedRange { file, range, digest, checksum_parts: sums, cast_losses: CastLosses::new() }
 }
 
 fn record(entries: Vec<FinishedRange>) -> JournalRecord {
@@ -51,7 +51,7 @@ fn record(entries: Vec<FinishedRange>) -> JournalRecord {
 }
 
 fn full_record() -> JournalRecord {
-    let entry = FinishedRange { lost: lost(3), ..entry(0, 50..400, parts(&(50..400))) };
+    let entry = FinishedRange { cast_losses: lost(3), ..entry(0, 50..400, parts(&(50..400))) };
     JournalRecord { entries: vec![entry], carried: vec![0, 2], ..JournalRecord::default() }
 }
 
@@ -81,7 +81,7 @@ fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
         CompletedWork::default()
     );
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
-    let entries = vec![FinishedRange { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
+    let entries = vec![FinishedRange { cast_losses: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
     let more = JournalRecord { entries, carried: vec![1], ..JournalRecord::default() };
     write(folder.path(), "a.journal", &[more]);
     fs::write(folder.path().join("c.lease"), "{}").unwrap();
@@ -129,7 +129,7 @@ fn a_damaged_byte_hides_its_record_and_those_behind_it() {
 
 #[test]
 fn a_record_that_cannot_be_is_damage() {
-    let at = |offset, len| SumPart { offset, len, crc: 7 };
+    let at = |offset, len| ChecksumPart { offset, len, crc: 7 };
     let wrong = [
         record(vec![entry(2, 0..10, vec![])]),
         record(vec![entry(1, 0..1001, vec![])]),
@@ -159,11 +159,11 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
     // Nor is what casts met in it counted twice.
-    let again = FinishedRange { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
+    let again = FinishedRange { cast_losses: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
     write(
         folder.path(),
         "b.journal",
-        &[record(vec![again, FinishedRange { lost: lost(2), ..entry(1, 5..6, vec![]) }])],
+        &[record(vec![again, FinishedRange { cast_losses: lost(2), ..entry(1, 5..6, vec![]) }])],
     );
     let known = CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
@@ -174,7 +174,8 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
 #[test]
 fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
     let folder = tempfile::tempdir().unwrap();
-    let entries = vec![FinishedRange { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
+    let entries =
+        vec![FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
     write(folder.path(), "a.journal", &[record(entries)]);
     let known = || CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     let mut at = in_folder(folder.path(), "b.journal");
@@ -185,7 +186,7 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
         // Whoever does it again may be doubted as well.
-        let again = FinishedRange { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
+        let again = FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
         let name = format!("c{round}.journal");
         write(folder.path(), &name, &[record(vec![again])]);
         at = in_folder(folder.path(), &name);
@@ -256,7 +257,7 @@ proptest! {
             prop_assert!(record.entries.is_sorted_by(|one, next| one.range.end < next.range.start));
             for entry in &record.entries {
                 let range = usize::try_from(entry.range.start).unwrap()..usize::try_from(entry.range.end).unwrap();
-                prop_assert_eq!(&entry.sums, &parts(&range));
+                prop_assert_eq!(&entry.checksum_parts, &parts(&range));
                 prop_assert_eq!(entry.digest, crc32fast::hash(&content()[range]));
             }
             journal.append(&record, None).unwrap();

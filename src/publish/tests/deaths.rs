@@ -18,7 +18,7 @@ fn the_child() {
         sync: true,
         ..claim()
     };
-    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &PlanDescription::default() };
     let out = Path::new(root).join("out");
     let staging = work(acquire::acquire(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
     write(&staging.folder().path().join("out"), "new");

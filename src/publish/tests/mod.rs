@@ -37,7 +37,7 @@ struct TestEnv {
     claim: Claim,
     fingerprint: Fingerprint,
     version: &'static str,
-    about: About,
+    about: PlanDescription,
 }
 
 impl TestEnv {
@@ -48,7 +48,7 @@ impl TestEnv {
             claim: claim(),
             fingerprint: Fingerprint([7; 32]),
             version: "1",
-            about: About::default(),
+            about: PlanDescription::default(),
         }
     }
 

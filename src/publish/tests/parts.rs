@@ -202,7 +202,7 @@ fn watching_lasts_until_something_is_known() {
     env.leave_behind(Part::alone());
     env.foreign_lease(lease_of(0, 1, 1), LeasePhase::Working);
     let stop = Stop::default();
-    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (env.shape, env.out(), claim());
     thread::scope(|scope| {

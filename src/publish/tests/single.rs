@@ -6,7 +6,7 @@ use super::*;
 fn a_folder_is_published_whole_or_not_at_all() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("deep/out");
-    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &PlanDescription::default() };
     let begin = || work(Staging::begin(&out, DestinationKind::Folder, &claim(), &plan, &Stop::default()).unwrap());
     let staging = begin();
     write(&staging.folder().path().join("a"), "1");
@@ -25,7 +25,7 @@ fn a_folder_is_published_whole_or_not_at_all() {
 #[test]
 fn ending_is_not_delayed_by_a_beat() {
     let env = TestEnv::new(DestinationKind::Folder);
-    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let staging = Staging::begin(&env.out(), DestinationKind::Folder, &env.claim, &plan, &Stop::default());
     let begun = std::time::Instant::now();
     drop(staging);
@@ -189,7 +189,7 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
     env.fingerprint = Fingerprint([8; 32]);
     env.refused(&["cannot be gone on with: it is of another source, or of other options", "options::restart"]);
     env.about.options.insert("options::dtype".into(), "bf16".into());
-    env.refused(&["cannot be gone on with: options::dtype was not given, and is bf16", "options::restart"]);
+    env.refused(&["cannot be gone on with: options::dtype was not given, now bf16", "options::restart"]);
     assert_eq!(names(&env.data()), ["a"]);
     env.claim = Claim { restart: true, ..claim() };
     publish(&env.begin().unwrap());

@@ -198,7 +198,7 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
 #[test]
 fn suspended_process_is_named_and_taken_over() {
     let env = TestEnv::new(DestinationKind::Folder);
-    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let begin = |index, beat| {
         let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
         let claim = Claim { part: Part { index, of: 2 }, ..claim() };
@@ -219,7 +219,7 @@ fn suspended_process_is_named_and_taken_over() {
 #[test]
 fn what_another_one_took_over_is_not_let_go() {
     let env = TestEnv::new(DestinationKind::Folder);
-    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
     for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
         let begun = acquire::acquire(&env.out(), env.shape, &claim(), &plan, pace, &Stop::default());

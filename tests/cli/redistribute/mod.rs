@@ -289,7 +289,7 @@ fn integers_are_not_rounded() {
     let case = Case { dtype: "i64", shape: vec![7, 5], from: vec![Place::Whole], to: vec![], seed: 3 };
     write(&[2], &vec![("w".into(), case)], &source);
     let error = reshard(&source, &target, &["--mesh=dp=8".into(), "--placements=P(sum)".into()]).unwrap_err();
-    assert!(error.contains("w: ") && error.contains("divided by 8 is no integer"), "{error}");
+    assert!(error.contains("w: ") && error.contains("divided by 8 is not an integer"), "{error}");
     assert!(!target.exists());
 }
 

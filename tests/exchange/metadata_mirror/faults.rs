@@ -36,7 +36,7 @@ fn files_of_one_name_that_differ_are_told_with_both_ranks() {
     fs::write(&copy, &other).unwrap();
     let text = spread.refused(&all());
     assert!(
-        text.starts_with(&format!("SRC/{name}: the file differs between processes 2 and 3: bytes from ")),
+        text.starts_with(&format!("SRC/{name}: the file differs between processes 2 and 3: the bytes from ")),
         "{text}"
     );
     // A replica is a replica whenever it was made.
@@ -56,7 +56,7 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
         let own = &spread.own[rank.rank() as usize];
         let log = own.join("train.log");
         let checkpoint = twin.open(&all())?;
-        assert!(twin.holds_whole(&log));
+        assert!(twin.holds_all_of(&log));
         let text = fs::read_to_string(checkpoint.place(&log)).unwrap();
         let notes = checkpoint.catalog.notes;
         Ok((text, twin.seen_by(&log).to_vec(), relative(&notes.join("\n"), own)))
@@ -64,10 +64,7 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
     for found in found {
         let (text, seen_by, notes) = found.unwrap();
         assert_eq!((text.as_str(), seen_by), ("first", vec![0, 2]));
-        assert!(
-            notes.ends_with("SRC/train.log is another one at processes 1, 3: that of process 0 is taken"),
-            "{notes}"
-        );
+        assert!(notes.ends_with("SRC/train.log differs at processes 1, 3; the file of process 0 is used"), "{notes}");
     }
     let mode =
         std::os::unix::fs::PermissionsExt::mode(&fs::metadata(spread.twin().join("train.log")).unwrap().permissions());
@@ -87,7 +84,7 @@ fn what_no_rank_sees_is_named() {
         let error = twin.open(&all()).map(drop).unwrap_err();
         Ok(error.hint().map(str::to_owned))
     });
-    assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("no process sees it: start one on the node where it lies"));
+    assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("start a process on the node that has it"));
     let text = spread.refused(&all());
     assert!(text.starts_with("SRC: ") && text.contains("missing: "), "{text}");
 
@@ -156,7 +153,7 @@ fn ranks_may_see_nothing_but_not_all_of_them() {
         let _ = fs::remove_dir_all(own);
     }
     let expected =
-        "SRC: files: expected some that one of the processes sees, missing: all of them, at processes 0, 1, 2, 3";
+        "SRC: files: expected files that at least one process sees, missing: all of them, at processes 0, 1, 2, 3";
     assert_eq!(spread.refused(&all()), expected);
     fs::create_dir(&spread.own[1]).unwrap();
     assert_eq!(spread.refused(&all()), expected);
@@ -210,13 +207,13 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
         for (number, file) in (0..).zip(checkpoint.files.ids()) {
             let name = format!("model_world_size_4_rank_{number}.pt");
             assert_eq!(twin.seen_by(&own.join(&name)), [number]);
-            assert!(!twin.holds_whole(&own.join(&name)));
+            assert!(!twin.holds_all_of(&own.join(&name)));
             match read(&checkpoint, file) {
                 Ok(bytes) => assert!(number == rank.rank() && bytes == fs::read(own.join(&name)).unwrap()),
                 Err(error) => {
                     let text = relative(&error.to_string(), own);
                     assert!(text.starts_with(&format!("SRC/{name}: byte 0: expected ")), "{text}");
-                    assert!(text.ends_with(&format!("seen by process {number}, not by this process")), "{text}");
+                    assert!(text.ends_with(&format!("the file, which only process {number} can see")), "{text}");
                 }
             }
         }

@@ -82,17 +82,17 @@ fn what_lies_beside_can_be_copied_by_all() {
         let own = &spread.own[rank.rank() as usize];
         let checkpoint = twin.open(&ReadOptions::default())?;
         let (in_twin, at_home) = (spread.twin().join(&beside), own.join(&beside));
-        assert!(twin.holds_whole(&at_home) && twin.holds_whole(&in_twin));
+        assert!(twin.holds_all_of(&at_home) && twin.holds_all_of(&in_twin));
         assert_eq!(checkpoint.place(&at_home), in_twin);
         assert_eq!(fs::read(&in_twin).unwrap(), fs::read(fixture("verl").join(&beside)).unwrap());
         for path in [own.join(&tensors), spread.twin().join(&tensors)] {
-            assert!(!twin.holds_whole(&path));
+            assert!(!twin.holds_all_of(&path));
             let seen_by = (0..).zip(&spread.own).filter(|(_, own)| own.join(&tensors).exists()).map(|(rank, _)| rank);
             assert_eq!(twin.seen_by(&path), seen_by.collect::<Vec<u32>>());
         }
         // Of what is nowhere in it nothing is known.
         let elsewhere = Path::new("/elsewhere/tokenizer.json");
-        assert!(twin.holds_whole(elsewhere) && twin.seen_by(elsewhere).is_empty());
+        assert!(twin.holds_all_of(elsewhere) && twin.seen_by(elsewhere).is_empty());
         assert_eq!(checkpoint.place(elsewhere), elsewhere);
         Ok(())
     });
@@ -131,7 +131,7 @@ fn a_fingerprint_tells_neither_the_place_of_a_twin_nor_who_saw_what() {
             let checkpoint = twin.open(&ReadOptions::default())?;
             let reservation = in_safetensors(&checkpoint.catalog);
             let own: &Path = &spread.own[rank.rank() as usize];
-            Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
+            Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], ReductionMethod::InRankOrder))
         });
         let mut prints: Vec<_> = done.into_iter().map(|print| print.unwrap()).collect();
         prints.dedup();

@@ -12,13 +12,15 @@ use crate::common::{fixture, succeed};
 use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
-use dtshard::exchange::{Counting, Exchange, FileOwners, FileVisibility, HostShuffle, Reducing, Topology, agree};
-use dtshard::exec::division::stretch;
+use dtshard::exchange::{
+    Counting, Exchange, FileOwners, FileVisibility, HostShuffle, ReductionMethod, Topology, agree,
+};
+use dtshard::exec::division::even_share;
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
-use dtshard::metadata_mirror::{MetadataMirror, make};
+use dtshard::metadata_mirror::{MetadataMirror, create};
 use dtshard::publish::log::{AtEnd, Log};
 use dtshard::publish::recovery::CompletedWork;
 use dtshard::publish::seal::seal;
@@ -64,7 +66,7 @@ impl Spread {
                 .map(|(rank, own)| {
                     let then = &then;
                     scope.spawn(move || {
-                        let done = make(&rank, own, &anchored(self.folder.path()).join("twin"))
+                        let done = create(&rank, own, &anchored(self.folder.path()).join("twin"))
                             .and_then(|twin| then(&rank, &twin));
                         if done.is_ok() {
                             rank.leave().unwrap();
@@ -173,7 +175,7 @@ fn a_twin_reads_as_what_it_is_of() {
 }
 
 fn options() -> Options {
-    Options { threads: 2, strip_bytes: 1000, sync: false }
+    Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
 fn writing<'a>(
@@ -182,8 +184,8 @@ fn writing<'a>(
     log: &'a Log<'a>,
     options: &'a Options,
     stop: &'a Stop,
-) -> copy::Writing<'a> {
-    copy::Writing { reservation, folder, log, options, reporter: &Silent, stop }
+) -> copy::WriteContext<'a> {
+    copy::WriteContext { reservation, folder, log, options, reporter: &Silent, stop }
 }
 
 fn anchored(folder: &Path) -> AnchoredPath {
@@ -242,8 +244,8 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         let reservation = reserve(&checkpoint.catalog);
         let (sight, nodes) = (FileVisibility::of(&checkpoint.files, rank.size()), Topology::meet(rank)?);
         assert_eq!(nodes, vec![0; ranks]);
-        let parties = Topology { sight, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
-        let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
+        let parties = Topology { sight, nodes, counting: Counting::Any, reducing: ReductionMethod::InRankOrder };
+        let todo = even_share(&reservation.files, Part { index: rank.rank(), of: rank.size() });
         let owners = FileOwners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
         let exchange = Exchange {
             input: input(&checkpoint),
@@ -262,7 +264,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         )?;
         checkpoint.files.check_unchanged()?;
         let own = &spread.own[rank.rank() as usize];
-        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
+        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], ReductionMethod::InRankOrder))
     });
     let fingerprints: Vec<_> = done.into_iter().map(|fingerprint| fingerprint.unwrap()).collect();
     assert!(fingerprints.iter().all(|other| *other == fingerprints[0]));

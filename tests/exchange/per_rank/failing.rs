@@ -242,7 +242,7 @@ fn no_source() {
     (0..3).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
     for outcome in nodes.together(WORDS) {
         outcome.refused(&[
-            "expected some that one of the processes sees",
+            "expected files that at least one process sees",
             "at processes 0, 1, 2",
             "hint: check the path",
         ]);

@@ -92,8 +92,7 @@ fn without_gpus_all_is_reduced_in_the_order_of_ranks() {
     let words = "consolidate out";
     let (wanted, _) = nodes.alone(words);
     for outcome in nodes.together(&format!("{words} --fast-reduce -v")) {
-        let warning =
-            "warning: --fast-reduce has no effect: bytes do not go by NCCL, so all is reduced in the order of ranks";
+        let warning = "warning: --fast-reduce has no effect: bytes do not go by NCCL, so all is reduced in rank order";
         assert!(outcome.succeeded().err.contains(warning), "{outcome:?}");
     }
     nodes.has_made(&wanted, words);
@@ -149,10 +148,10 @@ fn a_run_goes_on_as_it_began_stand_in() {
     let killed = desk.start(|rank| (format!("{begun} --fast-reduce"), if rank == 1 { "record-after" } else { "none" }));
     assert_eq!(killed[1].signal, Some(9));
     for outcome in desk.together(&format!("{begun} --resume")) {
-        outcome.refused(&["--fast-reduce was by NCCL, and is not given"]);
+        outcome.refused(&["--fast-reduce was by NCCL, now not given"]);
     }
     for outcome in desk.nodes.together(&format!("{begun} --resume --fast-reduce")) {
-        outcome.refused(&["--fast-reduce was by NCCL, and is in the order of ranks"]);
+        outcome.refused(&["--fast-reduce was by NCCL, now in rank order"]);
     }
     desk.together(&format!("{begun} --resume --fast-reduce")).iter().for_each(succeeds);
     desk.nodes.has_made(&wanted, words);

@@ -89,7 +89,7 @@ fn with_other_rounds() {
     interrupted(&nodes);
     let words = "reshard out --mesh fsdp=3 --bucket-size 300";
     for outcome in nodes.together(&format!("{words} --dtype bf16 --resume")) {
-        outcome.refused(&["cannot be gone on with: --dtype was not given, and is bf16\n"]);
+        outcome.refused(&["cannot be gone on with: --dtype was not given, now bf16\n"]);
     }
     let mut read = 0;
     for outcome in nodes.together(&format!("{words} --resume --json")) {

@@ -1,19 +1,19 @@
-//! Columns cut out of rows: what is written, and how much is read for it.
+//! Tests of columns that are cut from rows: the written bytes, and the number of bytes that are read for them.
 
 use std::collections::HashSet;
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, TensorId};
 use crate::exec::Silent;
-use crate::exec::window::prepare;
+use crate::exec::window::prepare_window;
 use crate::storage::FileId;
 
 fn bytes(len: u64) -> usize {
     usize::try_from(len).unwrap()
 }
 
-/// A file for each tile of each tensor, tensors behind each other; headers and what is between tensors differ in length
-/// from file to file.
+/// Reserves a file for each tile, with the tensors one after the other; headers and the bytes between tensors differ in
+/// length from file to file.
 fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
     let mut reservation = Reservation::default();
     for rank in 0..layout.mesh.iter().product::<u64>() {
@@ -40,21 +40,21 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
     reservation
 }
 
-/// Copy, compare all of what was written with index arithmetic, and give the bytes that were asked of the source.
-fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, strip_bytes: u64) -> u64 {
+/// Copies, compares all written bytes with index arithmetic, and returns the bytes that were read from the source.
+fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, block_bytes: u64) -> u64 {
     let catalog = Catalog { tensors: entries, ..Catalog::empty() };
     let input = Input { files, catalog: &catalog, resolve: &resolve };
     let reservation = reserve(&catalog.tensors, to);
     let folder = tempfile::tempdir().unwrap();
-    let options = Options { threads: 2, strip_bytes, sync: false };
+    let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
     let before = files.bytes_read();
     copy(input, &reservation, folder.path(), &options, &Silent, &Stop::default()).unwrap();
     let read = files.bytes_read() - before;
     let written: Vec<Vec<u8>> =
         reservation.files.iter().map(|file| fs::read(folder.path().join(&file.path)).unwrap()).collect();
     for (file, content) in reservation.files.iter().zip(&written) {
-        for literal in &file.literals {
-            assert_eq!(content[bytes(literal.offset)..][..literal.bytes.len()], literal.bytes[..]);
+        for header in &file.literals {
+            assert_eq!(content[bytes(header.offset)..][..header.bytes.len()], header.bytes[..]);
         }
     }
     for Reserved { entry, .. } in &reservation.tensors {
@@ -98,16 +98,16 @@ fn each_source_block_is_read_once_for_all_ranks() {
 }
 
 #[test]
-fn rows_of_a_transposed_view_are_no_bands() {
+fn transposed_view_is_not_read_in_row_groups() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");
     let (files, entry) = store(&[1024, 1024], Dtype::I64, &sharded(0, 1), true, IoMode::Read, &path);
     let read = read_for(&files, vec![entry], &sharded(1, 8), 4 << 20);
-    // Each of the tiles is 128 rows of the file. Bands would go through all of them for a few columns at a time.
+    // Each tile is 128 rows of the file. Row groups would read all of them for a few columns at a time.
     assert!(read <= 2 * 1024 * 1024 * 8, "{read}");
 }
 
-/// `copies` of each of `parts`, which are cut along dim 0.
+/// Returns a layout with `copies` of each of `parts`, which are cut along dim 0.
 fn replicated(copies: u64, parts: u64) -> Layout {
     Layout { mesh: vec![copies, parts], placements: vec![Placement::Replicate, Placement::Shard(TensorDim(0))] }
 }
@@ -116,7 +116,7 @@ fn replicated(copies: u64, parts: u64) -> Layout {
 fn copies_are_read_once_for_all_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");
-    // With tensors that are short beside those that are cut several times, at lengths that are no multiple of anything.
+    // Short tensors beside tensors that are cut several times, at lengths that are no multiple of anything.
     let shapes = [vec![600, 1300_u64], vec![70], vec![30, 41], vec![200, 1024], vec![100, 500]];
     let mut files = Files::new(IoMode::Read);
     let mut entries = Vec::new();
@@ -146,19 +146,19 @@ fn copies_are_read_once_for_all_files() {
 }
 
 #[test]
-fn short_tensors_share_their_bands() {
+fn short_tensors_share_row_groups() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");
     let (files, entry) = store(&[64, 48], Dtype::I64, &sharded(0, 2), false, IoMode::Read, &path);
     let entries: Vec<TensorEntry> =
         (0..100).map(|n| TensorEntry { fqn: format!("t{n}").as_str().into(), ..entry.clone() }).collect();
     let read = read_for(&files, entries, &sharded(1, 8), 4 << 20);
-    // All are the same 24 KiB of the file, of which a band wants 42 tensors at most.
+    // All are the same 24 KiB of the file; a row group takes 42 tensors at most.
     assert!(read <= 3 * 64 * 48 * 8, "{read}");
 }
 
 #[test]
-fn tensors_share_no_group() {
+fn tensors_do_not_share_tile_groups() {
     let folder = tempfile::tempdir().unwrap();
     let (files, entry) = store(&[64, 48], Dtype::I64, &sharded(0, 2), false, IoMode::Read, &folder.path().join("data"));
     let catalog = Catalog { tensors: vec![entry; 100], ..Catalog::empty() };
@@ -167,10 +167,10 @@ fn tensors_share_no_group() {
         let reservation = reserve(&catalog.tensors, &to);
         let window: Vec<&Reserved> = reservation.tensors.iter().collect();
         let todo = Extents::of_files(&reservation.files);
-        // Several are prepared one after the other.
+        // One thread prepares several tensors one after the other.
         let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-        let payloads = alone.install(|| prepare(input, &window, &todo, &mut Vec::new())).unwrap();
-        let numbers: Vec<usize> = payloads.iter().map(|payload| payload.group.as_ref().unwrap().number).collect();
+        let output_ranges = alone.install(|| prepare_window(input, &window, &todo, &mut Vec::new())).unwrap();
+        let numbers: Vec<usize> = output_ranges.iter().map(|range| range.group.as_ref().unwrap().number).collect();
         let of_each: HashSet<&[usize]> = numbers.chunks(8).collect();
         assert!(of_each.iter().all(|numbers| numbers.iter().all(|number| *number == numbers[0])), "{numbers:?}");
         assert_eq!(of_each.len(), 100, "{numbers:?}");
@@ -189,14 +189,14 @@ fn small_case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, u64, 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// Whatever the layouts, and however strips are cut.
+    /// For any layouts and any size of write blocks.
     #[test]
-    fn copies_equal_indexing((shape, dtype, from, to, strip_bytes, io) in small_case()) {
+    fn copies_equal_indexing((shape, dtype, from, to, block_bytes, io) in small_case()) {
         let folder = tempfile::tempdir().unwrap();
         let (_, entry) = store(&shape, dtype, &from, true, IoMode::Read, &folder.path().join("data"));
         let mut files = Files::new(io);
         files.add(folder.path().join("data")).unwrap();
         let other = TensorEntry { fqn: "u".into(), ..entry.clone() };
-        read_for(&files, vec![entry, other], &to, strip_bytes.max(16));
+        read_for(&files, vec![entry, other], &to, block_bytes.max(16));
     }
 }

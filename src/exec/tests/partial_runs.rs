@@ -1,4 +1,4 @@
-//! Runs that each write some of a checkpoint, cut wherever, together write what one run writes.
+//! Tests that several runs, each writing an arbitrary part of a checkpoint, together write the bytes of a single run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,15 +7,15 @@ use proptest::prelude::*;
 use super::*;
 use crate::catalog::{ChecksumSpan, OutputFile, Reserved, TensorId};
 use crate::exec::Silent;
-use crate::exec::checksums::first_wrong;
+use crate::exec::checksums::first_mismatch;
 use crate::publish::recovery::CompletedWork;
 use crate::publish::{recovery, seal};
 use crate::storage::{AnchoredPath, FileId};
 
 const LEN: u64 = 60_000;
 
-/// Two files: tensors of one source at odd places, cast or as they are, each with its sum behind it or far away, and
-/// literals between them.
+/// Reserves two files with tensors at odd offsets, cast or not, each with its checksum right behind it and again far
+/// away, and header bytes between them.
 fn reservation(entries: &[TensorEntry]) -> Reservation {
     let mut reservation = Reservation::default();
     for number in 0..2_u32 {
@@ -52,10 +52,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn some_here_and_some_there_make_a_whole(
+    fn partial_runs_together_write_the_bytes_of_one_run(
         cuts in proptest::collection::btree_set(0..2 * LEN, 0..12),
         order in any::<u64>(),
-        strip_bytes in prop_oneof![Just(64_u64 << 10), Just(4096), 100_u64..9000],
+        block_bytes in prop_oneof![Just(64_u64 << 10), Just(4096), 100_u64..9000],
         sync in any::<bool>(),
     ) {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
@@ -71,7 +71,7 @@ proptest! {
         let reservation = reservation(&entries);
         let catalog = Catalog { tensors: entries, ..Catalog::empty() };
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
-        let options = Options { threads: 2, strip_bytes, sync };
+        let options = Options { threads: 2, write_block_bytes: block_bytes, sync };
 
         let whole = folder.path().join("whole");
         fs::create_dir(&whole).unwrap();
@@ -83,19 +83,22 @@ proptest! {
         let mut at = 0;
         for (nth, cut) in cuts.into_iter().chain([u64::MAX]).enumerate() {
             let run = &mut runs[usize::try_from(order >> (2 * nth) & 3).unwrap() % 3];
-            // The files behind each other.
+            // The files, concatenated.
             let mut start = 0;
             for (number, file) in (0..).zip(&reservation.files) {
-                run.insert(number, at.clamp(start, start + file.len) - start..cut.clamp(start, start + file.len) - start);
+                let within = |offset: u64| offset.clamp(start, start + file.len) - start;
+                run.insert(number, within(at)..within(cut));
                 start += file.len;
             }
             at = cut;
         }
         let run = |number: usize, name: &str| {
-            let log = Log::new(&reservation.files, &runs[number], AnchoredPath::new(&parts).join(name), sync, AtEnd::Record);
+            let journal = AnchoredPath::new(&parts).join(name);
+            let log = Log::new(&reservation.files, &runs[number], journal, sync, AtEnd::Record);
             let (reservation, folder, options) = (&reservation, &AnchoredPath::new(&data), &options);
-            let writing = Writing { reservation, folder, log: &log, options, reporter: &Silent, stop: &Stop::default() };
-            crate::exec::copy::copy(input, writing).unwrap();
+            let stop = Stop::default();
+            let context = WriteContext { reservation, folder, log: &log, options, reporter: &Silent, stop: &stop };
+            crate::exec::copy::copy(input, context).unwrap();
         };
         ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
         let place = AnchoredPath::new(&data);
@@ -109,33 +112,33 @@ proptest! {
         for _again in 0..2 {
             seal::seal(&place, &reservation.files, &[], &known, &AnchoredPath::new(&parts), sync).unwrap();
             prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
-            prop_assert!(changed().is_empty(), "sums do not count");
+            prop_assert!(changed().is_empty(), "checksum sites do not count");
         }
         for file in &reservation.files {
-            prop_assert_eq!(first_wrong(file, &place.join(&file.path), &Stop::default()).unwrap(), None);
+            prop_assert_eq!(first_mismatch(file, &place.join(&file.path), &Stop::default()).unwrap(), None);
         }
-        // One that was taken for dead wakes up, and goes on writing.
+        // A process that was believed dead wakes up and continues to write.
         run(0, "late");
         prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
     }
 }
 
-/// Stops a run when all is written, and not yet on disk.
-struct StopsBehindAll {
+/// Stops a run when all data is written but not yet synced to disk.
+struct StopsAfterLastByte {
     stop: Stop,
     left: AtomicU64,
 }
 
-impl Reporter for StopsBehindAll {
+impl Reporter for StopsAfterLastByte {
     fn advance(&self, bytes: u64) {
         if self.left.fetch_sub(bytes, Ordering::Relaxed) == bytes {
-            self.stop.lose((String::from("stopped"), String::new()));
+            self.stop.cancel((String::from("stopped"), String::new()));
         }
     }
 }
 
 #[test]
-fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
+fn stop_in_the_last_fsync_keeps_checked_work() {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("source");
     fs::write(&source, vec![1; 60_000]).unwrap();
@@ -147,14 +150,14 @@ fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
     let catalog = Catalog { tensors: entries, ..Catalog::empty() };
     let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
     let stop = Stop::default();
-    let reporter = StopsBehindAll { stop: stop.clone(), left: reservation.len_bytes().into() };
+    let reporter = StopsAfterLastByte { stop: stop.clone(), left: reservation.len_bytes().into() };
     let todo = Extents::of_files(&reservation.files);
     let log =
         Log::new(&reservation.files, &todo, AnchoredPath::new(folder.path()).join("0.journal"), true, AtEnd::Record);
-    let options = Options { threads: 2, strip_bytes: 4096, sync: true };
+    let options = Options { threads: 2, write_block_bytes: 4096, sync: true };
     let (reservation, log, options, reporter) = (&reservation, &log, &options, &reporter);
     let place = AnchoredPath::new(folder.path());
-    let writing = Writing { reservation, folder: &place, log, options, reporter, stop: &stop };
+    let writing = WriteContext { reservation, folder: &place, log, options, reporter, stop: &stop };
     let stopped = crate::exec::copy::copy(input, writing);
     assert_eq!(stopped.unwrap_err().to_string(), "stopped");
     let known = CompletedWork::read(&place, &reservation.files, 0, false).unwrap();

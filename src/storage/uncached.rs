@@ -1,8 +1,8 @@
-//! Questions that a network file system must not answer from its cache.
+//! File lookups that a network file system must not answer from its cache.
 //!
-//! A node remembers, for up to a minute, which names a folder has and has not, and how long files are. A list of a folder
-//! is as new as its opening. NFS forgets the names of a folder that is opened, or changed from this node. FUSE remembers
-//! each name for a time of its own, and looks it up again only where a rename may replace it.
+//! A node caches, for up to a minute, which names a folder has and has not, and the lengths of files. A folder list is
+//! as new as the opening of the folder. NFS drops the cached names of a folder that is opened, or changed from this
+//! node. FUSE caches each name for its own time, and looks it up again only where a rename may replace it.
 
 use std::ffi::OsStr;
 use std::fs::{File, Metadata};
@@ -12,12 +12,12 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 
 use super::AnchoredPath;
 
-/// Makes the file system look up these names of a folder. `probe` is a name that nobody else uses.
+/// Makes the file system look up these names of a folder. `probe` is a name that no other process uses.
 ///
-/// The file `probe` is made and removed, which makes NFS ask its server. In between it is renamed to each name with a
-/// slash at its end. That always fails with ENOTDIR, as only folders can have such names, but only after FUSE has looked
-/// the name up.
-pub fn look_up(folder: &AnchoredPath, names: &[&OsStr], probe: &OsStr) -> io::Result<()> {
+/// Creates and deletes the file `probe`, which makes NFS ask its server. In between renames it to each name with a
+/// slash at its end. That always fails with ENOTDIR, as only folders can have such names, but only after FUSE has
+/// looked the name up.
+pub fn refresh_names(folder: &AnchoredPath, names: &[&OsStr], probe: &OsStr) -> io::Result<()> {
     let folder = folder.open_folder()?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     drop(rustix::fs::openat(&folder, probe, flags, Mode::RUSR)?);
@@ -32,36 +32,36 @@ pub fn look_up(folder: &AnchoredPath, names: &[&OsStr], probe: &OsStr) -> io::Re
 /// Opens a file that others write, to read it as it is now.
 pub fn open(path: &AnchoredPath) -> io::Result<File> {
     let file = path.open()?;
-    forget(&file);
+    drop_cache(&file);
     Ok(file)
 }
 
-/// Returns what is known of a file that others write, as it is now. A link is not followed.
+/// Returns the current metadata of a file that others write. A link is not followed.
 pub fn metadata(path: &AnchoredPath) -> io::Result<Metadata> {
-    let file = match path.handle() {
+    let file = match path.open_handle() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // NFS looks the name up again once the folder is opened.
             let _ = path.folder().open_folder();
-            path.handle()?
+            path.open_handle()?
         }
         file => file?,
     };
-    ask(&file);
+    refresh_length(&file);
     file.metadata()
 }
 
-/// Makes the kernel drop what it holds of a file's bytes, and ask for its length.
-fn forget(file: &File) {
-    // Only this node changes what is on its block devices.
+/// Makes the kernel drop its cached bytes of a file, and refresh its length.
+fn drop_cache(file: &File) {
+    // Only this node changes files on its block devices.
     #[cfg(target_os = "linux")]
-    if !ask(file) {
+    if !refresh_length(file) {
         let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
     }
 }
 
-/// Makes the kernel ask for the length of a file. True where it is on a block device.
+/// Makes the kernel refresh the length of a file. Returns true if it is on a block device.
 #[cfg(target_os = "linux")]
-fn ask(file: &File) -> bool {
+fn refresh_length(file: &File) -> bool {
     use rustix::fs::{StatxFlags, statx};
 
     statx(file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC, StatxFlags::BASIC_STATS)
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looking_names_up_changes_nothing() {
+    fn refreshing_names_changes_no_file() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::write(at("file"), "content").unwrap();
@@ -87,14 +87,14 @@ mod tests {
         let list = || anchor.names().unwrap().into_iter().collect::<std::collections::BTreeSet<_>>();
         let before = list();
         let names = ["file", "empty", "folder", "link", "dangling", "nothing"].map(OsStr::new);
-        look_up(&anchor, &names, OsStr::new("probe")).unwrap();
+        refresh_names(&anchor, &names, OsStr::new("probe")).unwrap();
         assert_eq!(list(), before);
         assert_eq!(fs::read(at("file")).unwrap(), b"content");
         assert!(at("empty").is_dir() && at("folder/inner").is_dir() && at("link").is_symlink());
     }
 
     #[test]
-    fn a_file_that_has_grown_is_read_to_its_end() {
+    fn grown_file_is_read_to_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let path = AnchoredPath::new(folder.path()).join("file");
         fs::write(path.path(), "ab").unwrap();
