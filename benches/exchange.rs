@@ -12,9 +12,9 @@ mod support;
 
 use std::time::Duration;
 
-use dtshard::comm::Part;
 use dtshard::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, ReductionMethod, Rounds, Topology};
 use dtshard::exec::division::even_share;
+use dtshard::launch::Part;
 use support::cost::{peak_mb, timed};
 use support::model::{Job, Tensor, small_tensors, tensors};
 use support::tables::tables;

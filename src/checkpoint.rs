@@ -7,7 +7,6 @@ use std::sync::{Arc, OnceLock};
 use rayon::prelude::*;
 
 use crate::catalog::{Dtype, TensorEntry, TensorId, model, path};
-use crate::comm::Launch;
 use crate::convert::options::{
     CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
 };
@@ -16,6 +15,7 @@ use crate::describe::{self, Inspection};
 use crate::error::{Error, Result};
 use crate::exec::{Locations, PreparedTile, Scratch};
 use crate::format::{self, Format, SeriesChoice, Want};
+use crate::launch::Launch;
 use crate::layout::{Region, Tile};
 use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};

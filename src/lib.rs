@@ -149,8 +149,8 @@ macro_rules! interior {
 }
 
 interior! {
-    catalog comm exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
-    metadata_mirror
+    catalog comm exchange exec fault format gpu launch layout name_list nearest plan publish quantity select storage
+    threads metadata_mirror
 }
 
 pub use catalog::Dtype;

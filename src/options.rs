@@ -7,13 +7,13 @@
 //! [`Conversion`](crate::Conversion) is, [`ExecuteOptions`](crate::ExecuteOptions) how its plan is executed.
 
 pub use crate::checkpoint::{Contents, Writes};
-pub use crate::comm::{Launch, Launcher, Part, launch, process_environment};
 pub use crate::conversion::Target;
 pub use crate::convert::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, InspectOptions,
     OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
     Strategy, TensorClass, Tied, UnshardOptions,
 };
+pub use crate::launch::{Launch, Launcher, Part, launch, process_environment};
 pub use crate::layout::Split;
 pub use crate::quantity::Quantity;
 pub use crate::storage::IoMode;

@@ -25,9 +25,9 @@ mod support;
 
 use std::process::ExitCode;
 
-use dtshard::comm::process_environment;
 use dtshard::error::{Error, Result};
 use dtshard::gpu::{self, Device, Gpu, Kernels, Packer, Settings};
+use dtshard::launch::process_environment;
 use serde_json::{Value, json};
 
 const USAGE: &str = "gpu_check [--ptx FILE] about | copies SECONDS SEED | arithmetic SECONDS SEED | large | \

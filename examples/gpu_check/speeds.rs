@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dtshard::catalog::Dtype;
-use dtshard::comm::{Communicator, Local, Part};
+use dtshard::comm::{Communicator, Local};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
     Counting, FileOwners, FileVisibility, Moves, PooledBuffer, ReductionMethod, Rounds, Shuffle, StridedCopy, Topology,
@@ -19,6 +19,7 @@ use dtshard::exec::cast::Cast;
 use dtshard::exec::division::even_share;
 use dtshard::exec::reduce::Reducer;
 use dtshard::gpu::{CastJob, DeviceShuffle, Gpu, Nccl, Packer, Pinned, ReductionJob, Sharing, TransferTrial};
+use dtshard::launch::Part;
 use dtshard::layout::ReduceOp;
 use dtshard::plan::lower::LoopLevel;
 

@@ -88,7 +88,7 @@ pub trait Communicator: Sync {
     {
         if let Err(error @ Error::Stopped(_)) = &mine {
             // No opinion of this rank.
-            self.fail(&error.to_string());
+            self.fail(error);
             return mine;
         }
         let against = mine.as_ref().err().map(ToString::to_string);
@@ -103,9 +103,9 @@ pub trait Communicator: Sync {
     /// `Comm` naming the one that is gone.
     fn check(&self) -> Result<()>;
 
-    /// Tell all others why this one ends before its time. What they do, now or later, is an error that names this rank
-    /// and has these words.
-    fn fail(&self, why: &str);
+    /// Tells all others that this rank ends because of an error. Each operation of theirs, in progress or later, is an error
+    /// that names this rank and has the message, or the signal that stopped this rank.
+    fn fail(&self, error: &Error);
 
     /// Go, as one whose work is done: no death. Whoever is dropped without this has failed.
     ///
@@ -124,8 +124,8 @@ pub trait FailureNotes: Send + Sync {
     /// `Comm` naming the process that is gone.
     fn check(&self) -> Result<()>;
 
-    /// Tells all others why this process ends before its time.
-    fn fail(&self, why: &str);
+    /// Tells all others that this process ends because of an error.
+    fn fail(&self, error: &Error);
 
     /// Leaves as a process whose work is done.
     fn leave(&self);

@@ -2,61 +2,95 @@
 //!
 //! Invariant: the first failure stays. Others follow from it, as ranks end because one did, and would hide it.
 
+use std::fmt;
 use std::sync::OnceLock;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result, STOPPING, Stopped};
 
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A process that is gone, and why, as records and messages carry it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,
     pub why: FailureReason,
 }
 
-/// Whoever is told to stop does not fail: all stop, and may be started again.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The reason why a process is gone. A process that a signal stops does not fail: all stop, and may be started again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum FailureReason {
+    /// The message of its own error.
     Failed(String),
-    /// By one of [`STOPPING`].
+    /// A signal, by its index in [`STOPPING`].
+    #[serde(serialize_with = "write_signal", deserialize_with = "read_signal")]
     Stopped(usize),
+    /// A sentence of the process that found out: `its process ended`.
+    Seen(String),
+}
+
+fn write_signal<S: Serializer>(which: &usize, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(STOPPING[*which].0)
+}
+
+fn read_signal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    let which = STOPPING.iter().position(|(signal, _)| *signal == name);
+    which.ok_or_else(|| D::Error::custom(format!("unknown signal {name}")))
 }
 
 impl FailureReason {
-    /// The reason of a process that ends with these words, which may be those of [`Error::Stopped`].
-    pub fn of_words(words: &str) -> Self {
-        let named = words.strip_prefix("stopped by ").and_then(|rest| Self::of_signal(rest.split(';').next()?));
-        named.unwrap_or_else(|| Self::Failed(format!("failed: {words}")))
+    /// Returns this reason with at most `max` bytes of words.
+    #[must_use]
+    pub fn cut(mut self, max: usize) -> Self {
+        if let Self::Failed(words) | Self::Seen(words) = &mut self {
+            words.truncate(words.floor_char_boundary(max));
+        }
+        self
     }
+}
 
-    /// The reason of a process that this signal stops.
-    pub fn of_signal(name: &str) -> Option<Self> {
-        STOPPING.iter().position(|(signal, _)| *signal == name).map(Self::Stopped)
-    }
-
-    /// The name of one of [`STOPPING`].
-    pub fn signal(which: usize) -> &'static str {
-        STOPPING[which].0
+impl fmt::Display for FailureReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(words) => write!(f, "failed: {words}"),
+            Self::Stopped(which) => write!(f, "stopped by {}", STOPPING[*which].0),
+            Self::Seen(words) => f.write_str(words),
+        }
     }
 }
 
 impl From<&str> for FailureReason {
     fn from(words: &str) -> Self {
-        Self::Failed(words.to_owned())
+        Self::Seen(words.to_owned())
     }
 }
 
 impl From<String> for FailureReason {
     fn from(words: String) -> Self {
-        Self::Failed(words)
+        Self::Seen(words)
     }
 }
 
 impl PeerFailure {
+    /// Returns the reason why process `rank` ends with an error. A signal that stopped another process stays the signal of
+    /// that process.
+    pub fn because_of(error: &Error, rank: u32) -> Self {
+        if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
+            && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
+        {
+            return Self { rank: other.as_ref().map_or(rank, |other| other.index), why: FailureReason::Stopped(which) };
+        }
+        Self { rank, why: FailureReason::Failed(error.to_string()) }
+    }
+
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
-            FailureReason::Failed(words) => Error::comm(self.rank, op, words),
+            FailureReason::Failed(_) | FailureReason::Seen(_) => Error::comm(self.rank, op, self.why.to_string()),
             FailureReason::Stopped(which) => Stopped::by(*which, Some(self.rank.into())).into(),
         }
     }
@@ -88,4 +122,47 @@ pub(crate) const LEFT: &str = "has left, while others are not done";
 /// Two ranks that do not agree on how much one sends the other.
 pub(super) fn other_length(rank: u32, op: &'static str, expected: u64, sent: u64) -> Error {
     Error::comm(rank, op, format!("expected {expected} bytes, it sent {sent}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stopped(signal: &'static str, rank: Option<u32>) -> Error {
+        Error::Stopped(Stopped { signal, exit: 0, rank: rank.map(Into::into), kept: None })
+    }
+
+    #[test]
+    fn reasons_survive_json() {
+        for why in [FailureReason::Failed("no space: a\nb".into()), ENDED.into(), FailureReason::Stopped(1)] {
+            let gone = PeerFailure { rank: 3, why };
+            let text = serde_json::to_string(&gone).unwrap();
+            assert_eq!(serde_json::from_str::<PeerFailure>(&text).unwrap(), gone, "{text}");
+        }
+        let text = serde_json::to_string(&PeerFailure { rank: 3, why: FailureReason::Stopped(1) }).unwrap();
+        assert_eq!(text, r#"{"rank":3,"why":{"stopped":"TERM"}}"#);
+        assert!(serde_json::from_str::<PeerFailure>(&text.replace("TERM", "HUP")).is_err());
+    }
+
+    #[test]
+    fn signal_is_data_and_words_that_look_like_one_are_words() {
+        assert_eq!(
+            PeerFailure::because_of(&stopped("USR1", None), 2),
+            PeerFailure { rank: 2, why: FailureReason::Stopped(2) }
+        );
+        assert_eq!(
+            PeerFailure::because_of(&stopped("TERM", Some(5)), 2),
+            PeerFailure { rank: 5, why: FailureReason::Stopped(1) }
+        );
+        let words = stopped("TERM", None).to_string();
+        let gone = PeerFailure::because_of(&Error::usage(words.clone(), ""), 2);
+        assert_eq!(gone, PeerFailure { rank: 2, why: FailureReason::Failed(words.clone()) });
+        assert_eq!(gone.error("check").to_string(), format!("process 2: check: failed: {words}"));
+    }
+
+    #[test]
+    fn long_reasons_are_cut_between_characters() {
+        assert_eq!(FailureReason::Failed("größer".into()).cut(3), FailureReason::Failed("gr".into()));
+        assert_eq!(FailureReason::Stopped(0).cut(0), FailureReason::Stopped(0));
+    }
 }

@@ -169,10 +169,10 @@ impl Communicator for Local {
         self.office.fate.check("check")
     }
 
-    fn fail(&self, why: &str) {
+    fn fail(&self, error: &Error) {
         // Held, so that nobody is between looking and waiting.
         let _letters = self.letters();
-        self.office.fate.seal(PeerFailure { rank: self.rank, why: format!("failed: {why}").into() });
+        self.office.fate.seal(PeerFailure::because_of(error, self.rank));
         self.office.changed.notify_all();
     }
 
@@ -187,8 +187,8 @@ impl FailureNotes for Local {
         Communicator::check(self)
     }
 
-    fn fail(&self, why: &str) {
-        Communicator::fail(self, why);
+    fn fail(&self, error: &Error) {
+        Communicator::fail(self, error);
     }
 
     fn leave(&self) {

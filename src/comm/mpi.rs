@@ -23,11 +23,12 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, Destination, Source};
 use serde::{Deserialize, Serialize};
 
-use super::failure::{DROPPED, FailureReason, FirstFailure, LEFT, PeerFailure, other_length};
+use super::Communicator;
+use super::failure::{DROPPED, FirstFailure, LEFT, PeerFailure, other_length};
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
-use super::{Communicator, Env, Launch, Launcher, Part};
-use crate::error::{CommError, Error, Result, STOPPING};
+use crate::error::{CommError, Error, Result};
+use crate::launch::{Env, Launch, Launcher, Part};
 
 /// The longest message: MPI counts with 32 bits, and what is longer goes as several.
 const LONGEST: usize = 16 << 20;
@@ -97,12 +98,8 @@ enum Word {
         len: u64,
     },
     Left,
-    /// The rank that is gone first, and why: by a signal, which is one of [`STOPPING`](crate::error::STOPPING), or for a reason.
-    Failed {
-        rank: u32,
-        signal: Option<usize>,
-        reason: String,
-    },
+    /// The rank that is gone first, and why.
+    Failed(PeerFailure),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -204,18 +201,14 @@ impl Mpi {
         if state.has_left || !self.fate.seal(gone) {
             return;
         }
-        let Some(PeerFailure { rank, why }) = self.fate.gone() else { return };
-        let (signal, reason) = match why {
-            FailureReason::Failed(reason) => (None, reason.as_str()),
-            FailureReason::Stopped(which) => (Some(*which), ""),
-        };
-        let reason = &reason[..reason.floor_char_boundary(LONGEST_REASON)];
-        self.tell_all(state, |_| Word::Failed { rank: *rank, signal, reason: reason.to_owned() });
+        let Some(PeerFailure { rank, why }) = self.fate.gone().cloned() else { return };
+        let gone = PeerFailure { rank, why: why.cut(LONGEST_REASON) };
+        self.tell_all(state, |_| Word::Failed(gone.clone()));
     }
 
     /// Asks whether to go on, and ends this rank where not.
     fn ask(&self) -> Result<()> {
-        (self.going)().inspect_err(|error| self.fail(&error.to_string()))
+        (self.going)().inspect_err(|error| Communicator::fail(self, error))
     }
 
     /// Sends the headers of an operation, and waits for those of all others.
@@ -407,8 +400,8 @@ impl Communicator for Mpi {
         self.ask()
     }
 
-    fn fail(&self, why: &str) {
-        self.end(&self.state(), PeerFailure { rank: self.rank, why: reason(why) });
+    fn fail(&self, error: &Error) {
+        self.end(&self.state(), PeerFailure::because_of(error, self.rank));
     }
 
     fn leave(self) -> Result<()> {
@@ -456,10 +449,8 @@ impl Inbox {
         while let Some(found) = world.any_process().immediate_matched_probe_with_tag(self.tag) {
             let (bytes, status) = found.matched_receive_vec::<u8>();
             let from = u32::try_from(status.source_rank()).expect("MPI counts ranks from 0");
-            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::Failed {
-                rank: from,
-                signal: None,
-                reason: format!("does not speak as it should: {error}"),
+            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| {
+                Word::Failed(PeerFailure { rank: from, why: format!("does not speak as it should: {error}").into() })
             });
             self.is_last[from as usize] |= !matches!(word, Word::Header { .. });
             self.words[from as usize].push_back(word);
@@ -512,9 +503,7 @@ impl Inbox {
 
 impl Word {
     fn gone(&self) -> Option<PeerFailure> {
-        let Self::Failed { rank, signal, reason } = self else { return None };
-        let stopped = signal.filter(|which| *which < STOPPING.len()).map(FailureReason::Stopped);
-        Some(PeerFailure { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
+        if let Self::Failed(gone) = self { Some(gone.clone()) } else { None }
     }
 }
 
@@ -563,13 +552,6 @@ impl Pause {
     }
 }
 
-/// Returns why a rank ends that says these words, which may be those of [`Error::Stopped`].
-fn reason(words: &str) -> FailureReason {
-    let signal = words.strip_prefix("stopped by ").and_then(|rest| rest.split(';').next());
-    let which = STOPPING.iter().position(|(name, _)| Some(*name) == signal);
-    which.map_or_else(|| format!("failed: {words}").into(), FailureReason::Stopped)
-}
-
 fn turn() -> MutexGuard<'static, Option<Universe>> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -604,8 +586,8 @@ impl super::FailureNotes for Mpi {
         Communicator::check(self)
     }
 
-    fn fail(&self, why: &str) {
-        Communicator::fail(self, why);
+    fn fail(&self, error: &Error) {
+        Communicator::fail(self, error);
     }
 
     fn leave(&self) {}

@@ -10,9 +10,9 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::comm::Part;
 use crate::error::Result;
 use crate::exec::{Phase, Reporter};
+use crate::launch::Part;
 use crate::progress::Task;
 use crate::publish::recovery::CompletedWork;
 use crate::publish::{OtherPart, OtherState, Staging};

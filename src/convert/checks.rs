@@ -6,11 +6,11 @@ use super::peers::Peers;
 use super::reading::input;
 use super::run::Run;
 use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
-use crate::comm::Part;
 use crate::error::{CatalogError, Error, Result};
 use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, checksum};
+use crate::launch::Part;
 use crate::progress::Task;
 use crate::storage::FileRange;
 

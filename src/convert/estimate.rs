@@ -6,11 +6,11 @@ use super::memory::{
 };
 use super::peers::Peers;
 use super::prepared::Prepared;
-use crate::comm::cpus::cpus;
-use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{BLOCK_JOINER_BYTES, Options};
+use crate::launch::cpus::cpus;
+use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::AnonymousMemory;
 

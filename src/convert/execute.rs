@@ -20,7 +20,7 @@ use crate::exchange::ReductionMethod;
 use crate::exec::copy::Stats;
 use crate::exec::{Input, Options, copy};
 use crate::format::resolve_unseen;
-use crate::publish::{Preflight, Staging};
+use crate::publish::{Claim, Preflight, Staging, WorkPlan};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
 
@@ -95,8 +95,11 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
 /// Anything; the destination is then as it was.
 pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
     refuse_parted(prepared)?;
-    let copied = copy_source(prepared, args, destination, run);
-    let report = copied.and_then(|()| perform(prepared, args, destination, run));
+    let options = begin(prepared, args, run);
+    let report = options.and_then(|options| {
+        copy_source(prepared, args, destination, &options, run)?;
+        perform(prepared, args, destination, &options, run)
+    });
     let report = report.map_err(|error| failed(prepared, error));
     part(prepared, true);
     report
@@ -121,35 +124,62 @@ fn refuse_parted(prepared: &Prepared) -> Result<()> {
     ))
 }
 
-/// Copies files of the source that only some processes see to where all see them. Collective, where there are peers.
-fn copy_source(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<()> {
-    let Some(mut peers) = prepared.source.peers.take() else { return Ok(()) };
+/// Copies files of the source that only some processes see to where all see them. A run that is refused is refused before
+/// that. Collective, where there are peers.
+fn copy_source(
+    prepared: &mut Prepared,
+    args: &ConvertOptions,
+    destination: &Path,
+    options: &Options,
+    run: &Run<'_>,
+) -> Result<()> {
+    let Some(mut peers) = prepared.source.peers.take_if(|peers| !peers.exchange_bytes()) else { return Ok(()) };
     let mut copy = || {
-        let is_wanted = peers.is_copy_wanted(|| preflight(prepared, args, destination, run))?;
-        let (source, reservation) = (&mut prepared.source.checkpoint, &prepared.reservation);
-        if is_wanted { peers.copy_source(source, reservation, args.execute.resume, run) } else { Ok(()) }
+        let reducing = ReductionMethod::InRankOrder;
+        let about = about(prepared, args, reducing, run);
+        let plan = plan(prepared, reducing, &about);
+        peers.compare(plan.fingerprint)?;
+        let claim = claim(prepared, args, options, run);
+        let Some(beside) = peers.decide(|| bytes_to_write(prepared, args, destination, &claim, &plan))? else {
+            return Ok(());
+        };
+        peers.copy_source(&mut prepared.source.checkpoint, &prepared.reservation, beside, args.execute.resume, run)
     };
     let copied = copy();
     prepared.source.peers = Some(peers);
     copied
 }
 
-/// Returns whether something is to be written to the destination, as far as one look shows.
-fn preflight(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<bool> {
+/// Returns the space that the destination takes, as far as one look shows: 0 where a run goes on with what it finds, `None`
+/// where nothing is to be written.
+///
+/// # Errors
+/// As a run that is refused.
+fn bytes_to_write(
+    prepared: &Prepared,
+    args: &ConvertOptions,
+    destination: &Path,
+    claim: &Claim,
+    plan: &WorkPlan<'_>,
+) -> Result<Option<u64>> {
     check_destination(prepared, args, destination)?;
-    let claim = claim(prepared, args, &run.options, run);
-    let reducing = ReductionMethod::InRankOrder;
-    let about = about(prepared, reducing, run);
-    match Staging::preflight(destination, prepared.shape, &claim, &plan(prepared, reducing, &about)) {
-        Ok(found) => Ok(found != Preflight::Done),
-        // A run may go on once it has watched another for a while.
-        Err(_) if claim.resume => Ok(true),
-        Err(error) => Err(error),
+    match Staging::preflight(destination, prepared.shape, claim, plan)? {
+        Preflight::Done => Ok(None),
+        Preflight::Fresh if !claim.restart => Ok(Some(prepared.len_bytes())),
+        Preflight::Fresh | Preflight::Resumes => Ok(Some(0)),
+        // Where another process is gone, these options go on or start again.
+        Preflight::Unsure(_) if claim.resume || claim.restart => Ok(Some(0)),
+        Preflight::Unsure(error) => Err(error),
     }
 }
 
-fn perform(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
-    let options = &begin(prepared, args, run)?;
+fn perform(
+    prepared: &Prepared,
+    args: &ConvertOptions,
+    destination: &Path,
+    options: &Options,
+    run: &Run<'_>,
+) -> Result<Report> {
     let mut account = Account::new(prepared, args, options, unused_options(prepared, args, run));
     check_destination(prepared, args, destination)?;
     let (stats, outcome) = match write_destination(prepared, args, destination, options, run)? {

@@ -11,11 +11,12 @@ use super::bucket::Bucket;
 use super::process_table::ProcessTable;
 #[cfg(feature = "mpi")]
 use crate::comm::mpi::Mpi;
-use crate::comm::{Communicator, Traffic, process_environment};
+use crate::comm::{Communicator, Traffic};
 use crate::convert::options::{Backend, ExchangeOptions};
 use crate::error::{Error, Result};
 use crate::exchange::records::Records;
 use crate::gpu::{self, Arithmetic, Gpu, Nccl};
+use crate::launch::process_environment;
 use crate::progress::Progress;
 
 /// What processes have met by.
@@ -65,7 +66,7 @@ macro_rules! of_met {
 /// # Errors
 /// `Usage` where this program was built without MPI, or was not started by it.
 #[cfg(not(feature = "mpi"))]
-pub fn check_mpi(_launch: &crate::comm::Launch) -> Result<()> {
+pub fn check_mpi(_launch: &crate::launch::Launch) -> Result<()> {
     Err(Error::usage(
         "options::backend mpi: this dtshard was built without MPI",
         "build it with `cargo build --release --features mpi`, or leave options::backend out",
@@ -77,7 +78,7 @@ pub fn check_mpi(_launch: &crate::comm::Launch) -> Result<()> {
 /// # Errors
 /// `Usage` where this program was not started by MPI.
 #[cfg(feature = "mpi")]
-pub fn check_mpi(launch: &crate::comm::Launch) -> Result<()> {
+pub fn check_mpi(launch: &crate::launch::Launch) -> Result<()> {
     if crate::comm::mpi::is_under_mpi(launch, &process_environment) {
         return Ok(());
     }
@@ -167,6 +168,15 @@ impl Link {
         Ok(())
     }
 
+    /// Names what all processes do next, for reports of long waits. Waits for NCCL and MPI are not reported.
+    pub fn begin(&self, doing: &'static str) {
+        match &self.met {
+            Meeting::Records(records) => records.begin(doing),
+            #[cfg(feature = "mpi")]
+            Meeting::Mpi(_) => {}
+        }
+    }
+
     #[must_use]
     pub fn way(&self) -> &Transport {
         &self.way
@@ -217,8 +227,8 @@ impl Communicator for Link {
         of_met!(&self.met, control => Communicator::check(&**control))
     }
 
-    fn fail(&self, why: &str) {
-        of_met!(&self.met, control => Communicator::fail(&**control, why));
+    fn fail(&self, error: &Error) {
+        of_met!(&self.met, control => Communicator::fail(&**control, error));
     }
 
     fn leave(self) -> Result<()> {

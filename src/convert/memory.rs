@@ -8,11 +8,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use super::bucket::Bucket;
-use crate::comm::cpus::cpus;
-use crate::comm::process_environment;
 use crate::convert::options::SourceOptions;
 use crate::error::{Error, Result};
 use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
+use crate::launch::cpus::cpus;
+use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::{BOUNCE_BYTES, IoMode};
@@ -87,16 +87,18 @@ impl Workers {
         Self(pool.flatten())
     }
 
-    /// Runs `work` on these threads. Without any, the thread of the caller does all work.
+    /// Runs `work` on these threads. Without any, the thread of the caller does all work, as the only one of a pool of its
+    /// own. Rayon's global pool belongs to the program, and is not used.
     pub fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
-        match &self.0 {
-            Some(pool) => pool.install(work),
-            None => {
-                // The caller's thread becomes the only one of rayon's own pool, unless that has been started already.
-                let _ = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global();
-                work()
-            }
+        if let Some(pool) = &self.0 {
+            return pool.install(work);
         }
+        // A thread that belongs to a pool cannot join another one: it works in its own. A pool of this thread starts none, so
+        // there is no other reason to fail.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
+        let done = work();
+        drop(pool);
+        done
     }
 }
 
@@ -278,6 +280,25 @@ mod tests {
         let threads = |pace| threads_within(three, SCRATCH_BYTES, pace);
         assert_eq!(threads(Bottleneck::Disk), threads(Bottleneck::Processor).max(3));
         assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
+    }
+
+    #[test]
+    fn caller_without_threads_works_in_a_pool_of_its_own() {
+        use rayon::prelude::*;
+        let work = || {
+            std::thread::spawn(|| {
+                let caller = std::thread::current().id();
+                let workers = Workers(None);
+                // Twice: the second time, the thread belongs to a pool already.
+                (0..2).all(|_| {
+                    workers.install(|| {
+                        let ids: Vec<_> = (0..64).into_par_iter().map(|_| std::thread::current().id()).collect();
+                        rayon::current_num_threads() == 1 && ids.iter().all(|id| *id == caller)
+                    })
+                })
+            })
+        };
+        assert!(work().join().unwrap() && work().join().unwrap());
     }
 
     #[test]

@@ -19,10 +19,10 @@ use super::process_table::ProcessTable;
 use super::reading::input;
 use super::run::Run;
 use super::space::no_space;
-use super::waiting::{meet_within, patience, teller};
+use super::waiting::{meet_within, patience, slow_reporter, teller};
 use super::work_folder::WorkFolder;
 use crate::catalog::{Reservation, TensorEntry, TensorId};
-use crate::comm::{Communicator, Launcher, Part, Traffic, process_environment};
+use crate::comm::{Communicator, Traffic};
 use crate::convert::options::{Backend, ConvertOptions, SourceVisibility};
 use crate::error::{CommError, Error, Result, StorageError};
 #[cfg(feature = "mpi")]
@@ -41,6 +41,7 @@ use crate::exec::global_totals::GlobalTotals;
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::{self, DeviceShuffle};
+use crate::launch::{Launcher, Part, process_environment};
 use crate::metadata_mirror::{self, MetadataMirror};
 use crate::progress::{Progress, Task};
 use crate::publish::presence::Presence;
@@ -128,8 +129,12 @@ impl Peers {
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
         let roster = ProcessTable::meet(&link).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
+        let mut deciding = run.labels.clone();
+        if args.exchange.fast_reduce {
+            deciding.insert(String::from("options::fast_reduce"), String::new());
+        }
         let agreed =
-            option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, run.labels));
+            option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, &deciding));
         let nodes = agreed.and_then(|()| Topology::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
@@ -141,7 +146,7 @@ impl Peers {
             progress: run.progress,
         };
         let chosen = link.choose(&linking).map_err(|error| roster.name(error));
-        chosen.inspect_err(|error| link.fail(&error.to_string()))?;
+        chosen.inspect_err(|error| link.fail(error))?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match link.way() {
@@ -160,6 +165,7 @@ impl Peers {
 
     /// Reads the metadata of SRC with the others. Collective.
     fn read(&mut self, args: &ConvertOptions, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
+        self.link.begin("reading the metadata of SRC");
         if args.exchange.source == SourceVisibility::Shared {
             let checkpoint = Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src));
             return self.link.settle(checkpoint);
@@ -183,21 +189,19 @@ impl Peers {
         !matches!(self.link.way(), Transport::Copy)
     }
 
-    /// Whether a copy of files of SRC is wanted, which process 0 decides for all. Collective.
+    /// Lets process 0 decide for all whether files of SRC are copied: `None` if not, else the bytes of DST that are written
+    /// beside the copy. Collective.
     ///
     /// # Errors
     /// `Comm` with the error of process 0, which has its own.
-    pub fn is_copy_wanted(&self, decide: impl FnOnce() -> Result<bool>) -> Result<bool> {
-        if self.exchange_bytes() || self.mirror.is_none() {
-            return Ok(false);
-        }
-        let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(false) })?;
-        let said = self.link.gather(&[u8::from(decided)])?;
-        Ok(said.first().is_some_and(|first| *first == [1]))
+    pub fn decide(&self, decide: impl FnOnce() -> Result<Option<u64>>) -> Result<Option<u64>> {
+        let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(None) })?;
+        let said = self.link.gather(&decided.map_or_else(Vec::new, |bytes| bytes.to_le_bytes().to_vec()))?;
+        Ok(said.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
     }
 
-    /// Copies the files of SRC that hold what is reserved and that only some processes see. Nothing where processes
-    /// exchange. Collective.
+    /// Copies the files of SRC that hold what is reserved and that only some processes see. `beside` is the space that DST
+    /// takes on the same file system. Nothing where processes exchange. Collective.
     ///
     /// # Errors
     /// `Usage` where there is no space; as [`SourceCopy::run`].
@@ -205,25 +209,34 @@ impl Peers {
         &mut self,
         checkpoint: &mut Checkpoint,
         reservation: &Reservation,
+        beside: u64,
         resumes: bool,
         run: &Run<'_>,
     ) -> Result<()> {
         let Some(twin) = self.mirror.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
+        self.work.uses_copy(resumes);
         let folder = self.work.copy();
         let source = (&checkpoint.catalog, reservation);
         let copy = SourceCopy::plan(folder, twin.own(), &checkpoint.files, source, self.link.size());
-        let begun = if self.link.rank() == 0 { self.begin_copy(&copy, resumes, run).map(Some) } else { Ok(None) };
+        let begun =
+            if self.link.rank() == 0 { self.begin_copy(&copy, beside, resumes, run).map(Some) } else { Ok(None) };
         self.copying = self.link.settle(begun)?;
         let progress = Task::start(run.progress, "copying", copy.share(self.link.rank()));
+        self.link.begin("copying files of SRC");
         copy.run(&self.link, &progress, &run.stop)?;
+        self.link.begin("writing DST");
         copy.turn(&mut checkpoint.files)
     }
 
     /// What process 0 does before files are copied.
-    fn begin_copy(&self, copy: &SourceCopy, resumes: bool, run: &Run<'_>) -> Result<Presence> {
-        let lease = copy.begin(resumes)?;
+    fn begin_copy(&self, copy: &SourceCopy, beside: u64, resumes: bool, run: &Run<'_>) -> Result<Presence> {
+        let lease = copy.begin(resumes, &run.stop)?;
         let Amount { files, bytes, left } = copy.amount();
         let folder = self.work.copy();
+        let (needed, free) = (left.saturating_add(beside), filesystem::free_bytes(folder.path())?);
+        if free < needed {
+            return Err(no_space(folder.path(), needed, free));
+        }
         if files > 0 {
             let (bytes, left) = (human_bytes(bytes), human_bytes(left));
             run.progress.note(&format!(
@@ -231,8 +244,7 @@ impl Peers {
                 folder.display()
             ));
         }
-        let free = filesystem::free_bytes(folder.path())?;
-        if free >= left { Ok(lease) } else { Err(no_space(folder.path(), left, free)) }
+        Ok(lease)
     }
 
     /// Say of the process that an error names, or whose file is damaged, all that is known.
@@ -420,7 +432,7 @@ impl Peers {
 
     /// Tell the others that this one goes, because of an error.
     pub fn fail(&self, error: &Error) {
-        self.link.fail(&error.to_string());
+        self.link.fail(error);
     }
 
     /// Goes on where all are well. Collective.
@@ -478,7 +490,7 @@ const MIRROR: &str = "mirror";
 /// Meets the others, by MPI where that started them, else by records beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
-    let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref(), args.execute.resume)?;
+    let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;
     #[cfg(feature = "mpi")]
     if args.exchange.backend != Backend::Cpu && crate::comm::mpi::is_under_mpi(launch, &process_environment) {
         return meet_by_mpi(work, run);
@@ -496,6 +508,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     let met = Records::meet(work.of_run(), launch.part, patience(limit, &tell), &run.stop);
     match (met, installed) {
         (Ok(records), installed) => {
+            let records = records.reporting(slow_reporter(run));
             records.settle(installed).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
             Ok((Meeting::Records(Arc::new(records)), work))
         }

@@ -25,9 +25,9 @@ pub fn describe_destination(
     let look = |reducing| -> Result<Preflight> {
         check_destination(conversion, args, destination)?;
         let claim = claim(conversion, args, options, run);
-        let about = about(conversion, reducing, run);
+        let about = about(conversion, args, reducing, run);
         let foreseen = Staging::preflight(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
-        if foreseen == Preflight::Fresh {
+        if matches!(foreseen, Preflight::Fresh) {
             check_folder(conversion, nearest_folder(destination))?;
         }
         Ok(foreseen)
@@ -38,7 +38,7 @@ pub fn describe_destination(
         Ok(Preflight::Done) => {
             Some(format!("{} is there already, from the same source and options", destination.display()))
         }
-        Err(error) => {
+        Ok(Preflight::Unsure(error)) | Err(error) => {
             let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
             Some(format!("a run would be refused: {error}{hint}"))
         }

@@ -6,13 +6,13 @@ use super::nesting::refuse_nesting;
 use super::replaceable::check_replaceable;
 use super::source::ConversionSource;
 use crate::catalog::{Fqn, Reservation};
-use crate::comm::Part;
 use crate::convert::options::ConvertOptions;
 use crate::error::Result;
 use crate::exec::Extents;
 use crate::exec::division::{even_share, own_rank_files};
 use crate::exec::sidecar_files::{SidecarFile, check_distinct};
 use crate::format::Format;
+use crate::launch::Part;
 use crate::publish::DestinationKind;
 use crate::storage::lookup;
 

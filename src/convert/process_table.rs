@@ -1,7 +1,8 @@
 //! Roster: where the processes of a run are, so that whoever reads of one finds it: `process 2 of 4 (n1, pid 4711)`.
 
-use crate::comm::{Communicator, Part, Process};
+use crate::comm::{Communicator, Process};
 use crate::error::{Error, Peer, Result};
+use crate::launch::Part;
 use crate::metadata_mirror::MetadataMirror;
 use crate::name_list::short_list;
 

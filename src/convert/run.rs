@@ -10,9 +10,9 @@ use std::time::Instant;
 use super::bucket::Bucket;
 use super::memory::{Bottleneck, Workers, work_options};
 use super::options::{ExchangeOptions, SourceOptions};
-use crate::comm::Launch;
 use crate::error::Result;
 use crate::exec::{Options, Stop};
+use crate::launch::Launch;
 use crate::progress::Progress;
 
 /// Where an operation stands among processes, when it stops, and what it is called.

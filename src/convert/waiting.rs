@@ -34,6 +34,11 @@ pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first, again, tell: Arc::new(teller(run)) }
 }
 
+/// Reports a long wait for a process that this one has met.
+pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
+    WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, tell: Arc::new(teller(run)) }
+}
+
 pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::patience(usual, SAID_SOON));
     WaitNotices { limit, first, again, tell }

@@ -17,15 +17,19 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::comm::Part;
 use crate::error::{Error, Result};
-#[cfg(feature = "mpi")]
+use crate::launch::Part;
+#[cfg(any(test, feature = "mpi"))]
 use crate::publish::presence::Presence;
 use crate::publish::presence::is_in_use;
 use crate::storage::{AnchoredPath, lookup};
 
 /// The longest time that process 0 waits for others to leave before it clears up.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// The longest time in which other runs may remove the folder that a run is creating.
+#[cfg(any(test, feature = "mpi"))]
+const MAKE_WITHIN: Duration = Duration::from_secs(5);
 
 const COPY: &str = "copy";
 
@@ -34,7 +38,7 @@ pub struct WorkFolder {
     run: AnchoredPath,
     /// The folders above that were not there, the innermost first.
     made: Vec<PathBuf>,
-    #[cfg(feature = "mpi")]
+    #[cfg(any(test, feature = "mpi"))]
     held: Option<Presence>,
     is_first: bool,
     keeps_copy: bool,
@@ -43,12 +47,11 @@ pub struct WorkFolder {
 }
 
 impl WorkFolder {
-    /// The folder beside a destination, for the launch of this name. Nothing is made yet. The copy of SRC is kept by a run
-    /// that fails where it `keeps_copy`.
+    /// The folder beside a destination, for the launch of this name. Nothing is made yet.
     ///
     /// # Errors
     /// `Usage` where DST has no name, or where a link or a folder of another user is in the way; `Io`.
-    pub fn beside(destination: &Path, part: Part, run: Option<&str>, keeps_copy: bool) -> Result<Self> {
+    pub fn beside(destination: &Path, part: Part, run: Option<&str>) -> Result<Self> {
         let name = destination.file_name().ok_or_else(|| {
             Error::usage(
                 format!("{} cannot be a destination", destination.display()),
@@ -68,32 +71,52 @@ impl WorkFolder {
             folder,
             run,
             made,
-            #[cfg(feature = "mpi")]
+            #[cfg(any(test, feature = "mpi"))]
             held: None,
             is_first,
-            keeps_copy,
+            keeps_copy: true,
             is_done: false,
             is_published: false,
         })
     }
 
-    /// Makes the folder of this launch, for processes that have met by other means. Process 0 holds a lease in it, so that
-    /// others see that it is in use. Collective.
+    /// Creates a folder with a new name for processes that have met by other means. Process 0 holds a lease in it, so that
+    /// no other run removes it. The folder is for the metadata mirror only: these processes leave the reasons why they end
+    /// with each other, by MPI. Collective.
     ///
     /// # Errors
     /// `Io`; `Comm` naming the process that fails.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(test, feature = "mpi"))]
     pub fn make_for(&mut self, communicator: &impl crate::comm::Communicator) -> Result<()> {
-        let make = || -> Result<Option<Presence>> {
-            if !self.is_first {
-                return Ok(None);
-            }
-            let _ = self.run.remove_all();
-            fs::create_dir_all(self.run.path()).map_err(Error::io("create", &self.run))?;
-            Presence::take(&self.run, Part::alone(), 0)
-        };
-        self.held = communicator.settle(make())?;
+        let made = if self.is_first { self.make_new().map(Some) } else { Ok(None) };
+        let (name, held) = communicator.settle(made)?.unzip();
+        let names = communicator.gather(name.unwrap_or_default().as_bytes())?;
+        self.run = self.folder.reopened().join(String::from_utf8_lossy(&names[0]).as_ref());
+        self.held = held;
         Ok(())
+    }
+
+    /// Creates a folder that no other run has, and takes a lease in it.
+    #[cfg(any(test, feature = "mpi"))]
+    fn make_new(&self) -> Result<(String, Presence)> {
+        let begun = Instant::now();
+        loop {
+            let name =
+                format!("run-{:016x}", getrandom::u64().map_err(|error| Error::io("name", &self.run)(error.into()))?);
+            // The folder beside DST may have been there before, and be gone.
+            let run = self.folder.reopened().join(&name);
+            let taken = match run.create_with_parents() {
+                Ok(()) => Presence::take(&run, Part::alone(), 0)?,
+                Err(error) if error.kind() == ErrorKind::NotFound && begun.elapsed() < MAKE_WITHIN => None,
+                Err(error) => return Err(Error::io("create", &run)(error)),
+            };
+            match taken {
+                Some(held) => return Ok((name, held)),
+                // Another run that has published DST removes folders in which nobody holds a lease.
+                None if begun.elapsed() < MAKE_WITHIN => sleep(Duration::from_millis(10)),
+                None => return Err(Error::io("create a lease in", &run)(ErrorKind::NotFound.into())),
+            }
+        }
     }
 
     /// The folder for the records of this launch.
@@ -106,6 +129,12 @@ impl WorkFolder {
     #[must_use]
     pub fn copy(&self) -> AnchoredPath {
         self.folder.join(COPY)
+    }
+
+    /// Notes that this run copies files of SRC. A run that fails before it has used the copy leaves it as it is; after that,
+    /// it keeps the copy where it is told to.
+    pub fn uses_copy(&mut self, keeps_copy: bool) {
+        self.keeps_copy = keeps_copy;
     }
 
     /// Notes that all is done. The others may still have to leave.
@@ -142,7 +171,7 @@ impl WorkFolder {
 
 impl Drop for WorkFolder {
     fn drop(&mut self) {
-        #[cfg(feature = "mpi")]
+        #[cfg(any(test, feature = "mpi"))]
         drop(self.held.take());
         self.clear();
     }
@@ -179,10 +208,12 @@ fn sweep(folder: &AnchoredPath) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::publish::presence::Presence;
+    use crate::comm::{Communicator, Local};
 
     fn place(root: &Path, index: u32, run: &str) -> WorkFolder {
-        WorkFolder::beside(&root.join("a/out"), Part { index, of: 2 }, Some(run), false).unwrap()
+        let mut place = WorkFolder::beside(&root.join("a/out"), Part { index, of: 2 }, Some(run)).unwrap();
+        place.uses_copy(false);
+        place
     }
 
     fn present(place: &WorkFolder, index: u32) -> Presence {
@@ -207,7 +238,7 @@ mod tests {
     #[test]
     fn a_copy_is_kept_for_resume_until_all_is_done() {
         let root = tempfile::tempdir().unwrap();
-        let beside = || WorkFolder::beside(&root.path().join("out"), Part { index: 0, of: 2 }, None, true).unwrap();
+        let beside = || WorkFolder::beside(&root.path().join("out"), Part { index: 0, of: 2 }, None).unwrap();
         let work = beside();
         fs::create_dir_all(work.copy().path()).unwrap();
         drop(work);
@@ -216,6 +247,36 @@ mod tests {
         work.leave(true);
         drop(work);
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    /// The launcher gives two runs no names, or one name.
+    #[test]
+    fn runs_that_meet_by_other_means_have_folders_of_their_own() {
+        let root = tempfile::tempdir().unwrap();
+        let start = || {
+            let ranks = Local::fleet(2).into_iter().map(|rank| {
+                let destination = root.path().join("a/out");
+                std::thread::spawn(move || {
+                    let part = Part { index: rank.rank(), of: 2 };
+                    let mut work = WorkFolder::beside(&destination, part, None).unwrap();
+                    work.make_for(&rank).unwrap();
+                    work
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        };
+        let (one, other) = (start(), start());
+        let paths =
+            |works: &[WorkFolder]| works.iter().map(|work| work.of_run().path().to_path_buf()).collect::<Vec<_>>();
+        let (first, second) = (paths(&one), paths(&other));
+        assert!(first[0] == first[1] && second[0] == second[1] && first[0] != second[0], "{first:?} {second:?}");
+        // A third run that has published DST leaves both alone.
+        clear_beside(&root.path().join("a/out"));
+        drop(one);
+        assert!(!first[0].exists() && second[0].exists());
+        drop(other);
+        assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 0);
     }
 
     #[test]

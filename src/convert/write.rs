@@ -20,7 +20,6 @@ use super::space::check_space;
 use super::waiting::wait_reporter;
 use super::work_folder::clear_beside;
 use crate::catalog::OutputFile;
-use crate::comm::{Launch, Part};
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
 use crate::exchange::ReductionMethod;
@@ -29,6 +28,7 @@ use crate::exec::fingerprint::fingerprint;
 use crate::exec::plan_description::PlanDescription;
 use crate::exec::sidecar_files::{SidecarFile, copy_file};
 use crate::exec::{Extents, Options, source_tensors};
+use crate::launch::{Launch, Part};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
 use crate::publish::log::{AtEnd, Log};
@@ -69,15 +69,16 @@ pub fn write_destination(
 ) -> Result<WriteOutcome> {
     let claim = claim(conversion, args, options, run);
     let reducing = conversion.source.reducing();
-    let about = about(conversion, reducing, run);
+    let about = about(conversion, args, reducing, run);
     let plan = plan(conversion, reducing, &about);
-    if let Some(peers) = &conversion.source.peers {
+    // Processes that do not exchange have compared their plans before they copied files of SRC.
+    let peers = conversion.source.peers.as_ref();
+    if let Some(peers) = peers.filter(|peers| peers.exchange_bytes()) {
         peers.compare(plan.fingerprint)?;
     }
     let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
     // Parts wait for each other once all have begun. A process that cannot begin tells the others before that.
-    let peers = conversion.source.peers.as_ref().filter(|peers| !peers.exchange_bytes());
-    let begun = match peers {
+    let begun = match peers.filter(|peers| !peers.exchange_bytes()) {
         Some(peers) => peers.settle(begun)?,
         None => begun?,
     };
@@ -132,10 +133,15 @@ pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, ru
 }
 
 /// What a plan is of, for people.
-pub fn about(conversion: &Prepared, reducing: ReductionMethod, run: &Run<'_>) -> PlanDescription {
+pub fn about(
+    conversion: &Prepared,
+    args: &ConvertOptions,
+    reducing: ReductionMethod,
+    run: &Run<'_>,
+) -> PlanDescription {
     let Prepared { source, carried, .. } = conversion;
     let mut options = run.labels.clone();
-    if reducing == ReductionMethod::Nccl {
+    if args.exchange.fast_reduce {
         options.insert(String::from("options::fast_reduce"), reducing.to_string());
     }
     PlanDescription::new(options, &source.checkpoint.files, carried, &roots(source))

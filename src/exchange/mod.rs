@@ -152,7 +152,7 @@ impl<'a> Exchange<'a> {
                 .and_then(|_| writing.create_files())
                 .and_then(|outputs| write(self.input, outputs, supply, writing));
             if let Err(error) = &done {
-                communicator.fail(&error.to_string());
+                communicator.fail(error);
             }
             done.map(|stats| Stats { traffic: communicator.traffic().since(before), ..stats })
         })

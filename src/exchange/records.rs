@@ -24,13 +24,14 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::comm::{Communicator, ENDED, FailureNotes, Part, PeerFailure, Traffic, Wait, WaitNotices};
-use crate::error::{CommError, Error, Result};
+use crate::comm::{Communicator, ENDED, FailureNotes, PeerFailure, Traffic, Wait, WaitNotices, WaitReporter};
+use crate::error::{CommError, Error, FormatError, Peer, Result};
 use crate::exec::Stop;
+use crate::launch::Part;
 use crate::name_list::name_processes;
-use crate::publish::presence::{FoundLease, Observer, PeerState, Presence};
+use crate::publish::presence::{FoundLease, Observer, PeerState, Presence, stuck_after};
+use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
-use crate::storage::{AnchoredPath, lookup};
 
 const OP: &str = "meet";
 
@@ -44,12 +45,18 @@ const LONGEST: Duration = Duration::from_millis(200);
 /// The time between two looks at the lease of a process that is waited for.
 const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
+/// The time after which a lease that has not changed is reported: its process should write it every second.
+const SILENT_AFTER: Duration = Duration::from_secs(10);
+
 /// A process that has met others. It moves no bytes of tensors.
 #[derive(Debug)]
 pub struct Records {
     presence: Presence,
     folder: AnchoredPath,
     stop: Stop,
+    reporter: WaitReporter,
+    /// What all processes do before they next meet, for reports.
+    doing: Mutex<&'static str>,
     /// Operations that have begun.
     number: Mutex<u64>,
 }
@@ -60,15 +67,67 @@ struct Session {
     members: Vec<u32>,
 }
 
+impl Session {
+    /// Parses the file of the session of `of` processes that process 0 made under the lease of this generation.
+    ///
+    /// # Errors
+    /// `Malformed` where it does not have one generation for each process, or one that no lease has.
+    fn parse(text: &[u8], path: &AnchoredPath, of: u32, generation: u32) -> Result<Self> {
+        let malformed = |at: String, expected: String, found: String| {
+            Error::Format(FormatError::Malformed {
+                path: path.path().to_path_buf(),
+                at,
+                expected,
+                found,
+                hint: Some(
+                    format!("end all processes of the run, remove {}, and start again", path.folder().display()).into(),
+                ),
+            })
+        };
+        let whole = || (String::from("session"), format!("JSON of the generations of {of} leases"));
+        if text.len() as u64 > Self::max_len(of) {
+            let (at, expected) = whole();
+            return Err(malformed(at, expected, format!("more than {} bytes", Self::max_len(of))));
+        }
+        let session: Self = serde_json::from_slice(text).map_err(|error| {
+            let (at, expected) = whole();
+            malformed(at, expected, error.to_string())
+        })?;
+        if session.members.len() != of as usize {
+            let expected = format!("{of} generations, one for each process");
+            return Err(malformed(String::from("members"), expected, session.members.len().to_string()));
+        }
+        for (index, found) in session.members.iter().enumerate() {
+            let expected = match index {
+                0 if *found != generation => format!("{generation}, as the name of the file has it"),
+                _ if *found == u32::MAX => format!("a generation below {}", u32::MAX),
+                _ => continue,
+            };
+            return Err(malformed(format!("members[{index}]"), expected, found.to_string()));
+        }
+        Ok(session)
+    }
+
+    /// The longest file of a session of so many processes: ten digits and a comma for each, and the name of the list.
+    fn max_len(of: u32) -> u64 {
+        64 + 11 * u64::from(of)
+    }
+}
+
 impl Records {
     /// Meets the other processes of `part` in `folder`, which is made where it is not there.
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
     pub fn meet(folder: &AnchoredPath, part: Part, patience: WaitNotices<'_>, stop: &Stop) -> Result<Self> {
-        let observer = Observer::new(folder, part.of);
-        let mut meeting =
-            Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false, sees_first: false };
+        let mut meeting = Meeting {
+            folder: folder.clone(),
+            part,
+            observer: Observer::new(folder, part.of),
+            seen_alive: BTreeSet::new(),
+            is_blocked: false,
+            sees_first: false,
+        };
         let wait = Wait::begin(patience);
         let (mut own, mut pause) = (None, SHORTEST);
         loop {
@@ -78,7 +137,14 @@ impl Records {
                     let presence: Presence = own.take().expect("it is in the session");
                     let folder = presence.folder().join(session(part.of, members[0]));
                     presence.watch(members);
-                    return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
+                    return Ok(Self {
+                        presence,
+                        folder,
+                        stop: stop.clone(),
+                        reporter: WaitReporter::silent(),
+                        doing: Mutex::new("starting"),
+                        number: Mutex::new(0),
+                    });
                 }
                 Ok(MeetingStep::Missing(missing)) => missing,
                 Err(error) => return Err(told(own.as_ref(), error)),
@@ -96,6 +162,36 @@ impl Records {
             sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
+    }
+
+    /// Reports each long wait for a process: which one, where it runs, and whether it is alive.
+    #[must_use]
+    pub fn reporting(self, reporter: WaitReporter) -> Self {
+        Self { reporter, ..self }
+    }
+
+    /// Names what all processes do next: `copying files of SRC`.
+    pub fn begin(&self, doing: &'static str) {
+        *self.doing.lock().expect("no panic while the lock is held") = doing;
+    }
+
+    /// Reports a wait for these processes, the first of which is described.
+    fn report(&self, missing: &[u32], waited: Duration) {
+        let [first, others @ ..] = missing else { return };
+        let lease = self.presence.lease_of(*first);
+        let place = lease.as_ref().map(|(process, _)| process.to_string());
+        let whom = Peer { index: *first, of: Some(self.size()), place };
+        let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        let why = match lease {
+            Some((_, unchanged)) if unchanged >= SILENT_AFTER => {
+                let (silent, most) = (unchanged.as_secs(), stuck_after().as_secs());
+                format!("its lease has not changed for {silent} s, and the run ends when that is {most} s")
+            }
+            Some(_) => String::from("it is alive; its disk or network may be slow"),
+            None => String::from("its lease cannot be read"),
+        };
+        let doing = self.doing.lock().expect("no panic while the lock is held");
+        (self.reporter.tell)(&format!("waiting for {whom}{more} while {doing} ({} s): {why}", waited.as_secs()));
     }
 
     /// The folder of this session, for files that the processes of this session share.
@@ -132,7 +228,7 @@ fn told(own: Option<&Presence>, mut error: Error) -> Error {
         (Some(own), Error::Comm(CommError { rank, detail, .. })) => {
             own.give_up(PeerFailure { rank: rank.index, why: detail.as_str().into() });
         }
-        (Some(own), error) => own.fail(&error.to_string()),
+        (Some(own), error) => own.fail(error),
         (None, _) => {}
     }
     error
@@ -144,8 +240,8 @@ enum MeetingStep {
     Missing(Vec<u32>),
 }
 
-struct Meeting<'a> {
-    folder: &'a AnchoredPath,
+struct Meeting {
+    folder: AnchoredPath,
     part: Part,
     observer: Observer,
     /// Leases that were alive in a look before, by part and generation.
@@ -155,14 +251,13 @@ struct Meeting<'a> {
     sees_first: bool,
 }
 
-impl Meeting<'_> {
+impl Meeting {
     fn step(&mut self, own: &mut Option<Presence>) -> Result<MeetingStep> {
-        if self.part.index == 0 {
-            std::fs::create_dir_all(self.folder.path()).map_err(Error::io("create", self.folder))?;
-        } else if !lookup::is_folder(self.folder.path())? {
-            // Process 0 makes it. The process of an earlier run may have taken it away.
+        if !self.finds_folder()? {
+            // Process 0 makes it. The last process of an earlier run may have removed it, and the folders above it.
             *own = None;
-            self.observer = Observer::new(&self.folder.reopened(), self.part.of);
+            self.folder = self.folder.reopened();
+            self.observer = Observer::new(&self.folder, self.part.of);
             return Ok(MeetingStep::Missing(vec![0]));
         }
         let generations = self.observer.generations()?;
@@ -174,6 +269,18 @@ impl Meeting<'_> {
         }
         let Some(own) = own else { return Ok(MeetingStep::Missing(vec![self.part.index])) };
         if self.part.index == 0 { self.lead(own, &generations) } else { self.follow(own, &generations) }
+    }
+
+    /// Returns whether the folder is there. Process 0 creates it where it is not.
+    fn finds_folder(&self) -> Result<bool> {
+        let (action, found) = match self.part.index {
+            0 => ("create", self.folder.create_with_parents()),
+            _ => ("open", self.folder.open_folder().map(drop)),
+        };
+        match found {
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::StaleNetworkFileHandle) => Ok(false),
+            found => found.map(|()| true).map_err(Error::io(action, &self.folder)),
+        }
     }
 
     /// Takes the lease of this part, unless a process that may live has it.
@@ -211,7 +318,7 @@ impl Meeting<'_> {
         let session = session(self.part.of, own.generation());
         self.folder.join(&session).create_folder().map_err(Error::io("create", &self.folder.join(&session)))?;
         let text = serde_json::to_vec(&Session { members: members.clone() }).expect("numbers serialise");
-        write(self.folder, &format!("{session}.json"), &text)?;
+        write(&self.folder, &format!("{session}.json"), &text)?;
         Ok(MeetingStep::Met(members))
     }
 
@@ -251,18 +358,24 @@ impl Meeting<'_> {
     }
 
     fn session(&self, generation: u32) -> Result<Option<Session>> {
-        let path = self.folder.join(format!("{}.json", session(self.part.of, generation)));
+        let of = self.part.of;
+        let path = self.folder.join(format!("{}.json", session(of, generation)));
         let mut text = Vec::new();
-        match path.open().and_then(|mut file| file.read_to_end(&mut text)) {
-            Ok(_) => Ok(serde_json::from_slice(&text).ok()),
+        match path.open().and_then(|file| file.take(Session::max_len(of) + 1).read_to_end(&mut text)) {
+            Ok(_) => Session::parse(&text, &path, of, generation).map(Some),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(Error::io("read", &path)(error)),
         }
     }
 
     fn members_of_earlier_sessions(&self, before: u32) -> Result<BTreeSet<(u32, u32)>> {
-        let mut found = BTreeSet::new();
-        for generation in 0..before {
+        let (mut found, prefix) = (BTreeSet::new(), format!("session-{}.", self.part.of));
+        for name in self.folder.names().map_err(Error::io("list", &self.folder))? {
+            let number = name.to_str().and_then(|name| name.strip_prefix(&prefix)?.strip_suffix(".json"));
+            let Some(generation) = number.and_then(|number| number.parse().ok()).filter(|number| *number < before)
+            else {
+                continue;
+            };
             let members = self.session(generation)?.map_or_else(Vec::new, |session| session.members);
             found.extend((0..).zip(members));
         }
@@ -336,7 +449,8 @@ impl Communicator for Records {
         write(&self.folder, &name(*number, self.rank()), said)?;
         let mut heard: Vec<Option<Vec<u8>>> = vec![None; self.size() as usize];
         heard[self.rank() as usize] = Some(said.to_vec());
-        let (mut pause, mut looked) = (SHORTEST, Instant::now());
+        let begun = Instant::now();
+        let (mut pause, mut looked, mut report_after) = (SHORTEST, begun, self.reporter.first);
         loop {
             // A process that leaves has written its record before: its lease is looked at before the folder is listed.
             let missing = heard.iter().position(Option::is_none);
@@ -352,7 +466,7 @@ impl Communicator for Records {
                 }
             }
             let Some(missing) = heard.iter().position(Option::is_none) else { break };
-            self.stop.check_signal().inspect_err(|error| self.presence.fail(&error.to_string()))?;
+            self.stop.check_signal().inspect_err(|error| self.presence.fail(error))?;
             self.presence.check(GATHER)?;
             if let Some(gone) = left.filter(|gone| gone.rank == rank_of(missing)) {
                 self.presence.give_up(gone);
@@ -360,6 +474,11 @@ impl Communicator for Records {
             }
             if is_due {
                 looked = Instant::now();
+            }
+            if begun.elapsed() >= report_after {
+                let missing = (0..).zip(&heard).filter(|(_, heard)| heard.is_none()).map(|(rank, _)| rank);
+                self.report(&missing.collect::<Vec<u32>>(), begun.elapsed());
+                report_after = begun.elapsed() + self.reporter.again;
             }
             sleep(pause);
             pause = LONGEST.min(pause * 2);
@@ -375,8 +494,8 @@ impl Communicator for Records {
         self.presence.check("check")
     }
 
-    fn fail(&self, why: &str) {
-        self.presence.fail(why);
+    fn fail(&self, error: &Error) {
+        self.presence.fail(error);
     }
 
     fn leave(self) -> Result<()> {
@@ -390,8 +509,8 @@ impl FailureNotes for Records {
         Communicator::check(self)
     }
 
-    fn fail(&self, why: &str) {
-        Communicator::fail(self, why);
+    fn fail(&self, error: &Error) {
+        Communicator::fail(self, error);
     }
 
     fn leave(&self) {

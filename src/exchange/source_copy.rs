@@ -23,10 +23,11 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::catalog::{Catalog, Reservation};
-use crate::comm::{Communicator, Part};
+use crate::comm::Communicator;
 use crate::error::{Error, FormatError, Result, StorageError};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
+use crate::launch::Part;
 use crate::publish::presence::{Observer, PeerState, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
@@ -102,11 +103,12 @@ impl SourceCopy {
         Self { folder, files }
     }
 
-    /// Takes the copy for this run, and empties it unless it `goes_on` with what an earlier run has copied. For process 0.
+    /// Takes the copy for this run, and empties it unless it `goes_on` with what an earlier run has copied. For process 0. It
+    /// watches the lease of a run that may live on another node.
     ///
     /// # Errors
-    /// `Usage` where another run is at it; `Io`.
-    pub fn begin(&self, goes_on: bool) -> Result<Presence> {
+    /// `Usage` where another run is at it; `Stopped`; `Io`.
+    pub fn begin(&self, goes_on: bool, stop: &Stop) -> Result<Presence> {
         let part = Part::alone();
         self.folder
             .folder()
@@ -115,6 +117,7 @@ impl SourceCopy {
         let mut observer = Observer::new(&self.folder, part.of);
         let begun = Instant::now();
         let lease = loop {
+            stop.check()?;
             let next = match observer.generations()?.get(&part.index) {
                 None => Some(0),
                 Some(generation) => match observer.look(part.index, *generation)? {

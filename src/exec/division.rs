@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 
 use super::extents::Extents;
 use crate::catalog::OutputFile;
-use crate::comm::Part;
+use crate::launch::Part;
 
 /// Page size: two processes never write to the same page.
 const PAGE_BYTES: u64 = 64 << 10;

@@ -284,8 +284,8 @@ impl Communicator for Nccl {
         self.notes.check()
     }
 
-    fn fail(&self, why: &str) {
-        self.notes.fail(why);
+    fn fail(&self, error: &Error) {
+        self.notes.fail(error);
     }
 
     /// All together: a peer may still be reading what this rank's device has for it.

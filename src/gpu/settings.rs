@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::comm::Env;
+use crate::launch::Env;
 
 /// The file of NCCL.
 pub(super) const NCCL_LIB: &str = "DTSHARD_NCCL_LIB";

@@ -49,8 +49,7 @@ impl NcclSetup {
     where
         C: Communicator + FailureNotes + 'static,
     {
-        let met =
-            meet(gpu, sharing, control).inspect_err(|error| Communicator::fail(&**control, &error.to_string()))?;
+        let met = meet(gpu, sharing, control).inspect_err(|error| Communicator::fail(&**control, error))?;
         let (peers, stream) = match met {
             Ok(met) => met,
             Err(against) => return Ok(Self::Missed(against)),

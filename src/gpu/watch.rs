@@ -130,7 +130,7 @@ impl NcclWatch {
                 let is_well = notes.check().map_err(|gone| met.give_up(AbortReason::Elsewhere(gone.to_string())));
                 if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
                     // This rank may be waiting for another one, which waits for NCCL.
-                    return notes.fail(&reason(&*notes, own, "exchange", &why).to_string());
+                    return notes.fail(&reason(&*notes, own, "exchange", &why));
                 }
             }
         })?;

@@ -21,10 +21,11 @@ use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, StaleLeases, WorkLease};
 use super::partial::{DATA, FoundPartial, Partial, PlanFile};
 use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
-use crate::comm::{Part, WaitReporter};
+use crate::comm::WaitReporter;
 use crate::error::{Error, Result, StorageError};
 use crate::exec::Stop;
 use crate::fault;
+use crate::launch::Part;
 use crate::storage::lookup;
 
 /// Whether a process may work in a partial folder, by its leases.
@@ -81,19 +82,23 @@ pub(super) fn preflight(
     refuse_folder(path, shape)?;
     let destination = Destination::new(path, pace, WaitReporter::silent())?.for_a_look();
     let outcome = match FoundPartial::at(&destination.partial(), shape)? {
-        FoundPartial::Junk | FoundPartial::Unclear if !claim.restart => return Err(destination.junk(claim)),
+        FoundPartial::Junk if !claim.restart => return Err(destination.junk(claim)),
+        FoundPartial::Unclear => return Ok(Preflight::Unsure(destination.junk(claim))),
         FoundPartial::Partial(found) if !found.is_published => {
             let leases = states(&found, &mut LeaseWatch::new(pace));
             match admission(&leases, claim.part, found.plan.is_of(plan) && !claim.restart) {
                 Admission::Conflict(name) => return Err(destination.another_run(&found, name)),
-                Admission::Watch => return Err(destination.in_doubt()),
+                Admission::Watch => return Ok(Preflight::Unsure(destination.in_doubt())),
                 Admission::Resume { .. } if !claim.resume => return Err(destination.unfinished(claim)),
                 Admission::Resume { .. } | Admission::Join { .. } => Preflight::Resumes,
                 Admission::Replace if claim.restart => Preflight::Fresh,
                 Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
             }
         }
-        FoundPartial::Nothing if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) => {
+        // A process that was killed when it had published may have left the partial folder.
+        FoundPartial::Nothing | FoundPartial::Partial(_)
+            if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) =>
+        {
             return Ok(Preflight::Done);
         }
         _ => Preflight::Fresh,

@@ -12,9 +12,9 @@ use super::destination::{Destination, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, read_leases};
 use super::partial::{FoundPartial, Partial};
 use super::{DestinationKind, Staging, recovery};
-use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::launch::Part;
 
 impl Staging {
     /// Leaves after an error. The last process takes away a folder that nothing is recorded in.

@@ -22,9 +22,10 @@ use serde::{Deserialize, Serialize};
 
 use super::destination::{is_gone, is_hidden, read_at_most, unique};
 use super::{Claim, Pace};
-use crate::comm::{Part, Process};
+use crate::comm::{PeerFailure, Process};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::launch::Part;
 use crate::storage::AnchoredPath;
 use crate::threads;
 
@@ -115,9 +116,12 @@ pub(super) struct LeaseRecord {
     pub beat: u64,
     pub phase: LeasePhase,
     pub done_bytes: u64,
-    /// The error that ended the process.
+    /// The error that ended the process of a part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
+    /// The process that is gone first of those that have met. A record has this or a failure.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gone: Option<PeerFailure>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -218,8 +222,14 @@ impl Lease {
     /// Takes a lease. Returns `None` where another process was faster, or the folder is gone.
     pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
-        let record =
-            LeaseRecord { process: Process::this(), beat: 0, phase: LeasePhase::Working, done_bytes: 0, failure: None };
+        let record = LeaseRecord {
+            process: Process::this(),
+            beat: 0,
+            phase: LeasePhase::Working,
+            done_bytes: 0,
+            failure: None,
+            gone: None,
+        };
         let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_lost(&error) => return Ok(None),
@@ -262,10 +272,13 @@ impl Lease {
         let _ = self.shared.write(|record| record.failure = Some(Failure::new(reason, run)));
     }
 
-    /// Returns a function that does what [`Lease::fail`] does, for the thread of the heartbeat.
-    pub fn note(&self) -> impl Fn(&str) + Send + 'static + use<> {
+    /// Returns a function that records which process is gone, if that is possible.
+    pub fn note(&self) -> impl Fn(PeerFailure) + Send + 'static + use<> {
         let shared = Arc::clone(&self.shared);
-        move |reason| drop(shared.write(|record| record.failure = Some(Failure::new(reason, None))))
+        move |PeerFailure { rank, why }| {
+            let gone = PeerFailure { rank, why: why.cut(MAX_REASON_BYTES) };
+            let _ = shared.write(|record| record.gone = Some(gone));
+        }
     }
 
     /// Gives the lease up as if it had never been taken.

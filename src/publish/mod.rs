@@ -56,12 +56,13 @@ pub use wait::{MissingParts, OtherPart, OtherState, Waited};
 use self::destination::{Destination, FileIdentity, TMP, TRASH};
 use self::lease::{Lease, LeaseLost, LeaseWatch, StaleLeases, WorkLease};
 use self::partial::{FoundPartial, Partial};
-use crate::comm::{Part, WaitReporter};
+use crate::comm::WaitReporter;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::plan_description::PlanDescription;
 use crate::fault;
+use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
 /// What is published.
@@ -123,13 +124,15 @@ pub enum Beginning {
 }
 
 /// How a run would begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Preflight {
     Fresh,
     /// With what other processes do at this moment, or did.
     Resumes,
     /// Not at all: the destination is there, from the same plan.
     Done,
+    /// A run has to watch what is there before it knows. Most probably it is refused with this error.
+    Unsure(Error),
 }
 
 /// How long things take.

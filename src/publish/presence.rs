@@ -14,9 +14,10 @@ use super::lease::{
     Lease, LeaseName, LeasePhase, LeaseRecord, LeaseRole, LeaseState, LeaseWatch, SeenLease, latest_leases, read_lease,
 };
 use super::{Pace, pace};
-use crate::comm::{DROPPED, ENDED, FailureReason, FirstFailure, LEFT, Part, PeerFailure, Process};
+use crate::comm::{DROPPED, ENDED, FirstFailure, LEFT, PeerFailure, Process};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
 /// The time between two beats of a lease, and between two looks at the others.
@@ -30,7 +31,9 @@ fn beat() -> Duration {
     if cfg!(test) { HURRIED_BEAT } else { fault::patience(BEAT, HURRIED_BEAT) }
 }
 
-fn stuck_after() -> Duration {
+/// Returns the time after which nobody waits for a process that is there and whose lease does not change.
+#[must_use]
+pub fn stuck_after() -> Duration {
     fault::patience(pace().stuck_after, HURRIED_STUCK)
 }
 
@@ -97,9 +100,8 @@ impl Observer {
             LeaseState::Dead => PeerState::Ended,
             LeaseState::Unsure => PeerState::Unsure,
         };
-        let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
-        let failure = failure.map(|failure| decode(index, &failure.reason));
-        Ok(Some(FoundLease { index, generation, state, process: seen.record.map(|record| record.process), failure }))
+        let (process, failure) = seen.record.map(|record| (record.process, record.gone)).unzip();
+        Ok(Some(FoundLease { index, generation, state, process, failure: failure.flatten() }))
     }
 
     fn name(&self, index: u32, generation: u32) -> LeaseName {
@@ -114,9 +116,7 @@ impl Observer {
         let state = self.watch.state(&seen, Instant::now());
         let because = |why: &str| Some(PeerFailure { rank: index, why: why.into() });
         match &seen {
-            SeenLease { record: Some(LeaseRecord { failure: Some(failure), .. }), .. } => {
-                Some(decode(index, &failure.reason))
-            }
+            SeenLease { record: Some(LeaseRecord { gone: Some(gone), .. }), .. } => Some(gone.clone()),
             SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Left, .. }), .. } => None,
             SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Stopped, .. }), .. } => because(DROPPED),
             _ if self.watch.unchanged(name) >= stuck_after() => {
@@ -193,7 +193,7 @@ impl Presence {
                 && let Some(gone) = lock(&watched).first_gone(part)
                 && sealed.seal(gone.clone())
             {
-                note(&encode(&gone));
+                note(gone);
             }
         })?;
         Ok(Some(Self { folder: folder.clone(), part, generation, lease, fate, members }))
@@ -235,16 +235,26 @@ impl Presence {
         members.observer.gone(index, generation).or(left)
     }
 
+    /// Returns the process that holds the lease of a part, and for how long that lease was watched and did not change;
+    /// `None` where it cannot be read.
+    #[must_use]
+    pub fn lease_of(&self, index: u32) -> Option<(Process, Duration)> {
+        let members = lock(&self.members);
+        let name = members.observer.name(index, members.generations.get(index as usize).copied()?);
+        let record = read_lease(&self.folder, name).ok()??.record?;
+        Some((record.process, members.observer.watch.unchanged(name)))
+    }
+
     /// Tells the others that a process is gone: this one or another.
     pub(crate) fn give_up(&self, gone: PeerFailure) {
         self.fate.seal(gone.clone());
         let first = self.fate.gone().cloned().unwrap_or(gone);
-        self.lease.fail(&encode(&first), None);
+        self.lease.note()(first);
     }
 
-    /// Tells the others why this process ends.
-    pub fn fail(&self, why: &str) {
-        self.give_up(PeerFailure { rank: self.part.index, why: FailureReason::of_words(why) });
+    /// Tells the others that this process ends because of an error.
+    pub fn fail(&self, error: &Error) {
+        self.give_up(PeerFailure::because_of(error, self.part.index));
     }
 
     /// Leaves as a process whose work is done.
@@ -274,39 +284,24 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Who is gone and why, as text of a lease: `2 F words`, or `2 S TERM`.
-fn encode(gone: &PeerFailure) -> String {
-    match &gone.why {
-        FailureReason::Failed(words) => format!("{} F {words}", gone.rank),
-        FailureReason::Stopped(which) => format!("{} S {}", gone.rank, FailureReason::signal(*which)),
-    }
-}
-
-/// The reverse of [`encode`]. Other words are those of the process whose lease it is.
-fn decode(index: u32, text: &str) -> PeerFailure {
-    let parse = || {
-        let (rank, rest) = text.split_once(' ')?;
-        let (kind, words) = rest.split_once(' ')?;
-        let rank = rank.parse().ok()?;
-        let why = if kind == "S" { FailureReason::of_signal(words)? } else { FailureReason::Failed(words.to_owned()) };
-        Some(PeerFailure { rank, why })
-    };
-    parse().unwrap_or_else(|| PeerFailure { rank: index, why: text.into() })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Stopped;
 
     #[test]
     fn reasons_survive_a_lease() {
-        for gone in [
-            PeerFailure { rank: 3, why: "failed: no space: a b".into() },
-            PeerFailure { rank: 0, why: FailureReason::of_words("stopped by TERM; nothing was written") },
-        ] {
-            assert_eq!(decode(7, &encode(&gone)), gone);
+        let stopped = Error::Stopped(Stopped { signal: "TERM", exit: 143, rank: None, kept: None });
+        let longest = Error::usage("\u{1}".repeat(5000), "");
+        for (index, error) in (0..).zip([Error::usage("stopped by TERM; no signal", ""), stopped, longest]) {
+            let root = tempfile::tempdir().unwrap();
+            let folder = AnchoredPath::new(root.path());
+            let presence = Presence::take(&folder, Part { index, of: 3 }, 0).unwrap().unwrap();
+            presence.fail(&error);
+            let found = Observer::new(&folder, 3).look(index, 0).unwrap().unwrap();
+            let PeerFailure { rank, why } = PeerFailure::because_of(&error, index);
+            assert_eq!(found.failure, Some(PeerFailure { rank, why: why.cut(400) }));
         }
-        assert_eq!(decode(7, "no number"), PeerFailure { rank: 7, why: "no number".into() });
     }
 
     #[test]

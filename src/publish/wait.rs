@@ -14,9 +14,10 @@ use super::destination::FileIdentity;
 use super::lease::{LeaseLost, LeaseRole, LeaseState, SeenLease};
 use super::partial::Partial;
 use super::{Staging, plan_xattr};
-use crate::comm::{Part, Process};
+use crate::comm::Process;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
+use crate::launch::Part;
 use crate::name_list::numbered;
 
 /// How far another part is, by its lease.

@@ -203,6 +203,17 @@ impl AnchoredPath {
         Ok(())
     }
 
+    /// Creates this folder and the folders above it, as far as they do not exist. Follows links above the anchor only.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::NotFound`] if another process removes one of them at the same time; an error that contains an
+    /// [`Untrusted`] if a name below the anchor is a link or belongs to another user.
+    pub fn create_with_parents(&self) -> io::Result<()> {
+        std::fs::create_dir_all(self.anchor.display_path())?;
+        self.with_relative_path(PathBuf::new()).create_folders(&self.below)?;
+        self.open_folder().map(drop)
+    }
+
     /// Opens a regular file for reading.
     pub fn open(&self) -> io::Result<File> {
         self.open_file(OFlags::RDONLY, Mode::empty())
@@ -501,6 +512,26 @@ mod tests {
         file.replace_with_new(0o600).unwrap();
         assert!(!folder.exists() && file.metadata().unwrap().is_file());
         assert_eq!(fs::read(victim.join("file")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn folders_are_created_above_the_anchor_and_below_it_without_links() {
+        let root = tempfile::tempdir().unwrap();
+        let anchor = AnchoredPath::new(&root.path().join("above/it"));
+        let folder = anchor.join("a/b");
+        folder.create_with_parents().unwrap();
+        folder.create_with_parents().unwrap();
+        assert!(root.path().join("above/it/a/b").is_dir());
+        fs::create_dir(root.path().join("victim")).unwrap();
+        for (link, path) in [("link", "link"), ("middle", "middle/b"), ("above/it/a/last", "a/last")] {
+            let anchor = if link.contains('/') { anchor.clone() } else { AnchoredPath::new(root.path()) };
+            symlink(root.path().join("victim"), root.path().join(link)).unwrap();
+            let error = anchor.join(path).create_with_parents().unwrap_err();
+            assert!(matches!(untrusted_of(&error), Some(Untrusted::Link { .. })), "{path}: {error}");
+        }
+        fs::write(root.path().join("file"), "").unwrap();
+        AnchoredPath::new(root.path()).join("file").create_with_parents().unwrap_err();
+        assert_eq!(fs::read_dir(root.path().join("victim")).unwrap().count(), 0);
     }
 
     #[test]

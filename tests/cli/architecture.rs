@@ -11,10 +11,11 @@ const EVERYWHERE: [&str; 3] = ["error", "name_list", "threads"];
 const PUBLIC: [&str; 4] = ["checkpoint", "conversion", "options", "verification"];
 
 /// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
-const ALLOWED: [(&str, &[&str]); 24] = [
+const ALLOWED: [(&str, &[&str]); 25] = [
     ("layout", &[]),
     ("storage", &[]),
-    ("comm", &["storage"]),
+    ("launch", &[]),
+    ("comm", &["launch", "storage"]),
     ("fault", &[]),
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
@@ -25,10 +26,10 @@ const ALLOWED: [(&str, &[&str]); 24] = [
     ("threads", &[]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
-    ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
-    ("publish", &["exec", "catalog", "storage", "comm", "fault"]),
-    ("exchange", &["catalog", "layout", "plan", "exec", "publish", "comm", "storage", "fault"]),
-    ("gpu", &["catalog", "layout", "exec", "exchange", "comm", "quantity"]),
+    ("exec", &["plan", "catalog", "layout", "storage", "comm", "launch", "fault"]),
+    ("publish", &["exec", "catalog", "storage", "comm", "launch", "fault"]),
+    ("exchange", &["catalog", "layout", "plan", "exec", "publish", "comm", "launch", "storage", "fault"]),
+    ("gpu", &["catalog", "layout", "exec", "exchange", "comm", "launch", "quantity"]),
     ("progress", &["exec"]),
     ("text", &["quantity"]),
     (
@@ -42,6 +43,7 @@ const ALLOWED: [(&str, &[&str]); 24] = [
             "fault",
             "format",
             "gpu",
+            "launch",
             "layout",
             "nearest",
             "plan",

@@ -43,7 +43,14 @@ fn a_destination_that_is_there() {
         warns(&job, "--resume --exclude layers.01.weight", &[REFUSED, "exists"]);
         let is_marked = rustix::fs::lgetxattr(job.target(), "user.dtshard.plan", &mut [0_u8; 64][..]).is_ok();
         if is_marked {
-            warns(&job, "--resume", &[job.target().to_str().unwrap(), "is there already, from the same source"]);
+            let target = job.target();
+            let is_there = [target.to_str().unwrap(), "is there already, from the same source"];
+            warns(&job, "--resume", &is_there);
+            // A process that was killed when it had published leaves the partial folder.
+            job.clear();
+            assert_eq!(job.run("--resume", Some("commit-renamed")).signal, Some(9));
+            assert!(job.partial().exists());
+            warns(&job, "--resume", &is_there);
         }
         job.clear();
         if kind == FILE {

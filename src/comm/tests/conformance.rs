@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::{Communicator, Traffic};
-use crate::error::{CommError, Error, Result};
+use crate::error::{CommError, Error, Result, Stopped};
 
 /// Ranks of one kind, and how a test sees into their memory.
 pub(crate) trait Fleet: Send + Sync + 'static {
@@ -60,7 +60,7 @@ pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     }
     exchanges_of_many_bytes(fleet);
     all_gathers_many_bytes(fleet);
-    for end in [End::Dropped, End::Failed, End::Panicked] {
+    for end in [End::Dropped, End::Failed, End::Stopped, End::Panicked] {
         for operation in [Operation::Exchange, Operation::AllGather, Operation::Gather, Operation::Barrier] {
             for gone in [0, 1, 2] {
                 names_who_is_gone(fleet, operation, end, gone);
@@ -81,7 +81,7 @@ pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
         votes(&fleet, size);
         leaves_in_any_order(&fleet, size);
     }
-    for end in [End::Dropped, End::Failed, End::Panicked] {
+    for end in [End::Dropped, End::Failed, End::Stopped, End::Panicked] {
         for operation in [Operation::Gather, Operation::Barrier] {
             for gone in [0, 1, 2] {
                 names_who_is_gone(&fleet, operation, end, gone);
@@ -358,6 +358,8 @@ impl Operation {
 enum End {
     Dropped,
     Failed,
+    /// By a signal.
+    Stopped,
     Panicked,
 }
 
@@ -367,9 +369,15 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
     let names_it = {
         let case = case.clone();
         move |error: &Error| {
-            let Error::Comm(CommError { rank, detail, .. }) = error else { panic!("{case}: {error}") };
+            let rank = match error {
+                Error::Stopped(Stopped { signal: "USR1", rank: Some(rank), .. }) if end == End::Stopped => rank,
+                Error::Comm(CommError { rank, detail, .. }) if end != End::Stopped => {
+                    assert_eq!(detail.contains("stopped by TERM"), end == End::Failed, "{case}: {error}");
+                    rank
+                }
+                other => panic!("{case}: {other}"),
+            };
             assert_eq!(rank.index, gone, "{case}: {error}");
-            assert_eq!(detail.contains("no space"), end == End::Failed, "{case}: {error}");
         }
     };
     let outcomes = outcomes(fleet, 3, move |fleet, rank| {
@@ -379,7 +387,11 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
                 thread::sleep(Duration::from_millis(20));
                 match end {
                     End::Dropped => {}
-                    End::Failed => rank.fail("no space"),
+                    // Words that look like those of a signal are words.
+                    End::Failed => rank.fail(&Error::usage("stopped by TERM", "")),
+                    End::Stopped => {
+                        rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }))
+                    }
                     End::Panicked => std::panic::resume_unwind(Box::new("a test")),
                 }
                 break;
@@ -411,7 +423,7 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
                 exchange_once(fleet, &rank, round, |from, to| if (from, to) == (1, 0) { length } else { 9 }).err()
             });
             let error = error.expect("an error in the end");
-            rank.fail(&error.to_string());
+            rank.fail(&error);
             error.to_string()
         });
         let told: Vec<_> = told.into_iter().flatten().collect();
@@ -429,7 +441,7 @@ fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
             let length = if rank.rank() == 1 { sent } else { expected };
             let error = (0..1000).find_map(|_| all_gather_once(fleet, &rank, false, &[9, length, 11]).err());
             let error = error.expect("an error in the end");
-            rank.fail(&error.to_string());
+            rank.fail(&error);
             error.to_string()
         });
         let told: Vec<_> = told.into_iter().flatten().collect();

@@ -11,9 +11,10 @@ use std::time::Duration;
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::conformance::{Fleet, conform_all};
+use crate::comm::Communicator;
 use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
-use crate::comm::{Communicator, launch, process_environment};
 use crate::error::{Error, Stopped};
+use crate::launch::{launch, process_environment};
 
 /// An operation, and the rank that is killed while the others are in it.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";

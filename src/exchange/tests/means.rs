@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::{Communicator, Local, Traffic};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exchange::{HostShuffle, Shuffle};
 
 /// How ranks exchange.
@@ -113,8 +113,8 @@ impl Communicator for Counted {
         self.rank.check()
     }
 
-    fn fail(&self, why: &str) {
-        self.rank.fail(why);
+    fn fail(&self, error: &Error) {
+        self.rank.fail(error);
     }
 
     fn leave(self) -> Result<()> {

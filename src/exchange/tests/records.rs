@@ -1,16 +1,19 @@
 //! Records do what every communicator does with words, and processes that were killed are in nobody's way.
 
 use std::convert::Infallible;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
-use crate::comm::{Communicator, Part, WaitNotices};
-use crate::error::{CommError, Error, Result};
+use crate::comm::{Communicator, Process, WaitNotices, WaitReporter};
+use crate::error::{CommError, Error, FormatError, Result, Stopped, UsageError};
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::SourceCopy;
 use crate::exec::Stop;
+use crate::launch::Part;
 use crate::publish::presence::Presence;
 use crate::storage::{AnchoredPath, Files, IoMode};
 
@@ -51,6 +54,102 @@ fn records_conform_in_words() {
     conforms_in_words(Shared::new());
 }
 
+#[test]
+fn link_in_place_of_a_folder_is_refused() {
+    for (link, folder) in [("run", "run"), ("work", "work/run")] {
+        let shared = Shared::new();
+        let (root, victim) = (shared.0.path(), shared.0.path().join("victim"));
+        std::fs::create_dir(&victim).unwrap();
+        std::os::unix::fs::symlink(&victim, root.join(link)).unwrap();
+        let folder = AnchoredPath::new(root).join(folder);
+        for index in [0, 1] {
+            let patience = WaitNotices::silent(Duration::from_secs(5));
+            let met = Records::meet(&folder, Part { index, of: 2 }, patience, &Stop::default());
+            let error = met.map(drop).unwrap_err();
+            assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
+            let expected =
+                format!("{} is a link to {}, which is not followed", root.join(link).display(), victim.display());
+            assert_eq!(error.to_string(), expected);
+        }
+        assert_eq!(std::fs::read_dir(&victim).unwrap().count(), 0);
+    }
+}
+
+/// The last process of an earlier run removes the folders, also those above, as long as they are empty.
+#[test]
+fn folders_that_an_earlier_run_removes_are_created_again() {
+    let shared = Shared::new();
+    let above = shared.0.path().join("above");
+    let folder = || AnchoredPath::new(&above).join("work/run");
+    let started = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while started.elapsed() < Duration::from_millis(500) {
+                for name in ["work/run", "work", ""] {
+                    let _ = std::fs::remove_dir(above.join(name));
+                }
+            }
+        });
+        let ranks = [0, 1].map(|index| {
+            scope.spawn(move || {
+                thread::sleep(Duration::from_millis(200 * u64::from(index)));
+                let part = Part { index, of: 2 };
+                Records::meet(&folder(), part, WaitNotices::silent(PATIENCE), &Stop::default())
+                    .unwrap()
+                    .gather(&[7])
+                    .unwrap()
+            })
+        });
+        for rank in ranks {
+            assert_eq!(rank.join().unwrap(), [[7], [7]]);
+        }
+    });
+}
+
+#[test]
+fn hostile_session_file_is_malformed() {
+    let long = format!("{{\"members\":[0{}]}}", ",0".repeat(500));
+    for (text, at, expected, found) in [
+        ("{\"members\":[0]}", "members", "2 generations, one for each process", "1"),
+        ("{\"members\":[0,0,0]}", "members", "2 generations, one for each process", "3"),
+        ("{\"members\":[7,0]}", "members[0]", "0, as the name of the file has it", "7"),
+        ("{\"members\":[0,4294967295]}", "members[1]", "a generation below 4294967295", "4294967295"),
+        ("{\"members\":[0,-1]}", "session", "JSON of the generations of 2 leases", "invalid value: integer `-1`"),
+        ("{\"members\":", "session", "JSON of the generations of 2 leases", "EOF while parsing"),
+        (&long, "session", "JSON of the generations of 2 leases", "more than 86 bytes"),
+    ] {
+        let shared = Shared::new();
+        std::fs::create_dir_all(shared.folder().path()).unwrap();
+        let path = shared.folder().path().join("session-2.0.json");
+        std::fs::write(&path, text).unwrap();
+        let _first = Presence::take(&shared.folder(), Part { index: 0, of: 2 }, 0).unwrap().unwrap();
+        let error = shared.meet(1, 2, Duration::from_secs(5)).map(drop).unwrap_err();
+        let words = format!("{}: {at}: expected {expected}, found {found}", path.display());
+        assert!(
+            matches!(error, Error::Format(FormatError::Malformed { hint: Some(_), .. }))
+                && error.to_string().starts_with(&words),
+            "{error}"
+        );
+    }
+}
+
+/// Numbers of generations may be as large as they like: nothing counts up to them.
+#[test]
+fn large_generation_of_an_earlier_lease_costs_no_time() {
+    let shared = Shared::new();
+    std::fs::create_dir_all(shared.folder().path()).unwrap();
+    drop(Presence::take(&shared.folder(), Part { index: 0, of: 2 }, u32::MAX - 2).unwrap().unwrap());
+    let other = thread::spawn({
+        let folder = shared.folder();
+        move || {
+            let met = Records::meet(&folder, Part { index: 1, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default());
+            met.unwrap().gather(&[1]).unwrap()
+        }
+    });
+    assert_eq!(shared.meet(0, 2, PATIENCE).unwrap().gather(&[0]).unwrap(), [[0], [1]]);
+    other.join().unwrap();
+}
+
 fn detail(error: Error) -> (u32, String) {
     match error {
         Error::Comm(CommError { rank, detail, .. }) => (rank.index, detail),
@@ -71,13 +170,45 @@ fn process_that_never_comes_is_named() {
 #[test]
 fn process_that_waits_reports_whom_it_waits_for() {
     let shared = Shared::new();
-    let said = std::sync::Mutex::new(Vec::new());
+    let said = Mutex::new(Vec::new());
     let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
     let patience =
         WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
     Records::meet(&shared.folder(), Part { index: 0, of: 2 }, patience, &Stop::default()).map(drop).unwrap_err();
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
+}
+
+/// Process 1 is alive and does not come to the second operation for a while.
+#[test]
+fn long_wait_for_a_live_process_reports_where_it_runs() {
+    let shared = Shared::new();
+    let said = Arc::new(Mutex::new(Vec::new()));
+    let tell = {
+        let said = Arc::clone(&said);
+        Arc::new(move |words: &str| said.lock().unwrap().push(words.to_owned()))
+    };
+    let other = thread::spawn({
+        let folder = shared.folder();
+        move || {
+            let part = Part { index: 1, of: 2 };
+            let rank = Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap();
+            rank.gather(&[]).unwrap();
+            thread::sleep(Duration::from_millis(700));
+            rank.gather(&[]).unwrap();
+        }
+    });
+    let (first, again) = (Duration::from_millis(100), Duration::from_millis(300));
+    let rank = shared.meet(0, 2, PATIENCE).unwrap().reporting(WaitReporter { first, again, tell });
+    rank.gather(&[]).unwrap();
+    said.lock().unwrap().clear();
+    rank.begin("copying files of SRC");
+    rank.gather(&[]).unwrap();
+    let whom = format!("waiting for process 1 of 2 ({}) while copying files of SRC (", Process::this());
+    let why = " s): it is alive; its disk or network may be slow";
+    let said = said.lock().unwrap();
+    assert!(said.len() >= 2 && said.iter().all(|words| words.starts_with(&whom) && words.ends_with(why)), "{said:?}");
+    other.join().unwrap();
 }
 
 /// The lease of a process that was killed is there, and no process writes it.
@@ -123,7 +254,7 @@ fn failure_while_others_are_waited_for_is_told() {
     };
     let one = Presence::take(&shared.folder(), Part { index: 2, of: 3 }, 0).unwrap().unwrap();
     thread::sleep(Duration::from_millis(300));
-    one.fail("no space");
+    one.fail(&Error::usage("no space", ""));
     assert_eq!(detail(waiting.join().unwrap()), (2, String::from("failed: no space")));
 }
 
@@ -132,9 +263,34 @@ fn copy_of_a_live_run_is_left_alone() {
     let shared = Shared::new();
     let (files, catalog, reservation) = (Files::new(IoMode::Read), Catalog::empty(), Reservation::default());
     let plan = || SourceCopy::plan(shared.folder(), shared.0.path(), &files, (&catalog, &reservation), 2);
-    let lease = plan().begin(false).unwrap();
-    let error = plan().begin(false).map(drop).unwrap_err().to_string();
+    let begin = |goes_on| plan().begin(goes_on, &Stop::default());
+    let lease = begin(false).unwrap();
+    let error = begin(false).map(drop).unwrap_err().to_string();
     assert!(error.starts_with("another run") && error.contains("copies files to"), "{error}");
     drop(lease);
-    plan().begin(true).unwrap();
+    begin(true).unwrap();
+}
+
+/// A lease without a record is watched for 20 seconds, as that of a process on another node.
+#[test]
+fn signal_ends_the_wait_for_a_copy_of_another_node() {
+    let shared = Shared::new();
+    std::fs::create_dir_all(shared.folder().path()).unwrap();
+    std::fs::write(shared.folder().path().join("part-0-of-1.0.lease"), "").unwrap();
+    let stop = Stop::default();
+    let waiting = {
+        let (folder, stop) = (shared.folder(), stop.clone());
+        thread::spawn(move || {
+            let (files, catalog, reservation) = (Files::new(IoMode::Read), Catalog::empty(), Reservation::default());
+            let source = (&catalog, &reservation);
+            SourceCopy::plan(folder, Path::new("/"), &files, source, 2).begin(false, &stop).map(drop)
+        })
+    };
+    thread::sleep(Duration::from_millis(300));
+    assert!(!waiting.is_finished());
+    let raised = Instant::now();
+    stop.raise(signal_hook::consts::SIGTERM);
+    let error = waiting.join().unwrap().unwrap_err();
+    assert!(matches!(error, Error::Stopped(Stopped { signal: "TERM", .. })), "{error}");
+    assert!(raised.elapsed() < Duration::from_secs(1), "{:?}", raised.elapsed());
 }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::comm::{Communicator, Part, WaitNotices};
+use crate::comm::{Communicator, WaitNotices};
 use crate::exchange::records::Records;
 use crate::exec::Stop;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
+use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
 #[test]

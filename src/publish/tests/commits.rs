@@ -57,7 +57,8 @@ fn one_that_seals_elsewhere_is_watched() {
         scope.spawn(|| {
             std::thread::sleep(FAST.look.1 * 3);
             let process = Process { boot: "another".into(), ..Process::this() };
-            let record = LeaseRecord { process, beat: 4, phase: LeasePhase::Working, done_bytes: 5, failure: None };
+            let record =
+                LeaseRecord { process, beat: 4, phase: LeasePhase::Working, done_bytes: 5, failure: None, gone: None };
             fs::write(env.partial().join(format!("{name}.lease")), record.to_bytes()).unwrap();
         });
         assert!(second.try_seal(&Stop::default()).unwrap().is_none(), "it beats");

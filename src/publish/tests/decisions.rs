@@ -62,7 +62,7 @@ fn what_to_do_while_waiting() {
 fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let here = Process::this();
     let record = |process: &Process, beat, phase| {
-        let record = LeaseRecord { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
+        let record = LeaseRecord { process: process.clone(), beat, phase, done_bytes: 0, failure: None, gone: None };
         SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
     };
     let torn = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
@@ -108,7 +108,7 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
 fn time_without_a_look_says_nothing() {
     let second = Duration::from_secs(1);
     let process = Process { boot: "another".into(), ..Process::this() };
-    let record = LeaseRecord { process, beat: 1, phase: LeasePhase::Working, done_bytes: 0, failure: None };
+    let record = LeaseRecord { process, beat: 1, phase: LeasePhase::Working, done_bytes: 0, failure: None, gone: None };
     let seen = SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
     let (begun, mut watch) = (Instant::now(), LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE }));
     for at in [0, 25, 1000, 5000] {

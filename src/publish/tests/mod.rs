@@ -103,7 +103,7 @@ impl TestEnv {
     /// A lease of a process on another node, which does nothing.
     fn foreign_lease(&self, name: LeaseName, phase: LeasePhase) {
         let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
-        let record = LeaseRecord { process, beat: 3, phase, done_bytes: 5, failure: None };
+        let record = LeaseRecord { process, beat: 3, phase, done_bytes: 5, failure: None, gone: None };
         let draft = self.partial().join("draft");
         fs::write(&draft, record.to_bytes()).unwrap();
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();

@@ -6,6 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
+use dtshard::{Checkpoint, Conversion, Dtype, ExecuteOptions, Format, NoProgress, Setup, VerifyOptions, verify};
+
 use crate::common::env::TestEnv;
 use crate::corrupt::{Outcome, dict_of, dtshard, fixture};
 
@@ -157,4 +159,31 @@ fn threads_that_cannot_start_are_done_without() {
         limited(&["inspect".as_ref(), source.as_os_str()]).succeeded();
     }
     assert!(succeeded > 0);
+}
+
+/// Rayon's global pool is the program's: a library that starts it decides on its size for all others.
+#[test]
+fn library_leaves_the_global_pool_to_the_program() {
+    const CHILD: &str = "DTSHARD_TEST_GLOBAL_POOL";
+    const NAME: &str = "bad_input::limits::library_leaves_the_global_pool_to_the_program";
+    let Some(folder) = std::env::var_os(CHILD) else {
+        // A process of its own, in which no other test uses the pool.
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let child = child.args(["--exact", NAME]).env(CHILD, folder.path()).output().unwrap();
+        assert!(child.status.success() && String::from_utf8_lossy(&child.stdout).contains("1 passed"), "{child:?}");
+        return;
+    };
+    let destination = Path::new(&folder).join("out");
+    let source = Checkpoint::open(fixture("fsdp4/dcp")).unwrap();
+    let mut tensors = source.tensors();
+    let tensor = tensors.find(|tensor| tensor.shape().len() == 2).unwrap();
+    let mut bytes = vec![0; usize::try_from(tensor.len_bytes()).unwrap()];
+    source.read(tensor.name(), &mut bytes).unwrap();
+    let plan = Conversion::of(&source).include("model").unwrap().cast(Dtype::Bf16).to(Format::Dcp);
+    let mut plan = plan.mesh("dp=2").unwrap().place_all("S(0)").unwrap().plan().unwrap();
+    plan.execute(&destination, &ExecuteOptions::default(), NoProgress).unwrap();
+    let options = VerifyOptions { src: destination, ..VerifyOptions::default() };
+    assert!(verify(&options, &Setup::default(), NoProgress).unwrap().is_same());
+    rayon::ThreadPoolBuilder::new().num_threads(1).build_global().expect("nothing has started the global pool");
 }

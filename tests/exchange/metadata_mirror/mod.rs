@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::common::{fixture, succeed};
 use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
-use dtshard::comm::{Communicator, Local, Part};
+use dtshard::comm::{Communicator, Local};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
     Counting, Exchange, FileOwners, FileVisibility, HostShuffle, ReductionMethod, Topology, agree,
@@ -19,6 +19,7 @@ use dtshard::exec::division::even_share;
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
+use dtshard::launch::Part;
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
 use dtshard::metadata_mirror::{MetadataMirror, create};
 use dtshard::publish::log::{AtEnd, Log};

@@ -61,7 +61,7 @@ fn files_that_only_some_see_are_announced_before_they_are_copied() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
     let outcomes = nodes.together("consolidate out --backend cpu");
     let said = &outcomes[0].succeeded().err;
-    let copying = said.lines().next().unwrap_or_default();
+    let copying = said.lines().find(|line| line.contains("] copying ")).unwrap_or_default();
     assert!(copying.starts_with("[0/2] copying ") && copying.contains(" that only some processes see to "), "{said}");
     assert!(copying.ends_with(".out.dtshard-work/copy"), "{said}");
     // Two copies of each on two nodes are seen by both.

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::Value as Json;
 
-use crate::nodes::{Nodes, Spread, ended, refuses, succeeds};
+use crate::nodes::{Nodes, Spread, ended, names, refuses, succeeds, tree};
 
 /// Enough for several records.
 const SOURCE: &str = "titan/step-1000";
@@ -98,6 +98,48 @@ fn with_other_rounds() {
     }
     nodes.has_made(&wanted, words);
     assert!(read < alone["bytes_read"].as_u64().unwrap(), "{read} bytes were read again");
+}
+
+/// The refusal comes before a byte of SRC is copied, and what an earlier run has copied stays.
+#[test]
+fn refused_run_copies_nothing() {
+    let nodes = Nodes::new(SOURCE, 3, Spread::One);
+    let is_refused = |words: &str, expected: &str, left: &[&str]| {
+        for (rank, outcome) in nodes.together(words).iter().enumerate() {
+            refuses(outcome, &[expected]);
+            assert!(!outcome.err.contains("copying "), "{words}, {rank}: {outcome:?}");
+        }
+        assert_eq!(names(&nodes.desk()), left, "{words}");
+    };
+    interrupted(&nodes);
+    let partial = [".out.dtshard-partial"];
+    assert_eq!(names(&nodes.desk()), partial);
+    let unlike = format!("{WORDS} --resume --dtype bf16");
+    is_refused(&unlike, "is in the way, and cannot be gone on with", &partial);
+    is_refused(WORDS, "an earlier run did not finish", &partial);
+    is_refused(&format!("{WORDS} --resume --max-memory 33MB"), "--max-memory", &partial);
+
+    // A run with --resume keeps what is copied.
+    let stopped = (0..3).map(|rank| {
+        let mut command = nodes.command(rank, &format!("{WORDS} --resume"));
+        command.env("DTSHARD_FAULT", if rank == 1 { "source-recorded" } else { "none" }).spawn().unwrap()
+    });
+    assert_eq!(ended(stopped)[1].signal, Some(9));
+    let kept = [".out.dtshard-partial", ".out.dtshard-work"];
+    let copied = || tree(&nodes.desk().join(".out.dtshard-work/copy"));
+    let before = copied();
+    assert!(before.keys().any(|name| name.starts_with("done/")), "{:?}", before.keys());
+    is_refused(&unlike, "is in the way, and cannot be gone on with", &kept);
+    is_refused(WORDS, "an earlier run did not finish", &kept);
+    assert!(copied() == before);
+
+    // A destination from other options.
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);
+    nodes.has_made(&wanted, WORDS);
+    is_refused(WORDS, "exists", &["out"]);
+    is_refused(&unlike, "exists: it is finished, and of another source, or made with other options", &["out"]);
+    nodes.has_made(&wanted, WORDS);
 }
 
 #[test]

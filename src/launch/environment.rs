@@ -1,4 +1,4 @@
-//! What each launcher says in the environment of the processes that it starts.
+//! The variables that each launcher sets in the environment of the processes that it starts.
 //!
 //! Names and meanings are those of PyTorch (`torch/distributed/elastic/agent/server/local_elastic_agent.py`), Open MPI
 //! ("Environment variables set for MPI applications"), the process managers of MPICH and Intel MPI, and srun(1).
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// A part as variables say it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct EnvironmentShare {
+pub(super) struct Told {
     pub launcher: Launcher,
     pub part: Part,
     /// `SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4`
@@ -29,14 +29,12 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
 }
 
 /// Which of how many, as two variables of one launcher say it.
-fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<EnvironmentShare>> {
+fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<Told>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
-        (Some(index), Some(of)) if index < of => Ok(Some(EnvironmentShare {
-            launcher,
-            part: Part { index, of },
-            by: format!("{rank}={index}, {size}={of}"),
-        })),
+        (Some(index), Some(of)) if index < of => {
+            Ok(Some(Told { launcher, part: Part { index, of }, by: format!("{rank}={index}, {size}={of}") }))
+        }
         (Some(index), Some(of)) => Err(Error::usage(
             format!("{rank}={index} and {size}={of} in the environment: the first must be below the second"),
             format!("unset both; {ALONE}"),
@@ -55,25 +53,25 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
 pub(super) const ALONE: &str = "options::parts 1 is a run of its own";
 
 /// A worker of torchrun. Its agents set all of these.
-pub(super) fn torchrun(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+pub(super) fn torchrun(env: Env<'_>) -> Result<Option<Told>> {
     if text(env, "TORCHELASTIC_RUN_ID").is_none() {
         return Ok(None);
     }
     pair(env, Launcher::Torchrun, ("RANK", "WORLD_SIZE"))
 }
 
-pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<Told>> {
     pair(env, Launcher::OpenMpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 }
 
 /// MPICH, Intel MPI, Cray, and Slurm with `--mpi=pmi2`.
-pub(super) fn pmi(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+pub(super) fn pmi(env: Env<'_>) -> Result<Option<Told>> {
     pair(env, Launcher::Pmi, ("PMI_RANK", "PMI_SIZE"))
 }
 
 /// A task that srun started. A batch script has `SLURM_PROCID` and `SLURM_NTASKS`, too, and is no task of a step: the
 /// number of tasks of the step tells them apart.
-pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<Told>> {
     if text(env, "SLURM_STEP_NUM_TASKS").is_none() {
         return Ok(None);
     }
@@ -82,7 +80,7 @@ pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
 
 /// What `torch.distributed` reads without a launcher of its own, and a PyTorchJob of Kubernetes sets. One of the two
 /// alone is left over from something else.
-pub(super) fn plain(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+pub(super) fn plain(env: Env<'_>) -> Result<Option<Told>> {
     if text(env, "RANK").is_none() || text(env, "WORLD_SIZE").is_none() {
         return Ok(None);
     }

@@ -1,4 +1,8 @@
-//! One place that decides which part of how many a process is, in one order.
+//! Launch: which of several processes this one is, as its launcher says.
+//!
+//! Every process derives the same plan and does one [`Part`] of the bytes. The number of its part, and the number of parts,
+//! come from the command line or from the environment that srun, torchrun, mpirun or a PMIx server has set; [`launch()`]
+//! finds them. Nothing here talks to another process.
 //!
 //! | asked in this order | part | of |
 //! |---|---|---|
@@ -11,26 +15,68 @@
 //! | a PMIx server | `PMIX_RANK` | `--parts` |
 //! | a PyTorchJob, or by hand | `RANK` | `WORLD_SIZE` |
 //!
-//! The order is from the inside out: srun starts torchrun or the daemons of mpirun, and those start this process, which
-//! sees the variables of both. What one started as the only process says nothing of parts, so that `srun -n1` in an
-//! array element, or in a job that has `RANK` set, is that element or that rank.
+//! The innermost launcher wins: srun starts torchrun or the daemons of mpirun, and those start this process, which sees the
+//! variables of both. A launcher that started only one process does not count, so `srun -n1` in an array element, or in a
+//! job that has `RANK` set, keeps the number of that element or that rank.
 //!
-//! Two that disagree where neither started the other are an error that names both; guessing wrong would convert some
-//! parts twice and others never. `--part` and `--parts`, which say all, win over a bare `RANK`, which may be left over. `--parts 1` is always a run of its own: the way out of any environment, also for one
-//! process that a rank of a training run starts.
+//! Two launchers that disagree, where neither started the other, are an error that names both: a wrong guess would convert
+//! some parts twice and others never. `--part` and `--parts` together win over a bare `RANK`, which may be left over.
+//! `--parts 1` is always a run of its own, in any environment.
 
-use super::environment::{
-    ALONE, EnvironmentShare, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
+pub mod cpus;
+mod environment;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use self::environment::{
+    ALONE, Told, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
 };
-use super::{Env, Part};
 use crate::error::{Error, Result};
 
-/// Who says which part this process is.
+/// The share of the work that one process does: part `index` of `of`, counted from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Part {
+    pub index: u32,
+    pub of: u32,
+}
+
+impl Part {
+    /// Returns the part that is all of the work.
+    #[must_use]
+    pub fn alone() -> Self {
+        Self { index: 0, of: 1 }
+    }
+
+    #[must_use]
+    pub fn is_alone(self) -> bool {
+        self.of == 1
+    }
+}
+
+/// `2/4`
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.of)
+    }
+}
+
+/// The environment as a function, so that it can be a map in tests. A variable that is empty counts as not set.
+pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Returns a variable of the environment of this process.
+#[must_use]
+pub fn process_environment(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// The launcher that numbers this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// Nobody: all is one part.
+    /// No launcher: all is one part.
     Alone,
-    /// `--part` and `--parts`, and nobody else.
+    /// `--part` and `--parts`, and no launcher.
     Options,
     Torchrun,
     OpenMpi,
@@ -106,7 +152,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
         (None, None) => told_by_environment(env)?,
     };
     let node = text(env, "SLURMD_NODENAME");
-    let Some(EnvironmentShare { launcher, part, .. }) = told.filter(is_one_of_several) else {
+    let Some(Told { launcher, part, .. }) = told.filter(is_one_of_several) else {
         return Ok(Launch { node, ..Launch::alone() });
     };
     Ok(Launch {
@@ -121,7 +167,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
 }
 
 /// A part of a number of parts that the command line says, and by whom it was started.
-fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
+fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
         |part| format!("options::part {part} options::parts {parts}"),
@@ -138,7 +184,7 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Enviro
             format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
-    let said = |index, launcher| EnvironmentShare { launcher, part: Part { index, of: parts }, by: options.clone() };
+    let said = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
         return Ok(said(0, Launcher::Options));
     }
@@ -169,10 +215,10 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Enviro
     }
 }
 
-fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
+fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
     if index < parts {
         let by = format!("SLURM_ARRAY_TASK_ID={index}, options::parts {parts}");
-        let told = EnvironmentShare { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
+        let told = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
         agree_with_plain(&told, env)?;
         return Ok(told);
     }
@@ -183,7 +229,7 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<EnvironmentShar
 }
 
 /// `--parts` and nobody who says both which and of how many.
-fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
+fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
@@ -192,7 +238,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
             ));
         }
         let by = format!("PMIX_RANK={index}, options::parts {parts}");
-        return Ok(EnvironmentShare { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
+        return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
     match plain(env)? {
         Some(told) if told.part.of == parts => Ok(told),
@@ -211,7 +257,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<EnvironmentShare> {
 }
 
 /// What the environment alone says, where it says that there are several.
-fn told_by_environment(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
     if let Some(told) = told_by_launcher(env)? {
         return Ok(Some(told));
     }
@@ -227,12 +273,12 @@ fn told_by_environment(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
     }
 }
 
-fn is_one_of_several(told: &EnvironmentShare) -> bool {
+fn is_one_of_several(told: &Told) -> bool {
     !told.part.is_alone()
 }
 
 /// The innermost that started several processes, this one among them.
-fn told_by_launcher(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
+fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
     if let Some(told) = torchrun(env)? {
         // RANK is its own, and what started it started one agent a node.
         return Ok(Some(told).filter(is_one_of_several));
@@ -256,14 +302,14 @@ fn told_by_launcher(env: Env<'_>) -> Result<Option<EnvironmentShare>> {
 }
 
 /// `RANK` and `WORLD_SIZE` are copied from what a launcher says, or they are of something else.
-fn agree_with_plain(told: &EnvironmentShare, env: Env<'_>) -> Result<()> {
+fn agree_with_plain(told: &Told, env: Env<'_>) -> Result<()> {
     match plain(env)? {
         Some(plain) if plain.part != told.part => Err(contradiction(told, &plain, "RANK and WORLD_SIZE")),
         _ => Ok(()),
     }
 }
 
-fn contradiction(one: &EnvironmentShare, other: &EnvironmentShare, unset: &str) -> Error {
+fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
     Error::usage(
         format!(
             "two say which part this is, and not the same: {} ({}) and {} ({})",

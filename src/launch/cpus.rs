@@ -1,4 +1,4 @@
-//! How many CPUs Slurm gave to this process.
+//! The number of CPUs that Slurm gave to this process.
 //!
 //! A node is shared without cgroups or affinity where its administrator left those out; then the environment alone tells
 //! what a task may use. The rule is that of srun(1): CPUs of a task if they were asked for, else those of the job on
