@@ -290,9 +290,10 @@ impl Communicator for Nccl {
 
     /// All together: a peer may still be reading what this rank's device has for it.
     fn leave(mut self) -> Result<()> {
-        // The rank that is behind the barrier first ends its side.
-        self.watch = None;
+        // The rank that is behind the barrier first ends its side. One that is killed before never comes to the barrier.
+        self.watch.iter().for_each(Watch::expect_leaving);
         let done = self.barrier();
+        self.watch = None;
         if done.is_ok() {
             self.notes.leave();
             if let Some(peers) = self.met.take() {

@@ -118,6 +118,7 @@ pub(super) struct NcclWatch {
     /// `None` once it is to end.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
+    is_leaving: Arc<Mutex<bool>>,
 }
 
 impl NcclWatch {
@@ -125,16 +126,27 @@ impl NcclWatch {
     /// `Usage` where no thread can be started.
     pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
+        let is_leaving = Arc::new(Mutex::new(false));
+        let leaving = Arc::clone(&is_leaving);
         let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let is_well = notes.check().map_err(|gone| met.give_up(AbortReason::Elsewhere(gone.to_string())));
-                if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
+                let status = || {
+                    let is_leaving = leaving.lock().unwrap_or_else(PoisonError::into_inner);
+                    if *is_leaving { Ok(()) } else { met.with(|peers| peers.status()) }
+                };
+                if let Err(why) = is_well.and_then(|()| status()) {
                     // This rank may be waiting for another one, which waits for NCCL.
                     return notes.fail(&reason(&*notes, own, "exchange", &why));
                 }
             }
         })?;
-        Ok(Self { going: Some(going), thread: Some(thread) })
+        Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
+    }
+
+    /// Watches only the other processes from now on: NCCL reports an error as soon as another rank has ended its side.
+    pub fn expect_leaving(&self) {
+        *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 }
 

@@ -35,6 +35,13 @@ fn memory_is_freed_where_a_peer_is_gone_stand_in() {
     }
 }
 
+#[test]
+fn process_that_leaves_does_not_wait_for_a_killed_peer_stand_in() {
+    for told in ["", "silent"] {
+        one_is_killed("dying::leaving", &[("GPU_STAND_IN_LOST_PEERS", told)]);
+    }
+}
+
 /// Two processes that run a test, of which one ends at once.
 fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
@@ -76,6 +83,20 @@ fn freeing() {
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     let error = peers.wait("exchange", &stream.record().unwrap()).err();
     assert!(error.is_none_or(|error| error.to_string() == "process 1: exchange: its process ended"));
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn leaving() {
+    let (_gpu, peers) = met();
+    if peers.rank() == 1 {
+        std::thread::sleep(Duration::from_millis(300));
+        std::process::abort();
+    }
+    let begun = Instant::now();
+    let error = peers.leave().unwrap_err();
+    assert!(error.to_string().starts_with("process 1: "), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
 }
 
 #[test]
