@@ -43,7 +43,7 @@ fn write(reservation: &Reservation, folder: &Path) -> u64 {
     for file in &reservation.files {
         let path = folder.join(&file.path);
         if file.path.as_os_str() == ".metadata" {
-            let bytes = &file.literals[0].bytes;
+            let bytes = &file.header_bytes[0].bytes;
             len = bytes.len() as u64;
             std::fs::write(path, bytes.as_slice()).expect("written");
         } else {

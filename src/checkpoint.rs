@@ -272,7 +272,7 @@ impl Checkpoint {
     fn unknown(&self, name: &str) -> Error {
         let names: Vec<String> =
             model::all_tensors(&self.inner.catalog.state).into_iter().map(|(name, _)| name.to_string()).collect();
-        Error::usage(format!("{name}: no tensor has this name"), crate::nearest::listed(name, &names))
+        Error::usage(format!("{name}: no tensor has this name"), crate::nearest::name_hint(name, &names))
     }
 
     /// Describes the checkpoint: a summary, tables, drawings and a JSON document.

@@ -1,10 +1,11 @@
-//! Places where a test lets the process die, as a node does that loses its power.
+//! Crash points: places in the code where a test kills the process, to simulate a node that loses power.
 //!
-//! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
+//! `DTSHARD_FAULT=NAME` kills the process at the crash point NAME. Builds without debug assertions have no crash
+//! points.
 
 use std::time::Duration;
 
-/// Every place, in the order in which an undisturbed run comes by.
+/// Every crash point, in the order of an undisturbed run.
 pub const POINTS: [&str; 24] = [
     "begin-draft",
     "begin-planned",
@@ -32,29 +33,30 @@ pub const POINTS: [&str; 24] = [
     "commit-left",
 ];
 
-/// The places of a run whose processes see SRC apart, while they copy files of it.
+/// The crash points of a run with `options::source per-rank`, while processes copy files of SRC.
 pub const COPY_POINTS: [&str; 3] = ["source-copying", "source-copied", "source-recorded"];
 
-/// Die here if a test asks for it.
+/// Kills the process if a test has selected this crash point.
 #[cfg(debug_assertions)]
 pub fn point(name: &str) {
     debug_assert!(POINTS.contains(&name) || COPY_POINTS.contains(&name), "{name} is not listed");
-    if std::env::var_os("DTSHARD_FAULT").is_some_and(|wanted| wanted == name) {
+    if std::env::var_os("DTSHARD_FAULT").is_some_and(|selected| selected == name) {
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     }
 }
 
+/// Does nothing in builds without debug assertions.
 #[cfg(not(debug_assertions))]
 pub fn point(_name: &str) {}
 
-/// Whether a test wants to see every step, as soon as it can be.
+/// Returns whether a crash test runs, which needs small steps and short waits.
 #[must_use]
-pub fn is_hurried() -> bool {
+pub fn is_testing_faults() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()
 }
 
-/// How long to wait for others; a test that wants to see every step does not wait as long.
+/// Returns how long to wait for other processes: `hurried` in a crash test, else `usual`.
 #[must_use]
-pub fn patience(usual: Duration, hurried: Duration) -> Duration {
-    if is_hurried() { hurried } else { usual }
+pub fn wait_time(usual: Duration, hurried: Duration) -> Duration {
+    if is_testing_faults() { hurried } else { usual }
 }

@@ -1,21 +1,21 @@
-//! Lists of names in messages: a few names, numbered runs as ranges, and the number of the rest.
+//! Short lists of names for messages: a few names, numbered runs as ranges, and the number of the other names.
 //!
-//! A checkpoint of a cluster has thousands of files, tensors and ranks, and a message stays readable only if it names a
-//! few of them. Errors keep all names for `--json`: [`Error::naming`](crate::error::Error::naming).
+//! Counts names. A checkpoint of a cluster has thousands of files, tensors and ranks, and a message is readable only if
+//! it names a few of them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ops::{Range, RangeInclusive};
 
-/// Entries of a list of files or tensors in a message.
+/// The maximum number of entries in a list of files or tensors.
 pub const FEW: usize = 4;
 
-/// Entries of a list of ranks, processes or parts in a message, whose names are short.
+/// The maximum number of entries in a list of ranks, processes or parts, whose names are short.
 pub const FEW_NUMBERS: usize = 8;
 
-/// At most `most` entries of a list: `a, b and 3 more`.
+/// Formats at most `most` entries of a list: `a, b and 3 more`.
 ///
-/// A list that is longer has its numbered runs folded first: `__0_0.distcp .. __999_0.distcp`.
+/// In a longer list, numbered runs are first folded to ranges: `__0_0.distcp .. __999_0.distcp`.
 #[must_use]
 pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
     let (shown, rest) = entries(names, most);
@@ -23,26 +23,26 @@ pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
     shown.join(", ") + &more
 }
 
-/// As [`short_list`], for a sentence that has given the number of names: `a, b, ...`.
+/// Formats a list like [`short_list`], for a sentence that already gives the number of names: `a, b, ...`.
 #[must_use]
 pub fn short_list_of_counted(names: &[impl AsRef<str>], most: usize) -> String {
     let (shown, rest) = entries(names, most);
     shown.join(", ") + if rest > 0 { ", ..." } else { "" }
 }
 
-/// A noun and numbers: `rank 3`, `ranks 0 .. 63, 70`.
+/// Formats a noun and numbers: `rank 3`, `ranks 0 .. 63, 70`.
 #[must_use]
 pub fn numbered(noun: &str, plural: &str, numbers: impl IntoIterator<Item = u32>) -> String {
     let numbers: Vec<String> = numbers.into_iter().map(|number| number.to_string()).collect();
     format!("{} {}", if numbers.len() == 1 { noun } else { plural }, short_list(&numbers, FEW_NUMBERS))
 }
 
-/// Numbers as ranges, in rising order, of which there may be billions.
+/// A set of numbers as ascending ranges. There may be billions of numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Numbers(Vec<RangeInclusive<u32>>);
 
 impl Numbers {
-    /// The numbers of a range that others are not, if there are any.
+    /// Returns the numbers in `all` that are not in `present`, or `None` if all are present.
     #[must_use]
     pub fn missing(all: RangeInclusive<u32>, present: impl IntoIterator<Item = u32>) -> Option<Self> {
         let (mut next, last) = (u64::from(*all.start()), u64::from(*all.end()));
@@ -69,7 +69,7 @@ impl Numbers {
         u64::from(*range.end()) - u64::from(*range.start()) + 1
     }
 
-    /// A noun and the first of them: `rank 3`, `ranks 1 .. 7, 9 and 4 more`.
+    /// Formats a noun and the first numbers: `rank 3`, `ranks 1 .. 7, 9 and 4 more`.
     #[must_use]
     pub fn short(&self, noun: &str, plural: &str) -> String {
         let most = FEW_NUMBERS as u64;
@@ -83,7 +83,7 @@ impl Numbers {
         format!("{plural} {}{more}", shown.join(", "))
     }
 
-    /// All of them, each range with its noun: `rank 3`, `ranks 5 .. 9`.
+    /// Formats all numbers, each range with its noun: `rank 3`, `ranks 5 .. 9`.
     #[must_use]
     pub fn names(&self, noun: &str, plural: &str) -> Vec<String> {
         let name = |range| format!("{} {}", if Self::len_of(range) == 1 { noun } else { plural }, Self::name(range));
@@ -96,13 +96,13 @@ impl Numbers {
     }
 }
 
-/// `process 3`, or `processes 1, 2 and 5`, of which there may be many.
+/// Formats process numbers: `process 3`, or `processes 1, 2, 5`.
 #[must_use]
 pub fn name_processes(processes: &[u32]) -> String {
     numbered("process", "processes", processes.iter().copied())
 }
 
-/// The first entries of a list, folded where it is longer than `most`, and how many names they leave out.
+/// Returns the first entries of a list, folded if it is longer than `most`, and the number of names that are left out.
 fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
     if names.len() <= most {
         return (names.iter().map(|name| name.as_ref().to_owned()).collect(), 0);
@@ -120,24 +120,26 @@ fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
     (shown, names.len() - covered)
 }
 
-/// The shortest run that a range stands for.
+/// The length of the shortest run that is shown as a range.
 const SHORTEST_RUN: usize = 3;
 
-/// The names in runs that differ in one number, which counts up by one, each run where its first name was.
+/// Groups names into runs whose names differ in one number that counts up by one. A run has the position of its first
+/// name.
 fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     struct NumberRun {
         members: Vec<usize>,
-        /// The number that counts, once there are two members.
+        /// The index of the number that counts up, once there are two members.
         counting: Option<usize>,
     }
     let mut order: Vec<usize> = (0..names.len()).collect();
     order.sort_by(|left, right| natural_order(names[*left], names[*right]));
     let mut runs: Vec<NumberRun> = Vec::new();
-    // For each name that would continue a run: the run, and the number in its names that counts.
-    let mut awaited: HashMap<String, (usize, usize)> = HashMap::new();
+    // For each name that would continue a run: the run, and the index of the number that counts up.
+    let mut expected_next: HashMap<String, (usize, usize)> = HashMap::new();
     for index in order {
         let name = names[index];
-        let run = awaited.remove(name).filter(|(run, number)| runs[*run].counting.is_none_or(|own| own == *number));
+        let run =
+            expected_next.remove(name).filter(|(run, number)| runs[*run].counting.is_none_or(|own| own == *number));
         let (run, numbers) = match run {
             Some((run, number)) => {
                 runs[run].members.push(index);
@@ -151,7 +153,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
         };
         for (number, place) in numbers_in(name).into_iter().enumerate().filter(|(number, _)| numbers.contains(number)) {
             if let Some(next) = counted_up(name, place) {
-                awaited.entry(next).or_insert((run, number));
+                expected_next.entry(next).or_insert((run, number));
             }
         }
     }
@@ -179,14 +181,14 @@ fn numbers_in(name: &str) -> Vec<Range<usize>> {
     numbers
 }
 
-/// The name with one more in this place: `00009` becomes `00010`.
+/// Returns the name with the number at `place` increased by one: `00009` becomes `00010`.
 fn counted_up(name: &str, place: Range<usize>) -> Option<String> {
     let number = name[place.clone()].parse::<u64>().ok()?.checked_add(1)?;
     let width = place.len();
     Some(format!("{}{number:0width$}{}", &name[..place.start], &name[place.end..]))
 }
 
-/// Text order in which numbers count as numbers: `layers.2` before `layers.10`.
+/// Compares texts with numbers compared as numbers: `layers.2` before `layers.10`.
 #[must_use]
 pub fn natural_order(left: &str, right: &str) -> Ordering {
     let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
@@ -202,14 +204,14 @@ pub fn natural_order(left: &str, right: &str) -> Ordering {
                 (a, b) = (rest_a, rest_b);
             }
             (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            // Equal but for leading zeros: plain order decides, so that the order is total.
+            // The texts differ at most in leading zeros. Plain order decides, so that the order is total.
             (None, None) => return left.cmp(right),
             (x, y) => return x.cmp(&y),
         }
     }
 }
 
-/// The digits at the start without leading zeros, and what follows them.
+/// Returns the leading digits without leading zeros, and the remaining text.
 fn split_number(text: &[u8]) -> (&[u8], &[u8]) {
     let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
     let (digits, rest) = text.split_at(end);

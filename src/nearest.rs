@@ -1,19 +1,21 @@
-//! The names that somebody may have meant: what an error says of a pattern that no name matches.
+//! Finds the names nearest to a pattern that matches nothing, for hints of errors.
+//!
+//! Distances count edited characters.
 
 use crate::layout::Pattern;
 
-/// The names nearest to a pattern that matched none, by edit distance. Wildcards count for nothing, and a pattern is
-/// held against as many components of a name as it has itself, wherever in the name they are: it may mean a module.
+/// Returns the names nearest to a pattern by edit distance. Wildcards are ignored. The pattern is compared with every
+/// run of components of a name that is as long as the pattern, because the pattern may mean a module.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;
-    let wanted: Vec<&str> = pattern.split('.').skip_while(|part| part.chars().all(|c| c == '*')).collect();
+    let pattern_parts: Vec<&str> = pattern.split('.').skip_while(|part| part.chars().all(|c| c == '*')).collect();
     let text = |parts: &[&str]| parts.join(".").replace(['*', '?', '{', '}'], "");
-    let wanted_text = text(&wanted);
+    let pattern_text = text(&pattern_parts);
     let distance = |name: &str| {
         let parts: Vec<&str> = name.split('.').collect();
-        let windows = parts.windows(wanted.len().clamp(1, parts.len()));
-        windows.map(|window| strsim::damerau_levenshtein(&wanted_text, &text(window))).min()
+        let windows = parts.windows(pattern_parts.len().clamp(1, parts.len()));
+        windows.map(|window| strsim::damerau_levenshtein(&pattern_text, &text(window))).min()
     };
     let mut ranked: Vec<(Option<usize>, &String)> = names.iter().map(|name| (distance(name), name)).collect();
     ranked.sort();
@@ -21,20 +23,20 @@ pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
 }
 
-/// What to say where no name is like a pattern: that it would be with `**.` before it, or the nearest names.
+/// Returns the hint for a pattern that matches nothing: a proposal to put `**.` before it, or the nearest names.
 #[must_use]
-pub fn hint(pattern: &str, names: &[String]) -> String {
+pub fn pattern_hint(pattern: &str, names: &[String]) -> String {
     let anywhere = format!("**.{pattern}");
     let covers = Pattern::parse(&anywhere).is_ok_and(|anywhere| names.iter().any(|name| anywhere.covers(name)));
     if covers {
-        return format!("names are matched from their beginning: {anywhere} matches it wherever it is");
+        return format!("patterns match complete names; use {anywhere} to match at any depth");
     }
-    listed(pattern, names)
+    name_hint(pattern, names)
 }
 
-/// What to say where there is no such name: the nearest ones.
+/// Returns the hint for a name that does not exist: the nearest names.
 #[must_use]
-pub fn listed(name: &str, names: &[String]) -> String {
+pub fn name_hint(name: &str, names: &[String]) -> String {
     match nearest(name, names).as_slice() {
         [] => String::from("there are no names at all"),
         names => format!("the nearest names are {}", names.join(", ")),
@@ -46,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_names_come_first() {
+    fn nearest_names_are_sorted_by_distance() {
         let names = ["layers.0.w1.weight", "head.weight", "layers.0.w2.bias"].map(String::from);
         assert_eq!(nearest("layers.0.w1.wieght", &names)[0], "layers.0.w1.weight");
         assert_eq!(nearest("**.w11.weight", &names)[0], "layers.0.w1.weight");

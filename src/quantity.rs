@@ -1,4 +1,7 @@
-//! Numbers of bytes as people write them.
+//! Parses and formats numbers of bytes, such as `5GB`.
+//!
+//! Counts bytes. Decimal units (kB, MB, GB, TB) are powers of 1000, and binary units (KiB, MiB, GiB, TiB) powers of
+//! 1024.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -23,16 +26,16 @@ impl FromStr for Quantity {
             "mib" => 1 << 20,
             "gib" => 1 << 30,
             "tib" => 1 << 40,
-            _ => return Err(format!("`{unit}` is no unit of bytes: use KB, MB, GB, TB or KiB, MiB, GiB, TiB")),
+            _ => return Err(format!("unknown unit `{unit}`: use KB, MB, GB, TB or KiB, MiB, GiB, TiB")),
         };
-        let too_large = || format!("`{text}` is more bytes than there are");
+        let too_large = || format!("`{text}` is too large for a number of bytes");
         if let Ok(whole) = number.parse::<u64>() {
             if whole == 0 {
-                return Err(format!("`{text}` is nothing: give at least a byte"));
+                return Err(format!("`{text}` is zero: use at least 1 byte"));
             }
             return whole.checked_mul(factor).map(Self).ok_or_else(too_large);
         }
-        let value: f64 = number.parse().map_err(|_| format!("`{text}` is no number of bytes, such as 5GB"))?;
+        let value: f64 = number.parse().map_err(|_| format!("`{text}` is not a number of bytes, such as 5GB"))?;
         #[expect(clippy::cast_precision_loss, reason = "sizes with a fraction are not exact anyway")]
         let bytes = value * factor as f64;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked to be in range")]
@@ -40,7 +43,7 @@ impl FromStr for Quantity {
     }
 }
 
-/// `14.96 GB`
+/// Formats a number of bytes: `14.96 GB`.
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
     #[expect(clippy::cast_precision_loss, reason = "shown with two decimals")]
@@ -53,7 +56,7 @@ pub fn human_bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
-/// `1.53 GB/s`; `None` for a time too short to have a rate.
+/// Formats a rate: `1.53 GB/s`. Returns `None` if the time is too short for a meaningful rate.
 pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     let rate = bytes as f64 / time.as_secs_f64();
@@ -61,10 +64,10 @@ pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
     (time >= SHORTEST_RATED).then(|| format!("{}/s", human_bytes(rate as u64)))
 }
 
-/// Below that, times are mostly of starting.
+/// The shortest time with a rate. Shorter times are mostly start-up time.
 const SHORTEST_RATED: Duration = Duration::from_millis(100);
 
-/// `1 file`, `7 files`
+/// Formats a number with its noun: `1 file`, `7 files`.
 pub fn count(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
@@ -86,14 +89,14 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_of_times_that_are_long_enough() {
+    fn short_time_has_no_rate() {
         assert_eq!(human_rate(15_300_000_000, Duration::from_secs(10)).unwrap(), "1.53 GB/s");
         assert_eq!(human_rate(270_000, Duration::from_millis(100)).unwrap(), "2.70 MB/s");
         assert_eq!(human_rate(270_000, Duration::from_millis(99)), None);
     }
 
     #[test]
-    fn bytes_are_shown_in_powers_of_ten() {
+    fn bytes_are_formatted_in_powers_of_ten() {
         assert_eq!(human_bytes(999), "999 B");
         assert_eq!(human_bytes(14_960_000_000), "14.96 GB");
         assert_eq!(human_bytes(999_999), "1.00 MB");

@@ -8,7 +8,7 @@
 
 use dtshard::catalog::{Chunk, Dtype, FileLocation, TensorEntry};
 use dtshard::layout::rules::{Fallback, MeshLayout};
-use dtshard::layout::shards::{Held, SharedTensor};
+use dtshard::layout::shards::{HeldTile, SharedTensor};
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
 use dtshard::storage::FileId;
 
@@ -130,7 +130,7 @@ impl Job {
     }
 
     /// Returns the distinct tiles of a tensor.
-    pub fn shards(&self, tensor: &Tensor) -> Vec<Held> {
+    pub fn shards(&self, tensor: &Tensor) -> Vec<HeldTile> {
         self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit")
     }
 
@@ -139,8 +139,8 @@ impl Job {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
         for (tile, ranks) in self.shards(tensor) {
             if !tile.is_empty() {
-                let place = FileLocation::Bytes { file: FileId(ranks[0].0), offset: 0 };
-                entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(ranks[0]) });
+                let location = FileLocation::Bytes { file: FileId(ranks[0].0), offset: 0 };
+                entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(ranks[0]) });
             }
         }
         entry

@@ -19,8 +19,8 @@ pub fn tables(from: &Job, to: &Job, tensors: impl Iterator<Item = Tensor>) -> (C
             }
             let file = FileId(u32::try_from(rank).expect("few ranks"));
             let offset = reservation.files[rank].push_payload(chunk.tile.numel() * target.entry.dtype.itemsize());
-            chunk.place =
-                if chunk.tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
+            chunk.location =
+                if chunk.tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
             placed.push(chunk);
         }
         target.entry.chunks = placed;

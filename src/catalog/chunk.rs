@@ -1,11 +1,10 @@
-//! Where the content of a tensor lies: one row a chunk, in packed columns.
+//! The chunks of a tensor and their locations in files, stored in packed columns.
 //!
-//! A chunk is a [`Tile`] of its tensor (nearly always one box) stored at a [`Place`] with strides. A checkpoint has
-//! up to a million of them, so a row costs its bounds, its place and its rank, and nothing is allocated per chunk:
-//! strides are kept only where the storage is not contiguous, tiles only where they are more than one box. Another has
-//! a hundred thousand tensors of one chunk each, whose row lies in the table itself.
-//!
-//! Bounds, sizes and strides count elements; places count bytes.
+//! Bounds, sizes and strides count elements; locations count bytes. A chunk is a [`Tile`] of its tensor (nearly always
+//! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a row stores
+//! only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for chunks that are
+//! not contiguous, and tiles only for chunks of several boxes. Other checkpoints have a hundred thousand tensors of one
+//! chunk each, so a single row is stored inline in the table. PyTorch's counterpart is `TensorStorageMetadata.chunks`.
 
 use std::collections::BTreeMap;
 
@@ -16,79 +15,80 @@ use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Intervals, Rank, Tile};
 use crate::storage::{FileId, FileRange};
 
-/// Where the bytes of a chunk begin.
+/// The position where the bytes of a chunk start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileLocation {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// `within` bytes into a stored zip record; where its data begins is learnt from its local header, when the chunk
-    /// is read.
+    /// `within` bytes after the start of a stored zip record. The start of its data is in the local header, which is
+    /// read together with the chunk.
     Record { file: FileId, record: Record, within: u64 },
-    /// In the torch.save archive that fills this stretch (an item of a DCP data file); its own directory and pickle
-    /// tell where, and with which strides, when the chunk is read.
+    /// In the torch.save archive at this range (an item of a DCP data file). Offset and strides are in the archive's
+    /// own directory and pickle, which are read together with the chunk.
     Item(FileRange),
-    /// Nowhere: the chunk is empty.
-    Nowhere,
+    /// An empty chunk, which is stored nowhere.
+    Empty,
 }
 
 impl FileLocation {
+    /// Returns the file of the location, or `None` for an empty chunk.
     #[must_use]
     pub fn file(self) -> Option<FileId> {
         match self {
             Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item(FileRange { file, .. }) => Some(file),
-            Self::Nowhere => None,
+            Self::Empty => None,
         }
     }
 
-    fn spell(&self, tell: &mut impl FnMut(u64)) {
+    fn encode(&self, emit: &mut impl FnMut(u64)) {
         match *self {
-            Self::Nowhere => tell(0),
-            Self::Bytes { file, offset } => [1, file.0.into(), offset].into_iter().for_each(tell),
+            Self::Empty => emit(0),
+            Self::Bytes { file, offset } => [1, file.0.into(), offset].into_iter().for_each(emit),
             Self::Record { file, record: Record { header, len, crc }, within } => {
-                [2, file.0.into(), header, len, crc.into(), within].into_iter().for_each(tell);
+                [2, file.0.into(), header, len, crc.into(), within].into_iter().for_each(emit);
             }
-            Self::Item(FileRange { file, offset, len }) => [3, file.0.into(), offset, len].into_iter().for_each(tell),
+            Self::Item(FileRange { file, offset, len }) => [3, file.0.into(), offset, len].into_iter().for_each(emit),
         }
     }
 }
 
-/// A stretch of data with a checksum that its writer computed.
+/// A range of data with a checksum from its writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChecksummedRange {
-    /// Absolute offset of the data.
+    /// The absolute offset of the data.
     pub start: u64,
     pub len: u64,
     pub crc: u32,
 }
 
 impl ChecksummedRange {
-    /// The data of a record, which begins at `start`; `None` where it has no checksum.
+    /// Returns the range of a record whose data starts at `start`, or `None` if the record has no checksum.
     #[must_use]
     pub fn of_record(record: Record, start: u64) -> Option<Self> {
         (record.crc != 0).then_some(Self { start, len: record.len, crc: record.crc })
     }
 }
 
-/// Where element 0 of a chunk lies in the end, and how the others follow.
+/// The resolved location of element 0 of a chunk, and the strides of its elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedLocation {
     pub file: FileId,
-    /// In bytes.
+    /// The offset in bytes.
     pub offset: u64,
-    /// In elements.
+    /// The strides in elements.
     pub strides: Dims,
-    /// The record it is part of, where that has a checksum.
-    pub summed: Option<ChecksummedRange>,
+    /// The range of the zip record that contains the chunk, if the record has a checksum.
+    pub checksum: Option<ChecksummedRange>,
 }
 
 /// One row of a [`ChunkTable`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
     pub tile: Tile,
-    pub place: FileLocation,
-    /// Elements between neighbours along each dim; `None` is row-major contiguous.
+    pub location: FileLocation,
+    /// The strides in elements; `None` if the chunk is row-major contiguous.
     pub strides: Option<Dims>,
-    /// The rank that holds it, where the format tells.
+    /// The rank that holds the chunk, if the format records it.
     pub rank: Option<Rank>,
 }
 
@@ -96,14 +96,14 @@ pub struct Chunk {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChunkTable {
     ndim: usize,
-    /// `ndim` offsets, then `ndim` sizes, a chunk.
+    /// For each chunk, `ndim` offsets followed by `ndim` sizes.
     bounds: SmallVec<[u64; 4]>,
-    /// Where each lies, and the rank that holds it.
-    places: SmallVec<[(FileLocation, u32); 1]>,
-    odd: Option<Box<RareColumns>>,
+    /// The location and the rank of each chunk.
+    locations: SmallVec<[(FileLocation, u32); 1]>,
+    rare: Option<Box<RareColumns>>,
 }
 
-/// What few chunks have, by their number.
+/// Columns that few chunks have, by the index of the chunk.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct RareColumns {
     strides: BTreeMap<u32, Dims>,
@@ -113,46 +113,52 @@ struct RareColumns {
 const NO_RANK: u32 = u32::MAX;
 
 impl ChunkTable {
+    /// Makes an empty table for a tensor with `ndim` dims.
     #[must_use]
     pub fn new(ndim: usize) -> Self {
         Self { ndim, ..Self::default() }
     }
 
+    /// Returns the number of chunks.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.places.len()
+        self.locations.len()
     }
 
+    /// Returns whether the table has no chunks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
+        self.locations.is_empty()
     }
 
+    /// Appends a chunk.
+    ///
     /// # Panics
-    /// Where the tile has another number of dims than the tensor, which readers check first.
+    /// If the tile and the tensor differ in their number of dims. Readers check this first.
     pub fn push(&mut self, chunk: Chunk) {
-        let index = u32::try_from(self.places.len()).expect("fewer than 2^32 chunks a tensor");
+        let index = u32::try_from(self.locations.len()).expect("fewer than 2^32 chunks a tensor");
         assert_eq!(chunk.tile.ndim(), self.ndim, "a chunk has the dims of its tensor");
         let bounds = || chunk.tile.dims().iter().map(Intervals::bounds);
         self.bounds.extend(bounds().map(|dim| dim.start));
         self.bounds.extend(bounds().map(|dim| dim.end - dim.start));
-        self.places.push((chunk.place, chunk.rank.map_or(NO_RANK, |rank| rank.0)));
+        self.locations.push((chunk.location, chunk.rank.map_or(NO_RANK, |rank| rank.0)));
         if let Some(strides) = chunk.strides {
-            self.odd().strides.insert(index, strides);
+            self.rare_mut().strides.insert(index, strides);
         }
         if !chunk.tile.is_box() && !chunk.tile.is_empty() {
-            self.odd().interleaved.insert(index, chunk.tile);
+            self.rare_mut().interleaved.insert(index, chunk.tile);
         }
     }
 
-    fn odd(&mut self) -> &mut RareColumns {
-        self.odd.get_or_insert_default()
+    fn rare_mut(&mut self) -> &mut RareColumns {
+        self.rare.get_or_insert_default()
     }
 
+    /// Returns the tile of a chunk.
     #[must_use]
     pub fn tile(&self, index: usize) -> Tile {
         let key = u32::try_from(index).expect("an index of this table");
-        if let Some(tile) = self.odd.as_ref().and_then(|odd| odd.interleaved.get(&key)) {
+        if let Some(tile) = self.rare.as_ref().and_then(|odd| odd.interleaved.get(&key)) {
             return tile.clone();
         }
         let row = &self.bounds[index * 2 * self.ndim..(index + 1) * 2 * self.ndim];
@@ -160,19 +166,19 @@ impl ChunkTable {
         Tile::new(offsets.iter().zip(sizes).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
-    /// The shape of a chunk's local tensor.
+    /// Returns the shape of a chunk's local tensor.
     #[must_use]
     pub fn sizes(&self, index: usize) -> Dims {
-        match self.odd {
+        match self.rare {
             Some(_) => self.tile(index).sizes(),
             None => Dims::from_slice(self.sizes_of_box(index)),
         }
     }
 
-    /// Elements of a chunk.
+    /// Returns the number of elements of a chunk.
     #[must_use]
     pub fn numel(&self, index: usize) -> u64 {
-        match self.odd {
+        match self.rare {
             Some(_) => self.tile(index).numel(),
             None => self.sizes_of_box(index).iter().product(),
         }
@@ -182,75 +188,80 @@ impl ChunkTable {
         &self.bounds[(2 * index + 1) * self.ndim..2 * (index + 1) * self.ndim]
     }
 
+    /// Returns the location of a chunk.
     #[must_use]
-    pub fn place(&self, index: usize) -> FileLocation {
-        self.places[index].0
+    pub fn location(&self, index: usize) -> FileLocation {
+        self.locations[index].0
     }
 
-    /// Add to the number of every file: files become part of a longer list.
+    /// Adds `by` to every file id, when the files become part of a longer list.
     pub fn shift_files(&mut self, by: u32) {
-        for (place, _) in &mut self.places {
+        for (place, _) in &mut self.locations {
             match place {
                 FileLocation::Bytes { file, .. }
                 | FileLocation::Record { file, .. }
                 | FileLocation::Item(FileRange { file, .. }) => {
                     file.0 += by;
                 }
-                FileLocation::Nowhere => {}
+                FileLocation::Empty => {}
             }
         }
     }
 
+    /// Returns the rank of a chunk, if the format records it.
     #[must_use]
     pub fn rank(&self, index: usize) -> Option<Rank> {
-        Some(self.places[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
+        Some(self.locations[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
     }
 
+    /// Returns the strides of a chunk, or `None` if it is row-major contiguous.
     #[must_use]
     pub fn strides(&self, index: usize) -> Option<&Dims> {
-        self.odd.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
+        self.rare.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
     }
 
+    /// Returns a row of the table.
     #[must_use]
     pub fn get(&self, index: usize) -> Chunk {
         Chunk {
             tile: self.tile(index),
-            place: self.place(index),
+            location: self.location(index),
             strides: self.strides(index).cloned(),
             rank: self.rank(index),
         }
     }
 
-    /// Tell everything it holds in numbers, which no other table has.
-    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
-        tell(self.ndim as u64);
-        tell(self.len() as u64);
-        self.bounds.iter().copied().for_each(&mut *tell);
-        for (place, rank) in &self.places {
-            place.spell(tell);
-            tell((*rank).into());
+    /// Passes an encoding of the table to `emit`. Different tables have different encodings.
+    pub fn encode(&self, emit: &mut impl FnMut(u64)) {
+        emit(self.ndim as u64);
+        emit(self.len() as u64);
+        self.bounds.iter().copied().for_each(&mut *emit);
+        for (location, rank) in &self.locations {
+            location.encode(emit);
+            emit((*rank).into());
         }
         let none = RareColumns::default();
-        let RareColumns { strides, interleaved } = self.odd.as_deref().unwrap_or(&none);
-        tell(strides.len() as u64);
+        let RareColumns { strides, interleaved } = self.rare.as_deref().unwrap_or(&none);
+        emit(strides.len() as u64);
         for (chunk, strides) in strides {
-            tell((*chunk).into());
-            strides.iter().copied().for_each(&mut *tell);
+            emit((*chunk).into());
+            strides.iter().copied().for_each(&mut *emit);
         }
-        tell(interleaved.len() as u64);
+        emit(interleaved.len() as u64);
         for (chunk, tile) in interleaved {
-            tell((*chunk).into());
-            tile.spell(tell);
+            emit((*chunk).into());
+            tile.encode(emit);
         }
     }
 
+    /// Returns the rows of the table, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Chunk> + '_ {
         (0..self.len()).map(|index| self.get(index))
     }
 }
 
-/// Row-major strides of a contiguous tensor, in elements. Saturating: a shape whose numel overflows is refused
-/// elsewhere.
+/// Returns the row-major strides of a contiguous tensor, in elements. They saturate, because shapes that overflow are
+/// refused elsewhere.
 #[must_use]
 pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
@@ -260,8 +271,8 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// The strides of a tensor that is dense, but not by rows; `None` for any other. What the stride of a dim of one element
-/// is does not matter, and a wild one is not passed on.
+/// Returns the strides of a tensor that is dense but not row-major, or `None` for any other tensor. The stride of a dim
+/// of size 1 is arbitrary, so strides beyond the number of elements are not returned.
 #[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;
@@ -269,7 +280,7 @@ pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     (is_permuted && StorageOrder::of_strides(shape, strides).is_some()).then(|| strides.clone())
 }
 
-/// Elements from the first to one past the last that a view touches, or `None` on overflow.
+/// Returns the number of elements from the first to the last element of a view, or `None` on overflow.
 #[must_use]
 pub fn span(sizes: &[u64], strides: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {

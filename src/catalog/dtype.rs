@@ -1,9 +1,10 @@
-//! Element types, under the names PyTorch, safetensors and the command line give them.
+//! Element types, with their names in PyTorch, in safetensors and on the command line.
+//!
+//! Sizes count bytes. Invariant: each dtype has one row in the table, in the order of declaration.
 
 use std::fmt;
 
-/// The element type of a tensor. Sizes are in bytes; `F4E2m1fnX2` packs two values into one byte and, as in PyTorch,
-/// shapes count bytes.
+/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes count bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     Bool,
@@ -30,8 +31,8 @@ pub enum Dtype {
     F4E2m1fnX2,
 }
 
-/// One row a dtype: ours, the short name, torch's attribute, the typed storage class (dtypes without one are saved
-/// as untyped bytes), the safetensors tag, the size in bytes.
+/// A row of the table: the dtype, its short name, its attribute in `torch`, its typed storage class (dtypes without one
+/// are saved as untyped bytes), its safetensors tag, and its size in bytes.
 type Row = (Dtype, &'static str, &'static str, Option<&'static str>, Option<&'static str>, u64);
 
 const TABLE: [Row; 22] = [
@@ -59,7 +60,7 @@ const TABLE: [Row; 22] = [
     (Dtype::F4E2m1fnX2, "f4_e2m1fn_x2", "float4_e2m1fn_x2", None, Some("F4"), 1),
 ];
 
-/// Other spellings that `torch.<name>` or people use.
+/// Other common names, some of which are attributes of `torch`.
 const ALIASES: [(&str, Dtype); 9] = [
     ("half", Dtype::F16),
     ("fp16", Dtype::F16),
@@ -73,7 +74,7 @@ const ALIASES: [(&str, Dtype); 9] = [
 ];
 
 impl Dtype {
-    /// What floating-point tensors can be cast to.
+    /// The dtypes that floating-point tensors can be cast to.
     pub const CAST_TARGETS: [Self; 8] =
         [Self::F64, Self::F32, Self::F16, Self::Bf16, Self::F8E4m3fn, Self::F8E5m2, Self::F8E4m3fnuz, Self::F8E5m2fnuz];
 
@@ -82,42 +83,43 @@ impl Dtype {
         &TABLE[self as usize]
     }
 
-    /// Bytes an element.
+    /// Returns the size of an element in bytes.
     #[must_use]
     pub fn itemsize(self) -> u64 {
         self.row().5
     }
 
+    /// Returns whether the dtype is a floating-point type.
     #[must_use]
     pub fn is_float(self) -> bool {
         self >= Self::F16 && self <= Self::F64 || self >= Self::F8E4m3fn
     }
 
-    /// The short name: `bf16`.
+    /// Returns the short name: `bf16`.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.row().1
     }
 
-    /// The attribute of `torch`: `bfloat16`.
+    /// Returns the attribute of `torch`: `bfloat16`.
     #[must_use]
     pub fn torch_name(self) -> &'static str {
         self.row().2
     }
 
-    /// The typed storage class of `torch`: `BFloat16Storage`; `None` where torch saves untyped bytes.
+    /// Returns the typed storage class of `torch`, such as `BFloat16Storage`, or `None` if torch saves untyped bytes.
     #[must_use]
     pub fn storage_class(self) -> Option<&'static str> {
         self.row().3
     }
 
-    /// The dtype tag in a safetensors header; `None` where that format has none.
+    /// Returns the dtype tag in a safetensors header, or `None` if safetensors has none.
     #[must_use]
     pub fn safetensors_tag(self) -> Option<&'static str> {
         self.row().4
     }
 
-    /// From a short name, a `torch` attribute (with or without `torch.`) or a common alias.
+    /// Returns the dtype of a short name, a `torch` attribute (with or without `torch.`) or a common alias.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         let name = name.strip_prefix("torch.").unwrap_or(name);
@@ -125,11 +127,13 @@ impl Dtype {
             .or_else(|| ALIASES.iter().find(|alias| alias.0 == name).map(|alias| alias.1))
     }
 
+    /// Returns the dtype of a typed storage class of `torch`.
     #[must_use]
     pub fn from_storage_class(class: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.3 == Some(class)).map(|row| row.0)
     }
 
+    /// Returns the dtype of a safetensors tag.
     #[must_use]
     pub fn from_safetensors_tag(tag: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.4 == Some(tag)).map(|row| row.0)
@@ -147,14 +151,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_in_declaration_order() {
+    fn table_is_in_declaration_order() {
         for (index, row) in TABLE.iter().enumerate() {
             assert_eq!(row.0 as usize, index);
         }
     }
 
     #[test]
-    fn every_name_leads_back() {
+    fn every_name_gives_its_dtype() {
         for row in &TABLE {
             assert_eq!(Dtype::from_name(row.1), Some(row.0));
             assert_eq!(Dtype::from_name(row.2), Some(row.0));

@@ -1,10 +1,10 @@
-//! How FSDP1 laid the parameters of a model into flat parameters: which units there are, and which parameters each
-//! holds in which order.
+//! The flat layout of an FSDP1 model: its units, and the parameters of each flat parameter in order.
 //!
-//! Files of FSDP1 do not record this, or not all of it, and a wrong order of equal shapes would scramble a model in
-//! silence. It is read from files where they tell, given by the user, and written beside what is written.
-//!
-//! Names are relative to the model. Numels and alignments count elements.
+//! Sizes and alignments count elements, and names are relative to the model. FSDP1 files record this layout only in
+//! part or not at all, and a wrong order of equal shapes would scramble a model silently. The layout is read from files
+//! if possible, or given by the user, and is written next to every flat output. Invariant: a layout that passes
+//! [`FlatLayout::check`] has each name once. PyTorch's counterpart is `FlatParamHandle` in
+//! `torch/distributed/fsdp/_flat_param.py`.
 
 use std::collections::HashSet;
 
@@ -14,33 +14,34 @@ use crate::error::Wrong;
 use crate::layout::Dims;
 use crate::layout::flat::{FlatParameter, StorageOrder};
 
-/// The last part of a flat parameter's name.
+/// The last component of a flat parameter's name.
 pub const FLAT_PARAM: &str = "_flat_param";
 
-/// The units of a model, and the ranks that share them.
+/// The units of a model, and the number of ranks that shard them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatLayout {
     pub world_size: u32,
-    /// Ranks that share one copy of a flat parameter: the world, or less under `HYBRID_SHARD`; 1 under `NO_SHARD`.
+    /// The number of ranks that shard one copy of a flat parameter: the world size, fewer under `HYBRID_SHARD`, or 1
+    /// under `NO_SHARD`.
     pub shard_group_size: u32,
     pub use_orig_params: bool,
-    /// The root unit first, the others in the order in which the module registered them.
+    /// The units: the root unit first, the others in registration order.
     pub units: Vec<FlatUnit>,
-    /// What the optimizer updates, a list a parameter group, in its order: parameters with `use_orig_params`, else flat
-    /// parameters by their keys.
+    /// The names that the optimizer updates, one list for each parameter group, in order: parameters with
+    /// `use_orig_params`, else flat parameters.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
 /// A wrapped module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatUnit {
-    /// Its path; empty for the root.
+    /// The path of the module; empty for the root.
     pub module: Box<str>,
     pub dtype: Option<Dtype>,
-    /// What each parameter is aligned to under `use_orig_params`: 16 bytes of the dtype of the forward pass.
+    /// The alignment of parameters under `use_orig_params`: 16 bytes of the dtype of the forward pass.
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
-    /// Further names of parameters, of any unit.
+    /// Further names of parameters (tied parameters), which may be in any unit.
     pub shared: Vec<SharedName>,
 }
 
@@ -49,7 +50,7 @@ pub struct FlatUnit {
 pub struct FlatParam {
     pub fqn: Fqn,
     pub shape: Dims,
-    /// In elements, where it is not row-major.
+    /// The strides in elements, if they are not row-major.
     pub stride: Option<Dims>,
 }
 
@@ -57,26 +58,27 @@ pub struct FlatParam {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedName {
     pub fqn: Fqn,
+    /// The parameter that has this further name.
     pub with: Fqn,
 }
 
 impl FlatLayout {
-    /// How many copies of the model the ranks hold.
+    /// Returns the number of copies of the model among the ranks.
     #[must_use]
     pub fn replicas(&self) -> u32 {
         self.world_size / self.shard_group_size
     }
 
-    /// Which shard of each flat parameter a rank holds: groups are ranks in a row.
+    /// Returns the shard of each flat parameter on a rank. Shard groups are consecutive ranks.
     #[must_use]
     pub fn shard_of(&self, rank: u32) -> u64 {
         u64::from(rank % self.shard_group_size)
     }
 
-    /// The flat parameter of a unit.
+    /// Returns the flat parameter of a unit.
     ///
     /// # Panics
-    /// Where the layout does not pass [`FlatLayout::check`].
+    /// If the layout does not pass [`FlatLayout::check`].
     #[must_use]
     pub fn flat(&self, unit: &FlatUnit) -> FlatParameter {
         self.checked_flat(unit).expect("a layout that was checked")
@@ -88,14 +90,17 @@ impl FlatLayout {
         FlatParameter::new(&numels, align, u64::from(self.shard_group_size))
     }
 
-    /// Every parameter with its unit.
+    /// Returns every parameter with its unit.
     pub fn params(&self) -> impl Iterator<Item = (&FlatUnit, &FlatParam)> {
         self.units.iter().flat_map(|unit| unit.params.iter().map(move |param| (unit, param)))
     }
 
-    /// What the optimizer updates where `use_orig_params` is to be false: flat parameters, in the order of their units.
-    /// That of the root is registered first, whichever unit the first parameter of the model is in. `None` where it is not
-    /// known, and where a flat parameter would be in two groups, which is for those to refuse that know the optimizer.
+    /// Returns the flat parameters that the optimizer updates if `use_orig_params` is false, in the order of their
+    /// units. The flat parameter of the root is registered first, even if the first parameter of the model is in
+    /// another unit.
+    ///
+    /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. Callers that know the
+    /// optimizer must refuse the latter.
     #[must_use]
     pub fn optimizer_of_units(&self) -> Option<Vec<Vec<Fqn>>> {
         let groups = self.optimizer.as_ref()?;
@@ -112,10 +117,10 @@ impl FlatLayout {
         keys.iter().flatten().all(|key| seen.insert(key)).then_some(keys)
     }
 
-    /// Whether it can be that of a model.
+    /// Checks that the layout is consistent.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first problem.
     pub fn check(&self) -> Result<(), Wrong> {
         let (world_size, group) = (self.world_size, self.shard_group_size);
         if world_size == 0 || group == 0 || !world_size.is_multiple_of(group) {
@@ -146,7 +151,7 @@ impl FlatLayout {
         self.check_shared(&names)
     }
 
-    /// Further names are those of parameters, and of nothing else.
+    /// Checks that further names refer to parameters, and that no name is used twice.
     fn check_shared(&self, names: &HashSet<&Fqn>) -> Result<(), Wrong> {
         for unit in &self.units {
             for SharedName { fqn, with } in &unit.shared {
@@ -166,20 +171,20 @@ impl FlatLayout {
     }
 }
 
-/// Elements of this dtype in 16 bytes, which is what FSDP1 aligns parameters to.
+/// Returns the default alignment of FSDP1: the number of elements of this dtype in 16 bytes.
 #[must_use]
-pub fn usual_align(dtype: Dtype) -> u64 {
+pub fn default_align(dtype: Dtype) -> u64 {
     16 / dtype.itemsize()
 }
 
 impl FlatUnit {
-    /// One without parameters.
+    /// Makes a unit without parameters.
     #[must_use]
     pub fn new(module: impl Into<Box<str>>, dtype: Option<Dtype>) -> Self {
         Self { module: module.into(), dtype, align_numel: None, params: Vec::new(), shared: Vec::new() }
     }
 
-    /// `layers.0._flat_param`
+    /// Returns the name of the flat parameter: `layers.0._flat_param`.
     #[must_use]
     pub fn key(&self) -> Fqn {
         match &*self.module {
@@ -188,7 +193,7 @@ impl FlatUnit {
         }
     }
 
-    /// For messages: `unit layers.0`, `the root unit`.
+    /// Returns the name of the unit for messages: `unit layers.0`, `the root unit`.
     #[must_use]
     pub fn describe(&self) -> String {
         if self.module.is_empty() { String::from("the root unit") } else { format!("unit {}", self.module) }
@@ -200,7 +205,7 @@ impl FlatUnit {
         if !is_within(fqn.as_str(), &self.module) {
             return wrong("names below its module", format!("`{fqn}`"));
         }
-        // Where a unit has no dtype, 16 bytes an element are the most there is.
+        // Without a dtype, assume the largest element size, 16 bytes.
         if checked_len_bytes(shape, self.dtype.unwrap_or(Dtype::C128)).is_none() {
             return wrong("shapes that fit memory", format!("{fqn} of {:?}", shape.as_slice()));
         }
@@ -212,21 +217,21 @@ impl FlatUnit {
         Ok(())
     }
 
-    /// As given, else 16 bytes of its dtype.
+    /// Returns the given alignment, or the default alignment of the dtype.
     #[must_use]
     pub fn align_numel(&self) -> Option<u64> {
-        self.align_numel.or_else(|| self.dtype.map(usual_align))
+        self.align_numel.or_else(|| self.dtype.map(default_align))
     }
 }
 
 impl FlatParam {
-    /// Elements; shapes are checked with the layout.
+    /// Returns the number of elements. Shapes are checked together with the layout.
     #[must_use]
     pub fn numel(&self) -> u64 {
         crate::layout::numel(&self.shape).unwrap_or(u64::MAX)
     }
 
-    /// The order of its elements; `None` where strides leave holes.
+    /// Returns the storage order of the elements, or `None` if the strides leave gaps.
     #[must_use]
     pub fn order(&self) -> Option<StorageOrder> {
         match &self.stride {
@@ -257,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sound_layout_gives_flat_parameters() {
+    fn valid_layout_gives_flat_parameters() {
         let layout = layout();
         layout.check().unwrap();
         assert_eq!(layout.flat(&layout.units[0]).total(), 32);
@@ -269,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_told() {
+    fn inconsistent_layout_is_an_error() {
         type Change<'a> = &'a dyn Fn(&mut FlatLayout);
         let broken = |change: Change<'_>| {
             let mut layout = layout();
@@ -301,9 +306,9 @@ mod tests {
         }
     }
 
-    /// As with a norm of the root unit behind a wrapped embedding.
+    /// Such an order occurs if the root unit has a norm after a wrapped embedding.
     #[test]
-    fn the_flat_parameter_of_the_root_is_the_first() {
+    fn flat_parameter_of_the_root_is_first() {
         let names = |names: &[&str]| names.iter().map(|name| Fqn::from(*name)).collect::<Vec<_>>();
         let of_units = |groups: &[&[&str]]| {
             let optimizer = Some(groups.iter().copied().map(names).collect());

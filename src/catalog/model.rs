@@ -1,15 +1,15 @@
-//! Which part of a state dict is the model, and which gradients belong to which parameter.
+//! Finds the model in a state dict, and the parameter of each gradient.
 //!
-//! Decided by the nesting that the file records, not by dots in names.
+//! The unit is the tensor. Invariant: the nesting of the state dict decides, not the dots in names.
 
 use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
 use super::{Dict, Fqn, Key, Path, TensorId, Value};
 
-/// Keys under which trainers put the model.
+/// The keys under which trainers store the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
 
-/// Keys that stand beside a model at the top and are not part of it, as those of optimizers are not.
+/// Keys at the top of a state dict that are not part of a model at the top. Optimizer keys are not part of it either.
 const BESIDE: [&str; 13] = [
     "lr_scheduler",
     "lr_schedulers",
@@ -26,22 +26,22 @@ const BESIDE: [&str; 13] = [
     GRADIENTS[1],
 ];
 
-/// Keys under which gradients stand, by the names of their parameters.
+/// The keys under which trainers store gradients, by the names of their parameters.
 pub const GRADIENTS: [&str; 2] = ["grads", "gradients"];
 
-/// Children of a module that has a child `model` as well: where they stand beside it, `model` is a part, not the whole.
+/// Names of head modules. Beside one of them, a child called `model` is a part of the model, not the complete model.
 const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];
 
 /// The model of a state dict.
 #[derive(Debug)]
 pub struct Model {
-    /// Where it is; empty where it is at the top.
+    /// The path of the model; empty if it is at the top.
     pub root: Path,
-    /// Its tensors, under names relative to the root.
+    /// The tensors of the model, with names relative to the root.
     pub tensors: Vec<(Fqn, TensorId)>,
 }
 
-/// Find the model.
+/// Finds the model in a state dict.
 #[must_use]
 pub fn model(state: &Value) -> Model {
     let (root, at) = descend(state);
@@ -49,7 +49,7 @@ pub fn model(state: &Value) -> Model {
     if let (true, Value::Dict(dict)) = (root.0.is_empty(), at) {
         for (key, value) in &dict.entries {
             let name = key_text(key);
-            if !is_beside(&name, value) {
+            if !is_beside_model(&name, value) {
                 collect(value, &Path(vec![Key::Name(name)]), &mut found);
             }
         }
@@ -59,7 +59,7 @@ pub fn model(state: &Value) -> Model {
     Model { root, tensors: found }
 }
 
-/// The tensors of the model; of gradients alone those, which have the same names.
+/// Returns the tensors of the model. If there are only gradients, returns these; they have the names of the parameters.
 #[must_use]
 pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     let model = model(state);
@@ -67,7 +67,7 @@ pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     if model.tensors.is_empty() { gradients().unwrap_or_default() } else { model.tensors }
 }
 
-/// Where the model is; empty where it is at the top.
+/// Returns the path of the model; empty if it is at the top.
 #[must_use]
 pub fn model_root(state: &Value) -> Path {
     descend(state).0
@@ -80,8 +80,8 @@ fn descend(state: &Value) -> (Path, &Value) {
         root.0.push(key);
         at = inner;
     }
-    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes. `state_dict` is no module's name, but `model`
-    // is one in most models, so below the outermost it is a wrapper only where it is alone.
+    // Wrappers may be nested: `{"module": {"state_dict": {...}}}`. No module is called `state_dict`, but many models
+    // have a module called `model`. So below the first wrapper, `model` is a wrapper only if it is the only key.
     let mut keys = &MODEL[..];
     while let Some((key, inner)) = child(at, keys).filter(|_| !has_head(at)) {
         root.0.push(key);
@@ -95,7 +95,7 @@ fn is_alone(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
 }
 
-/// Whether a dict is a module whose child `model` is one of several parts of it.
+/// Returns whether a dict is a module with a head, so that its child `model` is only a part of it.
 fn has_head(value: &Value) -> bool {
     let head = |key: &Value, value: &Value| {
         key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()
@@ -103,7 +103,7 @@ fn has_head(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.iter().any(|(key, value)| head(key, value)))
 }
 
-/// Every tensor with its name.
+/// Returns every tensor with its name.
 #[must_use]
 pub fn all_tensors(state: &Value) -> Vec<(Fqn, TensorId)> {
     let mut found = Vec::new();
@@ -115,7 +115,7 @@ fn collect(value: &Value, path: &Path, found: &mut Vec<(Fqn, TensorId)>) {
     tensors(value, path, &mut |path, id| found.push((path.fqn(), id)));
 }
 
-/// The first of `keys` under which a dict has a dict with tensors.
+/// Returns the first of `keys` whose value is a dict with tensors.
 fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     let Value::Dict(dict) = value else { return None };
     keys.iter().find_map(|key| {
@@ -124,19 +124,18 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     })
 }
 
-/// State of random number generators, by the names that trainers give it: the one thing that is meant to differ from
-/// rank to rank.
+/// Returns whether a name is that of random number generator state, which may differ from rank to rank.
 #[must_use]
 pub fn is_random_state(name: &str) -> bool {
     const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];
-    // Bytes, not chars: this is asked of every name.
+    // Compares bytes, because this is called for every name.
     let mut parts = name.as_bytes().split(|byte| *byte == b'.');
     parts.any(|part| part.ends_with(b"_rng_state") || NAMES.iter().any(|known| known.as_bytes() == part))
 }
 
-/// A container beside the model. A tensor called `scaler` is a parameter.
+/// Returns whether a key at the top is not part of a model at the top. A tensor called `scaler` is a parameter.
 #[must_use]
-pub fn is_beside(name: &str, value: &Value) -> bool {
+pub fn is_beside_model(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
     container && (BESIDE.contains(&name) || is_optimizer_key(name))
         || name == "rng"
@@ -144,7 +143,7 @@ pub fn is_beside(name: &str, value: &Value) -> bool {
         || name.ends_with("rng_state")
 }
 
-/// `grads.FQN` is the gradient of FQN.
+/// Returns the parameter of a gradient: `FQN` for `grads.FQN`.
 #[must_use]
 pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     let is_gradients = |key: &Key| matches!(key, Key::Name(name) if GRADIENTS.contains(&name.as_ref()));
@@ -153,7 +152,7 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
 }
 
-/// Where the gradients of a model are, which stand beside it.
+/// Returns the path of the gradients beside a model.
 #[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
@@ -162,8 +161,8 @@ pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
 }
 
-/// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state or gradient
-/// of.
+/// Returns the names that rules match for a tensor: its own name, its name in the model, and for optimizer state or a
+/// gradient the name of its parameter.
 #[must_use]
 pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     let mut names = vec![path.to_string()];
@@ -178,7 +177,7 @@ pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     names
 }
 
-/// A state dict of flat names.
+/// Makes a state dict whose keys are complete names.
 #[must_use]
 pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
     let entries = tensors.iter().map(|(fqn, id)| (Value::Str(fqn.into()), Value::Tensor(*id))).collect();
@@ -203,7 +202,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_model_is_found_by_nesting() {
+    fn model_is_found_by_nesting() {
         let weights = || dict(vec![("model.norm.weight", tensor(0)), ("head", tensor(1))]);
         let optim = || dict(vec![("state", dict(vec![("w", tensor(2))]))]);
 
@@ -232,17 +231,17 @@ pub(super) mod tests {
             ("", vec!["tok_embeddings.weight", "scaler"])
         );
 
-        // Lightning numbers optimizers.
+        // Lightning adds numbers to optimizer keys.
         let found = model(&dict(vec![("net.w", tensor(0)), ("optimizer_0", optim())]));
         assert_eq!(names(&found.tensors), ["net.w"]);
 
-        // A flat Hugging Face state dict: `model.` is text, not nesting.
+        // In a flat Hugging Face state dict, `model.` is part of the keys, not nesting.
         let found = model(&weights());
         assert_eq!(names(&found.tensors), ["model.norm.weight", "head"]);
     }
 
     #[test]
-    fn a_child_called_model_is_not_always_the_model() {
+    fn child_called_model_beside_a_head_is_not_the_model() {
         let layers = || dict(vec![("layers", tensor(0))]);
         let head = || ("lm_head", dict(vec![("weight", tensor(1))]));
         let cases = [
@@ -263,7 +262,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn gradients_know_their_parameter() {
+    fn gradient_path_gives_its_parameter() {
         let path = |keys: &[&str]| Path(keys.iter().map(|key| Key::Name((*key).into())).collect());
         let parameter = |keys: &[&str]| gradient_parameter(&path(keys)).map(|fqn| fqn.to_string());
         assert_eq!(parameter(&["grads", "a.w"]).as_deref(), Some("a.w"));
@@ -276,7 +275,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rules_know_a_tensor_by_several_names() {
+    fn rule_names_include_those_of_the_parameter() {
         let path = |steps: &[&str]| Path(steps.iter().map(|step| Key::Name((*step).into())).collect());
         let state = path(&["optim", "state", "layers.0.weight", "exp_avg"]);
         assert_eq!(

@@ -1,16 +1,17 @@
-//! What the state dict of an optimizer tells of parameters: by their names, or by numbers.
+//! Finds the parameter of each tensor in an optimizer state dict.
 //!
-//! `get_optimizer_state_dict` has names for keys and in `params`. `optimizer.state_dict()` has numbers, in the order in
-//! which the optimizer was given its parameters, and nothing says whose they are.
+//! The unit is the tensor. `get_optimizer_state_dict` uses parameter names as keys and in `params`.
+//! `optimizer.state_dict()` uses numbers, in the order of the parameters given to the optimizer, and does not record
+//! their names.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `torch/distributed/checkpoint/state_dict.py`.
 
 use super::{Fqn, Key, Path, Value};
 
-/// Keys under which trainers put an optimizer.
+/// The keys under which trainers store an optimizer.
 const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
 
-/// Returns whether trainers put an optimizer under this key. Lightning numbers its optimizers: `optimizer_0`.
+/// Returns whether trainers store an optimizer under this key. Lightning adds numbers: `optimizer_0`.
 ///
 /// Source: `FSDPStrategy.save_checkpoint` in `lightning/pytorch/strategies/fsdp.py` (2.6).
 #[must_use]
@@ -19,26 +20,26 @@ pub fn is_optimizer_key(key: &str) -> bool {
     OPTIMIZER.contains(&key) || key.strip_prefix("optimizer_").is_some_and(is_number)
 }
 
-/// State, a dict a parameter.
+/// The key of the state: one dict for each parameter.
 pub const STATE: &str = "state";
-/// Parameter groups, a dict of options each.
+/// The key of the parameter groups: a list of dicts of options.
 pub const GROUPS: &str = "param_groups";
-/// The parameters of a group.
+/// The key of the parameters of a group.
 pub const PARAMS: &str = "params";
-/// Their names, which optimizers of named parameters have beside numbers since 2.6.
+/// The key of the parameter names of a group, which PyTorch has stored beside numbers since 2.6.
 pub const PARAM_NAMES: &str = "param_names";
 
-/// What the path of an optimizer's state tensor tells.
+/// The optimizer and the parameter of a state tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OptimizerState {
-    /// Where the optimizer is.
+    /// The path of the optimizer.
     pub optimizer: Path,
-    /// The parameter it belongs to, by its name or by a number.
+    /// The name or number of the parameter.
     pub parameter: Fqn,
 }
 
-/// `optim.state.FQN.exp_avg` is state of FQN, be `state` a dict or, as `flatten_optimizer_state_dict` writes it, the
-/// beginning of a key.
+/// Returns the optimizer and the parameter of a path such as `optim.state.FQN.exp_avg`. `state` may be a dict, or the
+/// start of a key that `flatten_optimizer_state_dict` has written.
 #[must_use]
 pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
@@ -53,23 +54,23 @@ pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     (!parameter.is_empty()).then(|| OptimizerState { optimizer: to(state), parameter: Path(parameter.to_vec()).fqn() })
 }
 
-/// The parameter an optimizer's state tensor belongs to.
+/// Returns the parameter of an optimizer's state tensor.
 #[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     optimizer_state(path).map(|state| state.parameter)
 }
 
-/// Whether a flat name looks like state of an optimizer: `optim.state.w.exp_avg`, where no nesting says so.
+/// Returns whether a flat name looks like optimizer state: `optim.state.w.exp_avg`.
 #[must_use]
 pub fn reads_as_optimizer_state(name: &str) -> bool {
     let mut parts = name.split('.');
     parts.any(is_optimizer_key) && parts.next() == Some("state")
 }
 
-/// The parameters an optimizer knows by their names, group by group; `None` where none knows any.
+/// Returns the parameter names of each group of the first optimizer that records names, or `None` if there is none.
 #[must_use]
 pub fn named_groups(state: &Value) -> Option<Vec<Vec<Fqn>>> {
-    /// `app.optim.param_groups`
+    /// The maximum depth of an optimizer, as in `app.optim.param_groups`.
     const DEPTH: usize = 2;
     groups_within(state, DEPTH)
 }
@@ -81,7 +82,7 @@ fn groups_within(state: &Value, depth: usize) -> Option<Vec<Vec<Fqn>>> {
     own().or_else(below)
 }
 
-/// `params` of each group, where they are names.
+/// Returns `params` of each group, if they are names.
 fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     let Value::List(groups) = groups else { return None };
     let names = |group: &Value| match group.as_dict()?.get(PARAMS)? {
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn optimizer_state_knows_its_parameter() {
+    fn state_path_gives_its_parameter() {
         let path = |steps: &[&str]| Path(steps.iter().map(|step| Key::Name((*step).into())).collect());
         let state = path(&["optim", "state", "layers.0.weight", "exp_avg"]);
         assert_eq!(optimizer_parameter(&state).unwrap().as_str(), "layers.0.weight");

@@ -1,34 +1,38 @@
-//! Which parameter a tensor is state or gradient of, and so which names a rule may know it by.
+//! Finds the parameter that owns an optimizer state tensor or a gradient, and the names that rules match for it.
 //!
-//! Optimizer state and gradients follow their parameter: what somebody says of `layers.0.w1` is said of its gradient and
-//! of its moments too. An optimizer knows parameters by name or by number; see [`optimizer`].
+//! The unit is the tensor. Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies
+//! to its gradient and its moments. An optimizer refers to parameters by name or by number; see [`optimizer`].
+//! Invariant: a number is resolved only if exactly one assignment is possible.
 
 use std::collections::{HashMap, HashSet};
 
 use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE};
 use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, model};
 
-/// The parameter that a tensor is state or gradient of.
+/// The parameter that a state tensor or gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
+    /// True if the optimizer refers to the parameter by number.
     pub by_number: bool,
-    /// `None` where it is known by a number that stands for nobody knows which.
+    /// The name of the parameter; `None` for a number that could not be resolved.
     pub name: Option<Fqn>,
+    /// The tensor of the parameter, if the model has it.
     pub id: Option<TensorId>,
 }
 
-/// Finds owners.
+/// A lookup of the owners of tensors.
 #[derive(Debug)]
 pub struct Owners<'a> {
     catalog: &'a Catalog,
     pub model_root: Path,
-    /// Tensors of the model by name.
+    /// The tensors of the model, by name.
     pub parameters: HashMap<Fqn, TensorId>,
-    /// For each optimizer the parameters it knows by numbers, where they can be told.
+    /// For each optimizer, its numbered parameters, if they could be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
 }
 
 impl<'a> Owners<'a> {
+    /// Prepares the lookup for a catalog.
     #[must_use]
     pub fn new(catalog: &'a Catalog) -> Self {
         let found = model::model(&catalog.state);
@@ -36,8 +40,8 @@ impl<'a> Owners<'a> {
         Self { catalog, model_root: found.root, parameters, numbered: HashMap::new() }
     }
 
-    /// The owner of what is at this path; `None` for what stands for itself.
-    pub fn of(&mut self, path: &Path) -> Option<Owner> {
+    /// Returns the owner of the tensor at this path, or `None` if it has no owner.
+    pub fn owner_of(&mut self, path: &Path) -> Option<Owner> {
         let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
         if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
             let id = self.parameters.get(&parameter).copied();
@@ -60,15 +64,15 @@ impl<'a> Owners<'a> {
         })
     }
 
-    /// The names a rule may know a tensor by. State that is a `stray`, of another shape than its parameter (a step, a
-    /// factored moment), is not meant by what is said of that, and a number is no name.
+    /// Returns the names that rules match for a tensor. If `other_shape` is true, the state differs in shape from its
+    /// parameter (a step, a factored moment), so rules for the parameter do not apply. Numbers are not names.
     #[must_use]
-    pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, stray: bool) -> Vec<String> {
+    pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
         let mut names = model::rule_names(path, &self.model_root);
-        if stray && !self.parameters.is_empty() || owner.is_some_and(|owner| owner.by_number) {
+        if other_shape && !self.parameters.is_empty() || owner.is_some_and(|owner| owner.by_number) {
             names.truncate(1);
         }
-        if let Some(Owner { by_number: true, name: Some(name), .. }) = owner.filter(|_| !stray) {
+        if let Some(Owner { by_number: true, name: Some(name), .. }) = owner.filter(|_| !other_shape) {
             names.push(format!("{}.{name}", self.model_root));
             names.push(name.to_string());
         }
@@ -76,13 +80,14 @@ impl<'a> Owners<'a> {
     }
 }
 
-/// The parameters that an optimizer of plain `optimizer.state_dict()` knows by numbers: `numbers[i]` is parameter `i`.
+/// Resolves the numbered parameters of a plain `optimizer.state_dict()`: item `i` of the result is parameter `i`.
 ///
-/// Such a state dict does not say which parameter a number stands for. PyTorch numbers them in the order of
-/// `model.parameters()`, which is that of the model's state dict without its buffers and whatever is not trained.
-/// `None` unless there is only one reading: one parameter group, numbered from 0, and one way to go through the model
-/// in order such that all state tensors with dims have the shape of their parameter and are DTensors where it is one.
-/// Only tensors that may be parameters are gone through.
+/// Such a state dict does not record which parameter a number belongs to. PyTorch numbers parameters in the order of
+/// `model.parameters()`, which is the order of the model's state dict without buffers and frozen parameters.
+///
+/// Returns `None` unless there is exactly one possible assignment: one parameter group, numbered from 0, and exactly
+/// one subsequence of the model's tensors in which all state tensors with dims have the shape of their parameter, and
+/// are DTensors if and only if the parameter is. `may_be` excludes tensors that are not parameters.
 #[must_use]
 pub fn numbered_parameters(
     catalog: &Catalog,
@@ -114,7 +119,7 @@ pub fn numbered_parameters(
         };
         kept[number].iter().all(alike)
     };
-    // Where the leftmost and the rightmost way are one, there is no other between them.
+    // If the leftmost and the rightmost assignment are equal, there is no other assignment.
     let mut rest = floats.iter().enumerate();
     let leftmost = (0..kept.len()).map(|number| rest.find(|(_, float)| fits(number, float)).map(|(at, _)| at));
     let leftmost: Vec<usize> = leftmost.collect::<Option<_>>()?;
@@ -132,10 +137,10 @@ mod tests {
     use crate::storage::FileId;
 
     #[test]
-    fn numbers_stand_for_parameters_where_there_is_one_reading() {
+    fn numbers_are_resolved_only_if_one_assignment_exists() {
         let float =
             |name: &str, size: u64| TensorEntry::whole(name.into(), Dtype::F32, [size].as_slice().into(), FileId(0), 0);
-        // a [4], a buffer [2], b [3]; state of two parameters.
+        // The model has a [4], a buffer [2] and b [3]; the optimizer has state for two parameters.
         let read = |sizes: [u64; 3], states: [u64; 2], groups: &[&[i64]]| {
             let mut catalog = Catalog::empty();
             let weights = dict(["a", "buffer", "b"].into_iter().zip((0..).map(tensor)).collect());
@@ -156,10 +161,10 @@ mod tests {
             Some(found.iter().map(|(fqn, _)| fqn.to_string()).collect::<Vec<_>>())
         };
         assert_eq!(read([4, 2, 3], [4, 3], &[&[0, 1]]).unwrap(), ["a", "b"]);
-        // The buffer could be the second parameter.
+        // The buffer could also be the second parameter.
         assert_eq!(read([4, 3, 3], [4, 3], &[&[0, 1]]), None);
         assert_eq!(read([4, 2, 3], [4, 5], &[&[0, 1]]), None);
-        // Groups are in an order of their own.
+        // The order of several groups is unknown.
         assert_eq!(read([4, 2, 3], [4, 3], &[&[0], &[1]]), None);
         assert_eq!(read([4, 2, 3], [4, 3], &[&[1, 0]]), None);
     }

@@ -1,8 +1,8 @@
-//! The names of things: walking a state dict and building one from paths.
+//! Paths in a state dict: traversing a state dict, and building one from paths.
 //!
-//! The rules are those of `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always
-//! descended, a list only where it holds (at any depth) a tensor or a dict, a tuple never; a name is the path joined
-//! with dots. One addition: a tuple that holds tensors is reported by [`tensors`], so that no tensor is missed.
+//! The unit is the value. The rules are those of `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`:
+//! dicts are always traversed, a list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name
+//! is the path joined with dots. One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 use super::{Dict, Fqn, TensorId, Value};
 use crate::layout::Rank;
 
-/// One step of a path.
+/// One key of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {
     /// A dict key; keys that are not strings appear as Python's `str(key)`.
@@ -32,11 +32,12 @@ impl fmt::Display for Key {
     }
 }
 
-/// The way from the root of a state dict to one of its values.
+/// The keys from the root of a state dict to a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Path(pub Vec<Key>);
 
 impl Path {
+    /// Returns the name of the value: its keys joined with dots.
     #[must_use]
     pub fn fqn(&self) -> Fqn {
         match self.0.as_slice() {
@@ -45,6 +46,7 @@ impl Path {
         }
     }
 
+    /// Returns the path of a child.
     #[must_use]
     pub fn child(&self, key: Key) -> Self {
         let mut keys = Vec::with_capacity(self.0.len() + 1);
@@ -66,14 +68,15 @@ impl fmt::Display for Path {
     }
 }
 
-/// A value that is not descended further.
+/// A value that is not traversed further.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StateLeaf<'a> {
     Tensor(TensorId),
+    /// A value that is not a tensor.
     Object(&'a Value),
 }
 
-/// The leaves of a state dict in its own order, as DCP flattens it.
+/// Returns the leaves of a state dict, in its own order, as DCP flattens it.
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
@@ -102,7 +105,7 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Whether an item makes its list one that is descended.
+/// Returns whether an item causes its list to be traversed.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
@@ -112,21 +115,22 @@ pub fn is_descended(value: &Value) -> bool {
     }
 }
 
-/// The names of the leaves that are not tensors.
+/// Returns the names of the leaves that are not tensors.
 #[must_use]
 pub fn object_names(state: &Value) -> Vec<String> {
     objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
 }
 
-/// What becomes of a leaf.
+/// The action for a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeafAction {
     Keep,
-    /// A dict loses the key, and goes itself where that was its last; a list keeps its positions and has `None` there.
+    /// Removes the leaf. A dict loses the key, and is removed itself if it becomes empty. A list has `None` at the
+    /// position.
     Remove,
 }
 
-/// Let `visit` change or remove the leaves of a state dict: the same ones as [`leaves`] gives, in the same order.
+/// Calls `visit` to change or remove each leaf of a state dict, in the order of [`leaves`].
 pub fn edit_leaves(state: &mut Value, visit: &mut dyn FnMut(&Path, &mut Value) -> LeafAction) {
     edit_below(state, &mut Path::default(), visit);
 }
@@ -141,9 +145,9 @@ fn edit_below(
             let was_empty = dict.entries.is_empty();
             dict.entries.retain_mut(|(key, child)| {
                 path.0.push(Key::Name(key_text(key)));
-                let fate = edit_below(child, path, visit);
+                let action = edit_below(child, path, visit);
                 path.0.pop();
-                fate == LeafAction::Keep
+                action == LeafAction::Keep
             });
             if dict.entries.is_empty() && !was_empty { LeafAction::Remove } else { LeafAction::Keep }
         }
@@ -161,7 +165,7 @@ fn edit_below(
     }
 }
 
-/// The leaves of a state dict that are not tensors.
+/// Returns the leaves of a state dict that are not tensors.
 #[must_use]
 pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     let mut found = Vec::new();
@@ -173,13 +177,13 @@ pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     found
 }
 
-/// The name of one rank's value where the values of all ranks stand side by side: `rank_3`.
+/// Returns the key of one rank's value among the values of all ranks: `rank_3`.
 #[must_use]
 pub fn rank_key(rank: Rank) -> Key {
     Key::Name(format!("rank_{rank}").into())
 }
 
-/// Every tensor of a value with its path, also those inside tuples and objects, which [`leaves`] does not enter.
+/// Calls `visit` for every tensor of a value, including tensors in tuples and objects, which [`leaves`] does not visit.
 pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId)) {
     tensors_below(value, &mut path.clone(), visit);
 }
@@ -213,24 +217,24 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
                 tensors_below(state, path, visit);
             }
         }
-        Value::Other(holdings) => {
-            for holding in holdings {
-                step(rank_key(holding.ranks[0]), &holding.value);
+        Value::Other(rank_values) => {
+            for rank_value in rank_values {
+                step(rank_key(rank_value.ranks[0]), &rank_value.value);
             }
         }
         _ => {}
     }
 }
 
-/// The path of the first dict that has a tensor in a key. Names lead to values and never into keys, so no such tensor
-/// can be selected, cast, compared or written by name.
+/// Returns the path of the first dict with a tensor in a key. Names refer to values and never to keys, so such a tensor
+/// cannot be selected, cast, compared or written by name.
 #[must_use]
 pub fn dict_with_tensor_key(state: &Value) -> Option<Path> {
     let mut path = Path::default();
     tensor_key_below(state, &mut path).then_some(path)
 }
 
-/// On success `path` is left at the dict.
+/// Returns whether a tensor key was found; then `path` is the path of its dict.
 fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
     let mut step = |key: Key, child: &Value| {
         path.0.push(key);
@@ -259,12 +263,14 @@ fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
                     .any(|(key, child)| step(Key::Name(key_text(key)), child))
                 || object.state.as_ref().is_some_and(|state| tensor_key_below(state, path))
         }
-        Value::Other(holdings) => holdings.iter().any(|holding| step(rank_key(holding.ranks[0]), &holding.value)),
+        Value::Other(rank_values) => {
+            rank_values.iter().any(|rank_value| step(rank_key(rank_value.ranks[0]), &rank_value.value))
+        }
         _ => false,
     }
 }
 
-/// Python's `str(key)` for the kinds of keys that state dicts have.
+/// Returns Python's `str(key)`, for the kinds of keys that state dicts have.
 #[must_use]
 pub fn key_text(key: &Value) -> Arc<str> {
     match key {
@@ -273,8 +279,9 @@ pub fn key_text(key: &Value) -> Arc<str> {
     }
 }
 
-/// Builds a state dict from flat paths, as `torch/distributed/checkpoint/_nested_dict.py` (`unflatten_state_dict`)
-/// does: a container is a list where the next step is a position, a dict otherwise; lists are padded with `None`.
+/// A builder of a state dict from flat paths, like `unflatten_state_dict` in
+/// `torch/distributed/checkpoint/_nested_dict.py`. A container is a list if the next key is a position, else a dict.
+/// Lists are padded with `None`.
 #[derive(Debug, Default)]
 pub struct Unflatten {
     root: IndexMap<Arc<str>, NestedNode, RandomState>,
@@ -287,14 +294,14 @@ enum NestedNode {
     List(BTreeMap<u64, NestedNode>),
 }
 
-/// Positions that all lists together may skip beyond the ones given; more is a damaged path, not a state dict.
+/// The maximum number of positions that all lists may skip. More means that a path is damaged.
 const MAX_PADDING: u64 = 1 << 16;
 
 impl Unflatten {
-    /// Put `value` at `path`.
+    /// Inserts `value` at `path`.
     ///
     /// # Errors
-    /// A text saying why the path does not fit the ones before it.
+    /// A text with the reason why the path contradicts earlier paths.
     pub fn insert(&mut self, path: &Path, value: Value) -> Result<(), String> {
         let Some((last, parents)) = path.0.split_last() else {
             return Err(String::from("an empty path"));
@@ -303,7 +310,7 @@ impl Unflatten {
             return insert_leaf_in_dict(&mut self.root, last, value);
         };
         let Key::Name(name) = first else {
-            return Err(format!("{path}: the state dict itself is not a list"));
+            return Err(format!("{path}: expected a dict at the top of the state dict, found a list"));
         };
         let mut node =
             self.root.entry(name.clone()).or_insert_with(|| NestedNode::for_key(parents.get(1).unwrap_or(last)));
@@ -316,7 +323,11 @@ impl Unflatten {
                 (NestedNode::List(items), Key::Index(index)) => {
                     items.entry(*index).or_insert_with(|| NestedNode::for_key(next))
                 }
-                _ => return Err(format!("{path}: {key} is a step into something else")),
+                _ => {
+                    return Err(format!(
+                        "{path}: {key} does not fit its container, which another path makes a dict, list or leaf"
+                    ));
+                }
             };
         }
         match (node, last) {
@@ -325,14 +336,16 @@ impl Unflatten {
                 None => Ok(()),
                 Some(_) => Err(format!("{path} is given twice")),
             },
-            _ => Err(format!("{path}: {last} is a step into something else")),
+            _ => {
+                Err(format!("{path}: {last} does not fit its container, which another path makes a dict, list or leaf"))
+            }
         }
     }
 
-    /// The state dict.
+    /// Returns the state dict.
     ///
     /// # Errors
-    /// A text naming a list with an unreasonable hole.
+    /// A text that names a list with too many missing positions.
     pub fn finish(self) -> Result<Value, String> {
         NestedNode::Dict(self.root).finish(&mut { MAX_PADDING })
     }
@@ -344,7 +357,9 @@ fn insert_leaf_in_dict(
     value: Value,
 ) -> Result<(), String> {
     let Key::Name(name) = key else {
-        return Err(format!("{key}: a position in something that is a dict elsewhere"));
+        return Err(format!(
+            "{key}: expected a dict key, found a list position; another path makes this container a dict"
+        ));
     };
     match entries.insert(name.clone(), NestedNode::Leaf(value)) {
         None => Ok(()),
@@ -373,7 +388,10 @@ impl NestedNode {
             Self::List(given) => {
                 let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));
                 let Some(rest) = padding.checked_sub(len - given.len() as u64) else {
-                    return Err(format!("a list of {len} items of which {} are given", given.len()));
+                    return Err(format!(
+                        "expected a list without large gaps, found {len} items of which {} are given",
+                        given.len()
+                    ));
                 };
                 *padding = rest;
                 let mut items = Vec::new();
@@ -440,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_paths_are_refused() {
+    fn contradicting_paths_are_errors() {
         let mut state = Unflatten::default();
         state.insert(&path(&["a", "b"]), Value::None).unwrap();
         assert!(state.insert(&path(&["a", "b"]), Value::None).is_err());

@@ -1,10 +1,9 @@
-//! A target whose files are laid out to the last byte before any tensor byte moves.
+//! Reservations: the exact layout of the output files, before any tensor data is copied.
 //!
-//! A format *reserves*: it serialises everything that is not tensor data (headers, pickles, indexes) and says where
-//! each chunk of tensor data goes. The executor *fills* without knowing the format. What depends on the data, the
-//! CRC-32 of each span that wants one, has a fixed place and is patched in when the span is complete.
-//!
-//! All units are bytes.
+//! Counts bytes. A format *reserves* its files: it serialises everything except tensor data (headers, pickles, indexes)
+//! and gives each chunk of tensor data an offset. The executor then *fills* the files without knowledge of the format.
+//! CRC-32 values, which depend on the data, have fixed offsets and are written when their range is complete. Invariant:
+//! header bytes and chunks together cover each file exactly once.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -18,126 +17,130 @@ use crate::layout::Rank;
 use crate::layout::partial::Share;
 use crate::layout::shards::SharedTensor;
 
-/// Everything an executor needs to write a checkpoint.
+/// Everything that the executor needs to write a checkpoint.
 #[derive(Debug, Default)]
 pub struct Reservation {
     pub files: Vec<OutputFile>,
-    /// In the order their bytes lie in the files. Chunks are contiguous row-major, at [`Place::Bytes`] of `files`.
+    /// The tensors, in the order of their bytes in the files. Chunks are contiguous and row-major, at
+    /// [`FileLocation::Bytes`] of `files`.
     pub tensors: Vec<Reserved>,
-    /// Names of objects that the format cannot hold.
+    /// The names of objects that the format cannot store.
     pub left_out: Vec<String>,
-    /// What the user should know about the result.
+    /// Notes about the result for the user.
     pub notes: Vec<String>,
 }
 
-/// A target tensor and the source tensor its content comes from.
+/// A target tensor, and the source tensor of its content.
 #[derive(Debug)]
 pub struct Reserved {
     pub source: TensorId,
     pub entry: TensorEntry,
-    /// What each chunk gets of the source's summands; empty where it gets the value.
+    /// The partial values that each chunk gets; empty if the chunks get the value.
     pub shares: Vec<Arc<Share>>,
-    /// How ranks share it, where they do.
+    /// The placements of the target tensor, if it is distributed.
     pub shared: Option<Box<SharedTensor>>,
 }
 
 /// One file to write.
 #[derive(Debug, Default)]
 pub struct OutputFile {
-    /// Relative to the destination folder; a single-file format has one file.
+    /// The path relative to the destination folder; a single-file format has one file.
     pub path: PathBuf,
-    /// Who writes it in PyTorch, where files are those of ranks.
+    /// The rank that writes this file in PyTorch, if the format has files for ranks.
     pub rank: Option<Rank>,
     pub len: u64,
-    /// Ascending, disjoint. Together with the chunks of the tensors they cover the file.
-    pub literals: Vec<HeaderBytes>,
-    /// Ascending by range, disjoint.
-    pub sums: Vec<ChecksumSpan>,
+    /// The known bytes, ascending and disjoint. Together with the chunks of the tensors they cover the file.
+    pub header_bytes: Vec<HeaderBytes>,
+    /// The ranges with a CRC-32, ascending and disjoint.
+    pub checksums: Vec<ChecksumSpan>,
 }
 
-/// Bytes known in advance. Shared: items of equal shape and dtype have equal frames. Those of a header may be many, so they
-/// stay where they were put together.
+/// Bytes that are known in advance. They are shared, because items of equal shape and dtype have equal headers. A
+/// header may be large, so its bytes are not copied.
 #[derive(Clone, Debug)]
 pub struct HeaderBytes {
     pub offset: u64,
     pub bytes: Arc<Vec<u8>>,
 }
 
-/// The length of a CRC-32, and so of a place for one.
-pub const SITE_BYTES: u64 = 4;
+/// The length of a CRC-32 in bytes.
+pub const CRC_BYTES: u64 = 4;
 
-/// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
-/// All sums of a file have as many sites, and the first ones ascend as the spans do, as do the second ones.
+/// A range of tensor data whose CRC-32 (IEEE, little-endian) is written at `crc_offsets`. Each entry of `header_bytes`
+/// is completely inside or outside the range. All ranges of a file have the same number of offsets, and the n-th
+/// offsets ascend with the ranges.
 #[derive(Clone, Debug)]
 pub struct ChecksumSpan {
     pub range: Range<u64>,
-    pub sites: SmallVec<[u64; 2]>,
+    pub crc_offsets: SmallVec<[u64; 2]>,
 }
 
 impl OutputFile {
+    /// Makes an empty file.
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..Self::default() }
     }
 
+    /// Makes an empty file that this rank writes in PyTorch.
     #[must_use]
     pub fn of_rank(rank: Rank, path: impl Into<PathBuf>) -> Self {
         Self { rank: Some(rank), ..Self::new(path) }
     }
 
-    /// Append bytes that are known now.
-    pub fn push_literal(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
+    /// Appends known bytes.
+    pub fn push_header(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
         let bytes = bytes.into();
         let offset = self.len;
         self.len += bytes.len() as u64;
         if !bytes.is_empty() {
-            self.literals.push(HeaderBytes { offset, bytes });
+            self.header_bytes.push(HeaderBytes { offset, bytes });
         }
     }
 
-    /// Append room for tensor data and give its offset.
+    /// Reserves `len` bytes of tensor data and returns their offset.
     pub fn push_payload(&mut self, len: u64) -> u64 {
         let offset = self.len;
         self.len += len;
         offset
     }
 
-    /// Append all that another file holds, tensor data included; gives where it begins here.
+    /// Appends the complete layout of another file, including tensor data, and returns its offset.
     pub fn append(&mut self, other: &Self) -> u64 {
         let base = self.len;
         self.len += other.len;
         let moved =
             |literal: &HeaderBytes| HeaderBytes { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
-        self.literals.extend(other.literals.iter().map(moved));
-        self.sums.extend(other.sums.iter().map(|sum| ChecksumSpan {
+        self.header_bytes.extend(other.header_bytes.iter().map(moved));
+        self.checksums.extend(other.checksums.iter().map(|sum| ChecksumSpan {
             range: base + sum.range.start..base + sum.range.end,
-            sites: sum.sites.iter().map(|site| base + site).collect(),
+            crc_offsets: sum.crc_offsets.iter().map(|site| base + site).collect(),
         }));
         base
     }
 
-    /// The sum of the span that the byte at this offset lies in.
+    /// Returns the checksum range that contains this offset.
     #[must_use]
-    pub fn sum_at(&self, offset: u64) -> Option<&ChecksumSpan> {
-        let next = self.sums.partition_point(|sum| sum.range.end <= offset);
-        self.sums.get(next).filter(|sum| sum.range.start <= offset)
+    pub fn checksum_at(&self, offset: u64) -> Option<&ChecksumSpan> {
+        let next = self.checksums.partition_point(|sum| sum.range.end <= offset);
+        self.checksums.get(next).filter(|sum| sum.range.start <= offset)
     }
 
-    /// Whether the byte at this offset lies in a span that is summed.
+    /// Returns whether a checksum range contains this offset.
     #[must_use]
-    pub fn sums_at(&self, offset: u64) -> bool {
-        self.sum_at(offset).is_some()
+    pub fn is_checksummed(&self, offset: u64) -> bool {
+        self.checksum_at(offset).is_some()
     }
 
-    /// The places for sums that reach into a range, ascending.
+    /// Returns the CRC offsets that overlap a range, ascending.
     #[must_use]
-    pub fn sites(&self, range: &Range<u64>) -> Vec<u64> {
-        let sums = self.sums.as_slice();
-        let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
+    pub fn crc_offsets_in(&self, range: &Range<u64>) -> Vec<u64> {
+        let sums = self.checksums.as_slice();
+        let most_sites = sums.first().map_or(0, |sum| sum.crc_offsets.len());
         let mut sites: Vec<u64> = Vec::new();
         for nth in 0..most_sites {
-            let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
-            sites.extend(sums[first..].iter().map(|sum| sum.sites[nth]).take_while(|site| *site < range.end));
+            let first = sums.partition_point(|sum| sum.crc_offsets[nth] + CRC_BYTES <= range.start);
+            sites.extend(sums[first..].iter().map(|sum| sum.crc_offsets[nth]).take_while(|site| *site < range.end));
         }
         sites.sort_unstable();
         sites
@@ -145,16 +148,16 @@ impl OutputFile {
 }
 
 impl Reservation {
-    /// Memory that what is known now takes until it is written: literals, each once however often it is used, the tables
-    /// of chunks, and the plan of the tensor that has most of them.
+    /// Returns the memory that the reservation needs until it is written: header bytes (shared ones once), chunk
+    /// tables, and the plan of the tensor with the most chunks.
     #[must_use]
-    pub fn held_bytes(&self, source: &Catalog) -> u64 {
-        /// Bounds, place and rank of a chunk of two dims.
+    pub fn planning_bytes(&self, source: &Catalog) -> u64 {
+        /// The bounds, location and rank of a chunk with two dims.
         const CHUNK_BYTES: u64 = 64;
-        /// A chunk on its way: where all that is in it comes from. Tensors are planned whole.
+        /// The plan of one chunk. All chunks of a tensor are planned together.
         const PLANNED_BYTES: u64 = 1400;
         let mut seen = HashSet::new();
-        let literals = self.files.iter().flat_map(|file| &file.literals);
+        let literals = self.files.iter().flat_map(|file| &file.header_bytes);
         let distinct = literals.filter(|literal| seen.insert(literal.bytes.as_ptr()));
         let literals: u64 = distinct.map(|literal| literal.bytes.len() as u64).sum();
         let chunks: u64 = self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64).sum();
@@ -162,29 +165,30 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
-    /// Memory that sums take while they wait for each other, where strips have this length: those of spans that lie, with
-    /// their sites, within a strip do not wait.
+    /// Returns the memory of pending checksums, for write blocks of this length. A checksum is not pending if its range
+    /// and its CRC offsets are inside one write block.
     #[must_use]
-    pub fn waiting_bytes(&self, strip_bytes: u64) -> u64 {
-        /// Its value; its part and its open sites, in lists that have grown to hold them.
+    pub fn pending_checksum_bytes(&self, strip_bytes: u64) -> u64 {
+        /// The size of a value; and of its range and open offsets, in lists that have grown by doubling.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
         let of_sum = |sum: &ChecksumSpan| {
-            let last = sum.sites.iter().copied().fold(sum.range.end, u64::max);
+            let last = sum.crc_offsets.iter().copied().fold(sum.range.end, u64::max);
             let length = last.saturating_sub(sum.range.start);
-            // A short one meets the end of a strip as often as its length has it, a long one is in every strip it crosses.
+            // A short range crosses the end of a write block with a probability given by its length. A long range is
+            // pending in every write block that it overlaps.
             let per_mille = length.saturating_mul(1000) / strip_bytes;
             VALUE_BYTES * 1000
                 + WAITING_BYTES
                     * per_mille.min(1000 + sum.range.end.saturating_sub(sum.range.start) / strip_bytes * 1000)
         };
-        self.files.iter().flat_map(|file| &file.sums).map(of_sum).sum::<u64>() / 1000
+        self.files.iter().flat_map(|file| &file.checksums).map(of_sum).sum::<u64>() / 1000
     }
 
-    /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.
+    /// Appends the reservation of another part of the checkpoint, with its files in `folder`.
     ///
     /// # Panics
-    /// At 2^32 files.
+    /// If there are 2^32 files.
     pub fn append(&mut self, folder: &Path, other: Self) {
         let shift = u32::try_from(self.files.len()).expect("fewer than 2^32 files");
         self.files.extend(other.files.into_iter().map(|mut file| {
@@ -199,13 +203,13 @@ impl Reservation {
         self.notes.extend(other.notes);
     }
 
-    /// Bytes of tensor data.
+    /// Returns the number of bytes of tensor data.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
         self.tensors.iter().map(Reserved::payload_bytes).sum()
     }
 
-    /// Bytes of all files.
+    /// Returns the number of bytes of all files.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.len).sum()
@@ -213,46 +217,48 @@ impl Reservation {
 }
 
 impl Reserved {
-    /// A tensor of which every chunk gets the value.
+    /// Makes a target tensor whose chunks get the value, not partial values.
     #[must_use]
     pub fn new(source: TensorId, entry: TensorEntry) -> Self {
         Self { source, entry, shares: Vec::new(), shared: None }
     }
 
-    /// Bytes this tensor takes in the output, all chunks together.
+    /// Returns the number of bytes of all chunks of this tensor in the output.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
         (0..self.entry.chunks.len()).map(|index| self.chunk_bytes(index)).sum()
     }
 
+    /// Returns the number of bytes of a chunk.
     #[must_use]
     pub fn chunk_bytes(&self, index: usize) -> u64 {
         self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
-    /// How many tiles of the source tensor make up the chunks: one each, or one a summand.
+    /// Returns the number of source tiles that all chunks need: one for each chunk, or one for each partial value.
     #[must_use]
     pub fn tiles_read(&self, source: &TensorEntry) -> usize {
-        (0..self.entry.chunks.len()).map(|index| self.tiles_of(index, source)).fold(0, usize::saturating_add)
+        (0..self.entry.chunks.len()).map(|index| self.tiles_read_by_chunk(index, source)).fold(0, usize::saturating_add)
     }
 
-    /// How many of them make up this chunk.
+    /// Returns the number of source tiles that one chunk needs.
     #[must_use]
-    pub fn tiles_of(&self, index: usize, source: &TensorEntry) -> usize {
-        let whole = || source.summands.as_ref().map_or(1, |summands| summands.reduction.count());
-        let tiles = self.shares.get(index).map_or_else(whole, |share| share.summands.len() as u64);
+    pub fn tiles_read_by_chunk(&self, index: usize, source: &TensorEntry) -> usize {
+        let whole = || source.partial_values.as_ref().map_or(1, |partial| partial.reduction.count());
+        let tiles = self.shares.get(index).map_or_else(whole, |share| share.partial_values.len() as u64);
         usize::try_from(tiles).unwrap_or(usize::MAX)
     }
 
+    /// Returns the dtype to write.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.entry.dtype
     }
 
-    /// File index and byte offset of a chunk; `None` where it is empty.
+    /// Returns the file index and byte offset of a chunk, or `None` for an empty chunk.
     #[must_use]
-    pub fn place(&self, index: usize) -> Option<(u32, u64)> {
-        match self.entry.chunks.place(index) {
+    pub fn file_offset(&self, index: usize) -> Option<(u32, u64)> {
+        match self.entry.chunks.location(index) {
             FileLocation::Bytes { file, offset } => Some((file.0, offset)),
             _ => None,
         }
@@ -266,7 +272,7 @@ mod tests {
 
     fn part(name: &str, offset: u64) -> Reservation {
         let mut file = OutputFile::new(name);
-        file.push_literal(vec![0; usize::try_from(offset).unwrap()]);
+        file.push_header(vec![0; usize::try_from(offset).unwrap()]);
         let at = file.push_payload(8);
         let entry = TensorEntry::whole("w".into(), Dtype::F32, smallvec::smallvec![2], FileId(0), at);
         Reservation {
@@ -278,13 +284,13 @@ mod tests {
     }
 
     #[test]
-    fn parts_join_with_their_files_behind_each_other() {
+    fn append_puts_files_after_existing_files() {
         let mut whole = Reservation::default();
         whole.append(Path::new("model"), part("a", 16));
         whole.append(Path::new(""), part("b", 32));
         let paths: Vec<&Path> = whole.files.iter().map(|file| file.path.as_path()).collect();
         assert_eq!(paths, ["model/a", "model/empty", "b", "empty"].map(Path::new));
-        let places: Vec<_> = whole.tensors.iter().map(|tensor| tensor.place(0).unwrap()).collect();
+        let places: Vec<_> = whole.tensors.iter().map(|tensor| tensor.file_offset(0).unwrap()).collect();
         assert_eq!(places, [(0, 16), (2, 32)]);
         assert_eq!(whole.tensors[1].source, TensorId(3));
         assert_eq!((whole.left_out, whole.notes.len()), (vec!["a object".into(), "b object".into()], 2));

@@ -1,11 +1,13 @@
-//! The proof that the chunks of a tensor tile it.
+//! Proves that the chunks of a tensor cover it exactly once.
 //!
-//! Replicas overlap by intent: chunks of equal tiles are grouped and one holder of each is picked. The picks must then
-//! cover every element exactly once. The proof is the look-up structure of the planner, so a tensor that was not
-//! proven cannot be planned. Where ranks hold summands, those of one summand must do that, and so for every one.
+//! Counts elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
+//! picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this applies to the
+//! chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor without a proof cannot
+//! be planned.
 //!
-//! Source of the rule: `torch/distributed/checkpoint/default_planner.py` (`_validate_global_plan`) checks the same at
-//! save time; nothing checks it at load time, where holes keep old values in silence.
+//! PyTorch has the same check at save time: `_validate_global_plan` in
+//! `torch/distributed/checkpoint/default_planner.py`. It has no check at load time, where elements in a gap silently
+//! keep their old values.
 
 use std::collections::HashSet;
 
@@ -19,60 +21,60 @@ use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
 
-/// Chunks of one tile, in the order of the table.
+/// The chunks of one tile, in the order of the table.
 pub type Holders = SmallVec<[u32; 4]>;
 
-/// Most tensors have one, which needs no allocation.
+/// Most tensors have one tile, which needs no allocation.
 type Tiles = SmallVec<[Tile; 1]>;
 
-/// The distinct tiles of a tensor, or of one of its summands, who holds each, and the proof that they tile it.
+/// The distinct tiles of a tensor or of one partial value, the chunks of each tile, and the proof that they cover it.
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Tiles,
-    /// For each tile its chunks; the first is the one to read.
+    /// The chunks of each tile. The first one is read.
     pub holders: SmallVec<[Holders; 1]>,
     pub cover: Cover,
 }
 
 impl TensorEntry {
-    /// Group replicas and prove that the rest tiles the tensor: one tiling a summand, in their order, and one where
-    /// ranks hold values.
+    /// Groups replicas and proves that the distinct tiles cover the tensor. Returns one tiling for each partial value,
+    /// or one tiling if the ranks hold values.
     ///
     /// # Errors
-    /// `Coverage` naming the first bad region.
+    /// `Coverage` with the first invalid region.
     pub fn tilings(&self) -> Result<Vec<Tiling>> {
         let is_partial = self.sharding.as_ref().is_some_and(|sharding| sharding.shared.is_partial());
-        assert!(self.summands.is_some() || !is_partial, "{}: summands that pass for replicas", self.fqn);
+        assert!(self.partial_values.is_some() || !is_partial, "{}: partial values without a reduction", self.fqn);
         let chunks = 0..u32::try_from(self.chunks.len()).expect("fewer than 2^32 chunks a tensor");
-        let Some(summands) = self.summands.as_ref().filter(|_| self.numel() > 0) else {
-            return Ok(vec![self.tile(chunks, None)?]);
+        let Some(partial) = self.partial_values.as_ref().filter(|_| self.numel() > 0) else {
+            return Ok(vec![self.tiling(chunks, None)?]);
         };
-        // Of a mesh that a file makes up, few ranks are there.
-        let held: HashSet<u64> = summands.of_chunk.iter().copied().collect();
-        if let Some(missing) = (0..summands.reduction.count()).find(|number| !held.contains(number)) {
-            return self.tile(0..0, Some((&summands.reduction, missing))).map(|tiling| vec![tiling]);
+        // The mesh in a damaged file may be much larger than the number of chunks, so test membership in a set.
+        let present: HashSet<u64> = partial.by_chunk.iter().copied().collect();
+        if let Some(missing) = (0..partial.reduction.count()).find(|number| !present.contains(number)) {
+            return self.tiling(0..0, Some((&partial.reduction, missing))).map(|tiling| vec![tiling]);
         }
-        let mut of_each: Vec<Vec<u32>> = vec![Vec::new(); held.len()];
-        for (chunk, &summand) in chunks.zip(&summands.of_chunk) {
-            of_each[usize::try_from(summand).expect("below the number of chunks")].push(chunk);
+        let mut of_each: Vec<Vec<u32>> = vec![Vec::new(); present.len()];
+        for (chunk, &number) in chunks.zip(&partial.by_chunk) {
+            of_each[usize::try_from(number).expect("below the number of chunks")].push(chunk);
         }
-        (0..).zip(of_each).map(|(number, chunks)| self.tile(chunks, Some((&summands.reduction, number)))).collect()
+        (0..).zip(of_each).map(|(number, chunks)| self.tiling(chunks, Some((&partial.reduction, number)))).collect()
     }
 
-    /// The proof for some of the chunks, which are those of a summand where it is named.
-    fn tile(
+    /// Proves that some of the chunks cover the tensor: those of one partial value, if it is given.
+    fn tiling(
         &self,
         chunks: impl IntoIterator<Item = u32, IntoIter: ExactSizeIterator>,
-        summand: Option<(&PartialReduction, u64)>,
+        partial_value: Option<(&PartialReduction, u64)>,
     ) -> Result<Tiling> {
         let chunks = chunks.into_iter();
         let (tiles, holders) = self.distinct(chunks);
         Cover::prove(&self.shape, &tiles)
-            .map_err(|error| self.coverage_error(&error, &holders, summand))
+            .map_err(|error| self.coverage_error(&error, &holders, partial_value))
             .map(|cover| Tiling { tiles, holders, cover })
     }
 
-    /// The distinct tiles of some of the chunks that are not empty, and who holds each.
+    /// Returns the distinct non-empty tiles of some of the chunks, and the chunks of each tile.
     fn distinct(&self, chunks: impl ExactSizeIterator<Item = u32>) -> (Tiles, SmallVec<[Holders; 1]>) {
         let count = chunks.len();
         let tiles = chunks.map(|chunk| (self.chunks.tile(chunk as usize), chunk)).filter(|(tile, _)| !tile.is_empty());
@@ -89,10 +91,11 @@ impl TensorEntry {
         &self,
         error: &CoverError,
         holders: &[Holders],
-        summand: Option<(&PartialReduction, u64)>,
+        partial_value: Option<(&PartialReduction, u64)>,
     ) -> Error {
         let shape = format!("shape {:?}", self.shape.as_slice());
-        let shape = summand.map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.name(number)));
+        let shape = partial_value
+            .map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.describe_partial_value(number)));
         let (kind, region, detail) = match error {
             CoverError::Gap { region } => {
                 let detail = format!("no chunk holds this part of {shape}");
@@ -100,7 +103,7 @@ impl TensorEntry {
             }
             CoverError::Overlap { first, second, region } => {
                 let (first, second) = (self.holder_name(holders, *first), self.holder_name(holders, *second));
-                (CoverageKind::Overlap, region.to_string(), format!("held by both {first} and {second}"))
+                (CoverageKind::Overlap, region.to_string(), format!("present by both {first} and {second}"))
             }
             CoverError::OutOfBounds { tile, region } => {
                 let holder = self.holder_name(holders, *tile);
@@ -113,9 +116,9 @@ impl TensorEntry {
             }
         };
         let hint = match kind {
-            CoverageKind::Gap => "a rank's file or a chunk of it is missing, or the save did not finish",
+            CoverageKind::Gap => "check that the file of every rank is there and that the save finished",
             CoverageKind::Overlap | CoverageKind::OutOfBounds => {
-                "the files belong to different saves, or the checkpoint was written by a job with a bug"
+                "check that all files come from the same save, and that the job that saved them is correct"
             }
         };
         CatalogError::Coverage { fqn: self.fqn.to_string(), kind, region, detail, hint: Some(hint.into()) }.into()
@@ -125,7 +128,7 @@ impl TensorEntry {
         self.chunk_name(holders[tile][0])
     }
 
-    /// Who holds a chunk, for messages: its rank, or its number where the format does not tell.
+    /// Returns the name of a chunk for messages: its rank, or its index if the format does not record ranks.
     #[must_use]
     pub fn chunk_name(&self, chunk: u32) -> String {
         match self.chunks.rank(chunk as usize) {
@@ -135,14 +138,14 @@ impl TensorEntry {
     }
 }
 
-/// The ranks of a list of chunks, for messages: `ranks 0, 1, 4`.
+/// Formats ranks for messages: `ranks 0, 1, 4`.
 #[must_use]
 pub fn list_ranks(ranks: &[Rank]) -> String {
     numbered("rank", "ranks", ranks.iter().map(|rank| rank.0))
 }
 
 impl Fqn {
-    /// The error for two ranks that describe one tensor differently.
+    /// Returns the error for two ranks that describe one tensor differently.
     #[must_use]
     pub fn disagreement(&self, what: &'static str, between: impl Into<String>, detail: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {

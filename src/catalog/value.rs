@@ -1,10 +1,11 @@
-//! Python values of a checkpoint: what it holds beside its tensors.
+//! The Python values of a checkpoint, apart from tensor data.
 //!
-//! Format-independent: pickle readers make a value, writers of any format take it. A tensor in it is a reference to an
-//! entry of the catalog. A value is a tree: objects that Python shared are repeated.
+//! Values are independent of formats: pickle readers make them, and writers of any format take them. A tensor in a
+//! value is a reference to an entry of the catalog. A value is a tree, so objects that Python shares are repeated.
+//! Sizes are not counted here.
 //!
-//! Invariant: a value read from a pickle is at most 256 deep (the reader's limit), so that comparing,
-//! printing and dropping it may recurse. Code that builds one by hand keeps to that.
+//! Invariant: a value is nested at most 256 deep (the limit of the pickle reader), so comparing, printing and dropping
+//! it may recurse. Code that builds values must keep this limit.
 
 use std::fmt;
 
@@ -13,16 +14,16 @@ pub use torch_pickle::{Construct, DictKind, Symbol};
 use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
 
-/// A value. [`Value::Other`] is one that ranks store differently, which only the state of files of several ranks has.
+/// A Python value. [`Value::Other`] is a value that differs between ranks; only checkpoints of several ranks have it.
 pub type Value = torch_pickle::Value<TensorId, Vec<RankValue>>;
 
 /// A dict in insertion order.
 pub type Dict = torch_pickle::Dict<TensorId, Vec<RankValue>>;
 
-/// An object that is carried by the recipe for making it.
+/// An object of a known class, stored as its constructor call and state.
 pub type Object = torch_pickle::Object<TensorId, Vec<RankValue>>;
 
-/// A tensor of the catalog, by number.
+/// The index of a tensor in the catalog.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorId(pub u32);
 
@@ -32,7 +33,7 @@ impl fmt::Display for TensorId {
     }
 }
 
-/// One of several values, and the ranks that store it, ascending.
+/// One of several values of an object, and the ranks that store it, ascending.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankValue {
     pub value: Value,
@@ -40,15 +41,17 @@ pub struct RankValue {
 }
 
 impl RankValue {
-    /// The value a rank gets of those that ranks store differently: its own where a rank of its number stored one; else
-    /// the stored values are dealt out in turn, rank `r` getting that of the `r mod n`-th of the `n` ranks that stored one.
+    /// Returns the value for a rank. If the same rank stored a value, it is that value. Otherwise rank `r` gets the
+    /// value of the `r mod n`-th of the `n` ranks that stored one.
     #[must_use]
-    pub fn value_for(holdings: &[Self], rank: Rank) -> Option<&Value> {
-        if let Some(own) = holdings.iter().find(|holding| holding.ranks.contains(&rank)) {
+    pub fn value_for(rank_values: &[Self], rank: Rank) -> Option<&Value> {
+        if let Some(own) = rank_values.iter().find(|rank_value| rank_value.ranks.contains(&rank)) {
             return Some(&own.value);
         }
-        let mut stored: Vec<(Rank, &Value)> =
-            holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
+        let mut stored: Vec<(Rank, &Value)> = rank_values
+            .iter()
+            .flat_map(|rank_value| rank_value.ranks.iter().map(|rank| (*rank, &rank_value.value)))
+            .collect();
         stored.sort_unstable_by_key(|(rank, _)| *rank);
         let turn = (rank.0 as usize).checked_rem(stored.len())?;
         Some(stored[turn].1)
@@ -57,11 +60,11 @@ impl RankValue {
 
 impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     fn values(&self) -> Vec<&Value> {
-        self.iter().map(|holding| &holding.value).collect()
+        self.iter().map(|rank_value| &rank_value.value).collect()
     }
 
     fn values_mut(&mut self) -> Vec<&mut Value> {
-        self.iter_mut().map(|holding| &mut holding.value).collect()
+        self.iter_mut().map(|rank_value| &mut rank_value.value).collect()
     }
 
     fn type_name(&self) -> &'static str {
@@ -69,15 +72,15 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     }
 
     fn show(&self, out: &mut dyn fmt::Write) -> fmt::Result {
-        for (index, holding) in self.iter().enumerate() {
+        for (index, rank_value) in self.iter().enumerate() {
             let before = if index == 0 { "<" } else { ", " };
-            write!(out, "{before}{}: {:.65535}", super::list_ranks(&holding.ranks), holding.value)?;
+            write!(out, "{before}{}: {:.65535}", super::list_ranks(&rank_value.ranks), rank_value.value)?;
         }
         out.write_str(">")
     }
 }
 
-/// Adds to the number of every tensor of a value: the tensors of a file become part of a longer list.
+/// Adds `by` to every tensor id in a value, when the tensors become part of a longer list.
 pub fn shift_tensors(value: &mut Value, by: u32) {
     value.map_tensors(&mut |id| TensorId(id.0 + by));
 }
@@ -95,7 +98,7 @@ impl Path {
         })
     }
 
-    /// Returns the value at this path, to be changed.
+    /// Returns a mutable reference to the value at this path.
     pub fn find_mut<'v>(&self, state: &'v mut Value) -> Option<&'v mut Value> {
         self.0.iter().try_fold(state, |value, key| match (value, key) {
             (Value::Dict(dict), Key::Name(name)) => {

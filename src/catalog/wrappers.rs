@@ -1,33 +1,34 @@
-//! Components that wrapper modules put into names, and names without them.
+//! Removes the components that wrapper modules add to parameter names.
 //!
-//! FSDP1, `torch.compile` and activation checkpointing wrap modules, and what a wrapped module is called within its
-//! wrapper comes to stand in the names of its parameters. A model is the same with and without.
+//! The unit is the name. FSDP1, `torch.compile` and activation checkpointing wrap modules, and the attribute of the
+//! wrapped module becomes a component of parameter names. Invariant: names with and without these components refer to
+//! the same parameter.
 //!
 //! Source: `torch/distributed/fsdp/_common_utils.py`, `torch/_dynamo/eval_frame.py` and
 //! `torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
 
-/// What FSDP1 calls the module within its wrapper.
+/// The attribute of the wrapped module in FSDP1.
 pub const FSDP_WRAPPED: &str = "_fsdp_wrapped_module";
 
-/// Those of FSDP1, `torch.compile` and activation checkpointing.
+/// The attributes of wrapped modules in FSDP1, `torch.compile` and activation checkpointing.
 pub const WRAPPERS: [&str; 3] = [FSDP_WRAPPED, "_orig_mod", "_checkpoint_wrapped_module"];
 
-/// A name of a module, or `model.layers.` with its last dot, without wrappers.
+/// Returns a name without wrapper components. A final dot, as in `model.layers.`, is kept.
 #[must_use]
 pub fn clean_name(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
     parts.join(".")
 }
 
-/// Whether a wrapper has put something into a name.
+/// Returns whether a name contains a wrapper component.
 #[must_use]
 pub fn has_wrapper(text: &str) -> bool {
-    // Each begins with it; this is asked of every name.
+    // Each wrapper starts with an underscore. This is called for every name.
     let begins = |(at, _): (usize, &str)| WRAPPERS.iter().any(|wrapper| text[at..].starts_with(wrapper));
     text.match_indices('_').any(begins)
 }
 
-/// Add the names that names with wrappers have without them.
+/// Adds the clean form of each name that has wrapper components.
 pub fn with_clean(names: &mut Vec<String>) {
     for index in 0..names.len() {
         if has_wrapper(&names[index]) {
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_known_with_and_without_wrappers() {
+    fn wrapper_components_are_detected_and_removed() {
         assert_eq!(clean_name("m._orig_mod.a."), "m.a.");
         assert!(WRAPPERS.iter().all(|wrapper| has_wrapper(wrapper) && has_wrapper(&format!("a.b_{wrapper}.c"))));
         assert!(!has_wrapper("a._orig.mod_orig_m") && !has_wrapper(""));

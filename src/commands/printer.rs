@@ -18,7 +18,7 @@ use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::Span;
 use dtshard::error::UsageError;
 use dtshard::options::{Launch, Part};
-use dtshard::text::{harmless, harmless_json, spell_options};
+use dtshard::text::{escape_invisible, escape_invisible_json, spell_options};
 use dtshard::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +75,7 @@ impl Printer {
         if self.choice.json || !self.documents {
             return Ok(());
         }
-        let lines: Vec<String> = spelled(text).split('\n').map(harmless).collect();
+        let lines: Vec<String> = spelled(text).split('\n').map(escape_invisible).collect();
         write_stdout(&lines.join("\n"))
     }
 
@@ -103,7 +103,7 @@ impl Printer {
             return Ok(());
         }
         let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
-        write_stdout(&(harmless_json(&spelled(&text)) + "\n"))
+        write_stdout(&(escape_invisible_json(&spelled(&text)) + "\n"))
     }
 
     /// Prints a line that all processes have in common.
@@ -181,7 +181,7 @@ impl Printer {
         let print = || {
             // Arguments may be file names that a shell expanded. Text with colours must not be escaped.
             let text = error.render().to_string();
-            if text.split('\n').any(|line| harmless(line) != line) {
+            if text.split('\n').any(|line| escape_invisible(line) != line) {
                 text.trim_end().split('\n').for_each(|line| write_stderr("", line));
                 return 0;
             }
@@ -238,7 +238,7 @@ fn write_stdout(text: &str) -> Result<()> {
 
 /// Writes a line to standard error: `head` as it is, and `text` made harmless. A terminal that went away is no error.
 fn write_stderr(head: &str, text: &str) {
-    without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", harmless(text))));
+    without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", escape_invisible(text))));
 }
 
 /// Kind of a message. Its colour shows on a terminal, unless `NO_COLOR` is set.
@@ -273,7 +273,7 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
                 // Backgrounds are light on every terminal, so the text is black.
                 ground => Style::new().bg_color(ground).fg_color(Some(Color::Ansi256(Ansi256Color(16)))),
             };
-            write!(text, "{style}{}{style:#}", harmless(&span.text)).expect("writing to memory");
+            write!(text, "{style}{}{style:#}", escape_invisible(&span.text)).expect("writing to memory");
         }
         text.truncate(text.trim_end_matches(' ').len());
         text.push('\n');

@@ -112,7 +112,7 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFil
         let choice = choice.or_else(|| model::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
         match choice {
             None => {
-                refused.get_or_insert_with(|| catalog::conflict(path, holdings));
+                refused.get_or_insert_with(|| catalog::conflict_error(path, holdings));
             }
             Some(OnConflict::Drop) => {
                 settled.dropped.push(path.to_string());
@@ -152,7 +152,7 @@ fn side_by_side(holdings: &[RankValue]) -> Value {
 
 /// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
-    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, FileLocation::Nowhere);
+    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.location, FileLocation::Empty);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 

@@ -54,7 +54,7 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
 fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOptions<'a> {
     // A dim along which ranks hold summands cuts nothing.
     let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
-    let names = RoleNames { idle, ..RoleNames::default() };
+    let names = RoleNames { unused: idle, ..RoleNames::default() };
     PlanOptions {
         plan: args.src_plan.as_deref(),
         option: "options::src_plan",

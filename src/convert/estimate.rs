@@ -21,7 +21,7 @@ fn reads(conversion: &Prepared) -> ReadTiming {
 /// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
-    let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
+    let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
     laid_out.saturating_sub(ALLOWED)
 }
 
@@ -85,7 +85,7 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
         return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
-    let waiting = conversion.reservation.waiting_bytes(options.write_block_bytes);
+    let waiting = conversion.reservation.pending_checksum_bytes(options.write_block_bytes);
     let rounds = rounds_bytes(conversion);
     let edges = if options.sync { BLOCK_JOINER_BYTES } else { 0 };
     let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);

@@ -229,7 +229,7 @@ impl Filling<'_> {
         }
         if let Some(path) = unknown.first() {
             let theirs: Vec<String> = theirs.into_iter().collect();
-            let nearest = nearest::listed(&path.to_string(), &theirs);
+            let nearest = nearest::name_hint(&path.to_string(), &theirs);
             let names: Vec<String> = unknown.iter().map(ToString::to_string).collect();
             return Err(self.unknown("object", &names, &nearest));
         }

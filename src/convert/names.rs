@@ -68,7 +68,7 @@ impl Names {
             None => (path.to_string(), &self.whole),
         };
         let names: Vec<String> = lookup.exact.keys().cloned().collect();
-        nearest::listed(&name, &names)
+        nearest::name_hint(&name, &names)
     }
 }
 

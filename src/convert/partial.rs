@@ -21,7 +21,7 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
         let Some(shared) = tensor.shared.as_ref().filter(|shared| shared.is_partial()) else { continue };
         tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
             let hint = match error {
-                LayoutError::NoSummands { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
+                LayoutError::NoPartialValues { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
                 _ => "reduce it: give it S or R placements",
             };
             Error::unsupported(format!("{}: {error}", tensor.entry.fqn), hint)
@@ -44,7 +44,7 @@ fn shares(
     let each = (0..tensor.entry.chunks.len()).map(|chunk| {
         let rank = tensor.entry.chunks.rank(chunk).expect("chunks of rank files have ranks");
         let at: Dims = mesh.coordinate(rank).expect("they are ranks of the mesh");
-        let share = Share::of(&entry.shape, from, to, &at)?;
+        let share = Share::new(&entry.shape, from, to, &at)?;
         Ok(known.entry(share.clone()).or_insert_with(|| Arc::new(share)).clone())
     });
     each.collect()
@@ -60,9 +60,9 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     let mut reduced: BTreeMap<String, usize> = BTreeMap::new();
     for tensor in &reservation.tensors {
         let entry = source.tensor(tensor.source);
-        let several = || tensor.shares.iter().any(|share| share.summands.len() > 1);
+        let several = || tensor.shares.iter().any(|share| share.partial_values.len() > 1);
         let Some(sharding) = &entry.sharding else { continue };
-        if entry.summands.is_none() || !tensor.shares.is_empty() && !several() {
+        if entry.partial_values.is_none() || !tensor.shares.is_empty() && !several() {
             continue;
         }
         *reduced.entry(summed(source.on_mesh(sharding))).or_default() += 1;

@@ -135,7 +135,7 @@ pub fn carry_along(
         if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
             let text = std::fs::read(&file.read_path).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
-            file.push_literal(with_world_size(&text, world_size));
+            file.push_header(with_world_size(&text, world_size));
             reservation.files.push(file);
         } else {
             if let Some(peers) = &source.peers {

@@ -265,7 +265,7 @@ impl Peers {
     pub fn whereabouts(&self, checkpoint: &Checkpoint, entry: &TensorEntry, chunks: [u32; 2]) -> Option<String> {
         let files = &checkpoint.files;
         let [first, second] = chunks.map(|chunk| {
-            let file = entry.chunks.place(chunk as usize).file()?;
+            let file = entry.chunks.location(chunk as usize).file()?;
             let name = files.path(file).file_name()?.display();
             Some(format!("{name} is with {}", self.roster.names(files.seen_by(file)?)))
         });
@@ -353,7 +353,7 @@ impl Peers {
         let found = differing_pair(&self.link, &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
         let entry = checkpoint.catalog.tensor(pair[0]);
         Ok(found.map(|(chunk, element)| {
-            let index = entry.chunks.tile(chunk as usize).index(element);
+            let index = entry.chunks.tile(chunk as usize).global_index(element);
             format!("first at {:?} of {}", index.as_slice(), entry.chunk_name(chunk))
         }))
     }
@@ -502,7 +502,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     let mut limit = meet_within();
     if let Err(lack) = &installed {
         run.progress.outcome(&format!("{lack}; it ends as soon as the others have heard that"));
-        limit = limit.min(fault::patience(LACKING_WITHIN, LACKING_HURRIED));
+        limit = limit.min(fault::wait_time(LACKING_WITHIN, LACKING_HURRIED));
     }
     let tell = teller(run);
     let met = Records::meet(work.of_run(), launch.part, patience(limit, &tell), &run.stop);

@@ -27,7 +27,11 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     for text in texts {
         match text.rsplit_once('=').and_then(|(pattern, list)| Some((pattern, lies(list)?))) {
             Some((pattern, lies)) if parse_placements(text).is_err() => {
-                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, lies, said: format!("{option} {text}") });
+                rules.push(Rule {
+                    pattern: Pattern::parse(pattern.trim())?,
+                    choice: lies,
+                    origin: format!("{option} {text}"),
+                });
             }
             _ => {
                 if fallback.replace(parse_placements(text)?).is_some() {
@@ -48,7 +52,7 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
 /// As reading it, and with this hint where nothing in it is for tensors one by one.
 pub fn file(option: &str, path: &Path, split: Option<Split>, flat_alone: &str) -> Result<LayoutFile> {
     let mut file = layout_file::read(path)?;
-    if file.is_flat_alone() {
+    if file.has_only_flat() {
         return Err(Error::usage(
             format!("{option} {}: it has [flat] alone, which is for flat parameters", path.display()),
             flat_alone,

@@ -44,13 +44,13 @@ impl PlanOptions<'_> {
             tp: dim(names.tp, |said| &said.tp),
             fsdp: dim(names.fsdp, |said| &said.fsdp),
             replicate: dim(names.replicate, |said| &said.replicate),
-            idle: names.idle,
+            unused: names.unused,
         };
         let styles = said.iter().flat_map(|said| said.styles.iter().cloned()).collect();
         let family = match (built_in, said.iter().find_map(|said| said.name.as_ref())) {
             (Some(family), _) => Some(family),
             (None, Some(name)) => {
-                let unknown = || name.wrong(format!("no built-in plan is called {}", name.value), hint(&name.value));
+                let unknown = || name.error(format!("no built-in plan is called {}", name.value), hint(&name.value));
                 Some(Family::named(&name.value).ok_or_else(unknown)?)
             }
             (None, None) => None,
@@ -65,7 +65,7 @@ impl PlanOptions<'_> {
             return Err(Error::usage(format!("{option} {name}: no built-in plan has this name"), hint(name)));
         }
         let file = layout_file::read(path)?;
-        if !file.is_plan_alone() {
+        if !file.has_only_plan() {
             return Err(Error::usage(
                 format!("{option} {name}: it says more than a plan, or none"),
                 format!(
@@ -80,5 +80,5 @@ impl PlanOptions<'_> {
 
 fn hint(name: &str) -> String {
     let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
-    format!("{}; there are {}, and layout files with styles", nearest::listed(name, &known), known.join(", "))
+    format!("{}; there are {}, and layout files with styles", nearest::name_hint(name, &known), known.join(", "))
 }

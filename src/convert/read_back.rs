@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::prepared::Prepared;
 use super::reading::input;
 use super::run::Run;
-use crate::catalog::{Catalog, OutputFile, SITE_BYTES};
+use crate::catalog::{CRC_BYTES, Catalog, OutputFile};
 use crate::error::{CatalogError, Error, Result};
 use crate::exec::checksums::{ChecksumMismatch, first_mismatch};
 use crate::exec::header_bytes::first_difference;
@@ -89,7 +89,7 @@ impl ReadBack<'_> {
                     })
                 });
                 for chunk in 0..tensor.entry.chunks.len() {
-                    if let Some((file, offset)) = tensor.place(chunk) {
+                    if let Some((file, offset)) = tensor.file_offset(chunk) {
                         bytes.insert(file, offset..offset + tensor.chunk_bytes(chunk));
                     }
                 }
@@ -139,7 +139,7 @@ impl ReadBack<'_> {
                 of.end
             );
             let mut wrong = wrong(of, Error::usage(message, self.hint));
-            wrong.bytes.insert(index, site..site + SITE_BYTES);
+            wrong.bytes.insert(index, site..site + CRC_BYTES);
             wrong
         }))
     }

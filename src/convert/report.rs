@@ -18,7 +18,7 @@ use crate::exec::Options;
 use crate::exec::copy::Stats;
 use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::{AnonymousMemory, anonymous_memory};
-use crate::text::harmless;
+use crate::text::escape_invisible;
 
 /// What a caller learns of a conversion before anything is written. `Display` prints what `--dry-run` prints.
 #[derive(Clone, Debug)]
@@ -349,7 +349,7 @@ impl<'a> Account<'a> {
         let (left_out, _) = left_out(self.conversion);
         let lists = [("left out", left_out), ("cast", cast_text(stats))];
         for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            lines.push(harmless(&format!("{what:13} {}", list.join(", "))));
+            lines.push(escape_invisible(&format!("{what:13} {}", list.join(", "))));
         }
         lines.join("\n") + "\n"
     }

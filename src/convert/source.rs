@@ -204,7 +204,9 @@ impl ConversionSource {
                     LeafAction::Remove
                 }),
                 OnConflict::PerRank
-                    if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
+                    if entry.class != Class::Tensor
+                        || entry.partial_values.is_some()
+                        || !conflicts::has_ranks(entry) =>
                 {
                     return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
                 }

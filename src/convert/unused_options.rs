@@ -78,7 +78,7 @@ fn is_by_hosts(conversion: &Prepared) -> bool {
 
 fn has_summands(conversion: &Prepared) -> bool {
     let catalog = input(&conversion.source.checkpoint).catalog;
-    conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).summands.is_some())
+    conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).partial_values.is_some())
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ const SAID_AGAIN: Duration = Duration::from_secs(30);
 
 #[must_use]
 pub fn meet_within() -> Duration {
-    fault::patience(MEET_WITHIN, HURRIED)
+    fault::wait_time(MEET_WITHIN, HURRIED)
 }
 
 /// Says what this process waits for.
@@ -40,6 +40,6 @@ pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
 }
 
 pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
-    let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::patience(usual, SAID_SOON));
+    let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
     WaitNotices { limit, first, again, tell }
 }

@@ -282,7 +282,7 @@ fn rules_of(
             }
             other => other.clone(),
         };
-        Ok(Rule { said: pattern.clone(), pattern: Pattern::parse(&pattern)?, lies })
+        Ok(Rule { origin: pattern.clone(), pattern: Pattern::parse(&pattern)?, choice: lies })
     };
     found.into_iter().map(rule).collect()
 }

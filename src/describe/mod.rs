@@ -19,7 +19,7 @@ use crate::format::Checkpoint;
 use crate::layout::Pattern;
 use crate::nearest::nearest;
 use crate::progress::Task;
-use crate::text::harmless;
+use crate::text::escape_invisible;
 pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
@@ -141,7 +141,7 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
     let entries = distinct.into_iter().map(|id| (id, catalog.tensor(id), catalog.tensor(id).dtype));
-    let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.summands.is_some());
+    let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.partial_values.is_some());
     let total = reduced.iter().chain(&stored).map(|(_, entry, _)| entry.len_bytes()).sum();
     let task = Task::start(run.progress, "hashing", total);
     let mut digests = compare::digests(input(checkpoint), &stored, options, &task, stop)?;
@@ -190,15 +190,15 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     match &entry.sharding {
         Some(sharding) => {
             let mesh = view.checkpoint.catalog.mesh(sharding);
-            format!("{}: {} on {mesh}", harmless(name), sharding.display_placements())
+            format!("{}: {} on {mesh}", escape_invisible(name), sharding.display_placements())
         }
-        None => harmless(name),
+        None => escape_invisible(name),
     }
 }
 
 /// The rank or file of a chunk; an empty one may have neither.
 fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
-    let file = || file_name(view, chunk.place).map(ChunkHolder::File);
+    let file = || file_name(view, chunk.location).map(ChunkHolder::File);
     chunk.rank.map(ChunkHolder::Rank).or_else(file)
 }
 
@@ -226,7 +226,7 @@ fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = Sto
         } else {
             chunk.tile.regions().map(|(region, _)| (region.offsets, region.sizes)).collect()
         };
-        let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.place));
+        let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.location));
         let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| StoredBox {
             offsets: offsets.to_vec(),
             sizes: sizes.to_vec(),

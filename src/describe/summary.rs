@@ -13,7 +13,7 @@ use crate::layout::DeviceMesh;
 use crate::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
 use crate::quantity::{count, human_bytes};
 use crate::storage::lookup;
-use crate::text::harmless;
+use crate::text::escape_invisible;
 
 /// # Errors
 /// `Io` where the tensor that holds the training step cannot be read.
@@ -74,7 +74,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     if !tied.is_empty() {
         lines.push(("tied", short_list(&tied, FEW)));
     }
-    let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", harmless(&text));
+    let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", escape_invisible(&text));
     Ok(lines.into_iter().map(line).collect())
 }
 

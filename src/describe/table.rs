@@ -6,7 +6,7 @@ use super::{Inspection, parts};
 use crate::catalog::{Fqn, TensorEntry};
 use crate::format::TensorStorage;
 use crate::layout::{Region, chunk};
-use crate::text::harmless;
+use crate::text::escape_invisible;
 
 /// Every tensor. The last column is its digest where there are any.
 pub fn tensors(view: &Inspection<'_>) -> String {
@@ -22,7 +22,7 @@ pub fn tensors(view: &Inspection<'_>) -> String {
             None if view.digests.is_empty() => entry.chunks.len().to_string(),
             None => String::from("-"),
         };
-        [harmless(name.as_str()), entry.dtype.to_string(), dims(&entry.shape), placements, last]
+        [escape_invisible(name.as_str()), entry.dtype.to_string(), dims(&entry.shape), placements, last]
     };
     let last = if view.digests.is_empty() { "chunks" } else { "digest" };
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
@@ -69,11 +69,11 @@ pub fn chunks(view: &Inspection<'_>) -> String {
     for (name, id) in &view.names {
         let rows = parts(view, view.checkpoint.catalog.tensor(*id)).map(|part| {
             let rank = part.rank.map_or_else(|| String::from("-"), |rank| rank.to_string());
-            let file = part.file.map_or_else(|| String::from("-"), |file| harmless(&file));
+            let file = part.file.map_or_else(|| String::from("-"), |file| escape_invisible(&file));
             [format!("  {}", dims(&part.offsets)), dims(&part.sizes), rank, file]
         });
         let rows = align(["  offsets", "sizes", "rank", "file"], rows.collect());
-        text.push_str(&format!("\n{}\n{rows}", harmless(name.as_str())));
+        text.push_str(&format!("\n{}\n{rows}", escape_invisible(name.as_str())));
     }
     text
 }
@@ -113,7 +113,7 @@ mod tests {
         let mut entry = TensorEntry::new(Fqn::from("w"), Dtype::F32, shape.into());
         for (offsets, sizes) in boxes {
             let tile = Tile::from_region(&Region::new(*offsets, *sizes));
-            entry.chunks.push(Chunk { tile, rank: None, place: FileLocation::Nowhere, strides: None });
+            entry.chunks.push(Chunk { tile, rank: None, location: FileLocation::Empty, strides: None });
         }
         entry
     }

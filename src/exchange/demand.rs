@@ -104,11 +104,11 @@ impl<'a> Demand<'a> {
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &FileOwners) -> Result<Self> {
         let source = SourceTensor::new(entry)?;
         let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Chunks, RandomState> = IndexMap::default();
-        for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some()) {
+        for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.file_offset(*index).is_some()) {
             let share = tensor.shares.get(index).map(Arc::clone);
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
         }
-        let whole = entry.summands.as_ref().map(|summands| Arc::new(summands.reduction.whole()));
+        let whole = entry.partial_values.as_ref().map(|summands| Arc::new(summands.reduction.full_reduction()));
         let mut wanted = Vec::with_capacity(tiles.len());
         for ((tile, share), chunks) in tiles {
             let needs = needs(tensor, &chunks, owners);
@@ -121,7 +121,7 @@ impl<'a> Demand<'a> {
                 Some(share) => {
                     let of =
                         |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
-                    (share.summands.iter().map(of).collect(), Reducer::for_share(entry, share)?)
+                    (share.partial_values.iter().map(of).collect(), Reducer::for_share(entry, share)?)
                 }
             };
             wanted.push(Arc::new(WantedTile { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
@@ -158,7 +158,7 @@ fn needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
-        let Some((file, offset)) = tensor.place(chunk) else { continue };
+        let Some((file, offset)) = tensor.file_offset(chunk) else { continue };
         let owned = owners.of(file, offset..offset + tensor.chunk_bytes(chunk));
         all.extend(owned.map(|(rank, bytes)| {
             let elements = (bytes.start - offset) / itemsize..(bytes.end - offset).div_ceil(itemsize);
@@ -231,9 +231,9 @@ mod tests {
         for file in 0..2 {
             let mut output = OutputFile::new(format!("out{file}"));
             let offset = output.push_payload(40);
-            let place = FileLocation::Bytes { file: FileId(file), offset };
+            let location = FileLocation::Bytes { file: FileId(file), offset };
             let tile = Tile::new([std::iter::once(0..10).collect()]);
-            entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
             files.push(output);
         }
         let todo = |stretches: &[(u32, Range<u64>)]| {

@@ -63,7 +63,7 @@ use crate::exec::gather::TileElements;
 use crate::exec::row_groups::OutputRange;
 use crate::exec::window::{CastCounter, PlannedTile};
 use crate::exec::{Extents, Input, PreparedTile, Stop};
-use crate::threads::start_within;
+use crate::threads::start_scoped;
 
 /// How often a process that waits for others looks whether it was told to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -94,7 +94,7 @@ impl<'a> Exchange<'a> {
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {
             let source = self.input.catalog.tensor(tensor.source);
-            source.dtype != tensor.dtype() || source.summands.is_some() || !tensor.shares.is_empty()
+            source.dtype != tensor.dtype() || source.partial_values.is_some() || !tensor.shares.is_empty()
         })
     }
 
@@ -146,7 +146,7 @@ impl<'a> Exchange<'a> {
                 self.stage(moves, rooms, staged, writing);
             };
             let shuffle = || self.shuffle(communicator, shuffle, to_shuffle, shuffled);
-            let started = start_within(scope, "reads", read).and_then(|_| start_within(scope, "exchange", shuffle));
+            let started = start_scoped(scope, "reads", read).and_then(|_| start_scoped(scope, "exchange", shuffle));
             let supply = Batches { shuffled: to_write, stop };
             let done = started
                 .and_then(|_| writing.create_files())
@@ -255,7 +255,7 @@ impl<'a> Exchange<'a> {
                 }
             };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
-                let Some((file, offset)) = tensor.place(chunk) else { continue };
+                let Some((file, offset)) = tensor.file_offset(chunk) else { continue };
                 let values = TileElements { memory: Arc::clone(&memory), range: place.clone() };
                 let tile = PreparedTile::from_memory(source, dtype, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();

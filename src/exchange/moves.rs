@@ -310,7 +310,7 @@ fn folds(
 /// Elements whose first bytes are to be done in the first replica, ascending.
 fn counted(tensor: &Reserved, tile: &Arriving, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
     let itemsize = tensor.dtype().itemsize();
-    let place = tile.wanted.chunks.first().and_then(|first| tensor.place(*first));
+    let place = tile.wanted.chunks.first().and_then(|first| tensor.file_offset(*first));
     let stretches = place.into_iter().flat_map(move |(file, offset)| {
         let [start, end] = [tile.elements.start, tile.elements.end].map(|element| offset + element * itemsize);
         todo.within(file, start..end).map(move |bytes| bytes.start - start..bytes.end - start)

@@ -14,11 +14,11 @@ use crate::exec::Extents;
 #[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();
-    let reduced = |tensor: &&Reserved| catalog.tensor(tensor.source).summands.is_some();
+    let reduced = |tensor: &&Reserved| catalog.tensor(tensor.source).partial_values.is_some();
     for tensor in reservation.tensors.iter().filter(reduced) {
         let mut copies: IndexMap<_, Vec<(u32, u64)>> = IndexMap::new();
         for chunk in 0..tensor.entry.chunks.len() {
-            let Some(place) = tensor.place(chunk) else { continue };
+            let Some(place) = tensor.file_offset(chunk) else { continue };
             let key = (tensor.entry.chunks.tile(chunk), tensor.shares.get(chunk));
             copies.entry(key).or_default().push(place);
         }

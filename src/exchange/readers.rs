@@ -110,7 +110,7 @@ impl Topology {
             return Ok(needs.iter().map(|_| reader).collect());
         };
         let seen_by = |chunk: &u32| {
-            let file = entry.chunks.place(*chunk as usize).file();
+            let file = entry.chunks.location(*chunk as usize).file();
             let ranks: &[u32] = file.map_or(&[], |FileId(file)| &seen[file as usize]);
             let chunk = *chunk;
             ranks.iter().map(move |&rank| Reader { rank, chunk })

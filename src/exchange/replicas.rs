@@ -70,7 +70,7 @@ pub fn differing_pair(
         Ok(held.map(|chunk| (entry.chunks.tile(chunk as usize), chunk)).collect())
     };
     let (ours, theirs) = (lying(left)?, lying(right)?);
-    let is_plain = left.summands.is_none() && right.summands.is_none() && left.dtype == right.dtype;
+    let is_plain = left.partial_values.is_none() && right.partial_values.is_none() && left.dtype == right.dtype;
     if !is_plain || ours.len() != theirs.len() || !ours.keys().all(|tile| theirs.contains_key(tile)) {
         return Err(Error::unsupported(
             format!("{} and {} have to be the same, and no process sees all of both", left.fqn, right.fqn),
@@ -221,7 +221,7 @@ impl<C: Communicator> Pair<'_, C> {
 
 /// Who reads a chunk: those that see it do so in turn.
 fn reader(sight: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
-    let file = entry.chunks.place(chunk as usize).file();
+    let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (sight, file) {
         (FileVisibility::PerRank(seen), Some(file)) => &seen[file.0 as usize],
         _ => return Ok(u32::try_from(turn % ranks as usize).expect("fewer than 2^32 ranks")),

@@ -89,7 +89,7 @@ impl SourceCopy {
         let mut needed = BTreeSet::new();
         for tensor in &reservation.tensors {
             let chunks = &catalog.tensor(tensor.source).chunks;
-            needed.extend((0..chunks.len()).filter_map(|chunk| chunks.place(chunk).file()));
+            needed.extend((0..chunks.len()).filter_map(|chunk| chunks.location(chunk).file()));
         }
         let copied = needed.into_iter().filter_map(|id| {
             let seen_by = files.seen_by(id).filter(|seen_by| seen_by.len() < processes as usize)?;

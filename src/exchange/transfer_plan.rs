@@ -92,7 +92,8 @@ impl<'a> TransferPlan<'a> {
         for (number, range) in unit.ranges.iter().enumerate() {
             let turn = unit.turn(number, ranks);
             for wanted in &unit.demand.tiles {
-                let held = wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
+                let held = wanted.tile.count_before(&entry.shape, range.start)
+                    ..wanted.tile.count_before(&entry.shape, range.end);
                 if held.is_empty() {
                     continue;
                 }

@@ -23,7 +23,7 @@ use super::digest::{Digest, for_each_block};
 use super::finished::ChecksumPart;
 use super::output::Outputs;
 use super::write_blocks::WriteBlock;
-use crate::catalog::{ChecksumSpan, OutputFile, Reservation, SITE_BYTES};
+use crate::catalog::{CRC_BYTES, ChecksumSpan, OutputFile, Reservation};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
@@ -92,19 +92,19 @@ impl<'a> Checksums<'a> {
     /// Prepares the checksums of a reservation. `covers_all_data` is true if this run writes all of its data.
     pub fn new(reservation: &'a Reservation, covers_all_data: bool) -> Self {
         let files = &reservation.files;
-        let site = |sum: &ChecksumSpan, nth: usize| sum.sites.get(nth).copied();
-        debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.sums.is_sorted_by_key(|sum| site(sum, nth)))));
+        let site = |sum: &ChecksumSpan, nth: usize| sum.crc_offsets.get(nth).copied();
+        debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.checksums.is_sorted_by_key(|sum| site(sum, nth)))));
         Self { files, covers_all_data, values: OnceLock::new(), unwritten: Mutex::default() }
     }
 
     /// Returns whether the file contains checksums.
     pub fn has_checksums(&self, file: u32) -> bool {
-        !self.files[file as usize].sums.is_empty()
+        !self.files[file as usize].checksums.is_empty()
     }
 
     /// Returns whether a checksum covers some part of the write block.
     pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
-        block.segments.iter().any(|segment| self.files[block.file as usize].sums_at(segment.offset))
+        block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
     /// Puts the checksums that are known by now into a write block, which is complete otherwise. `parts` are the
@@ -117,15 +117,15 @@ impl<'a> Checksums<'a> {
         parts: BlockChecksums,
     ) -> DeferredChecksums {
         let mut deferred = DeferredChecksums::default();
-        let sums = self.files[file as usize].sums.as_slice();
-        let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
+        let sums = self.files[file as usize].checksums.as_slice();
+        let most_sites = sums.first().map_or(0, |sum| sum.crc_offsets.len());
         for nth in 0..most_sites {
-            let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
-            let here = (first..).zip(&sums[first..]).take_while(|(_, sum)| sum.sites[nth] < range.end);
+            let first = sums.partition_point(|sum| sum.crc_offsets[nth] + CRC_BYTES <= range.start);
+            let here = (first..).zip(&sums[first..]).take_while(|(_, sum)| sum.crc_offsets[nth] < range.end);
             for (index, sum) in here {
-                let site = sum.sites[nth];
+                let site = sum.crc_offsets[nth];
                 let value = self.value(file, index).or_else(|| parts.of_span(sum, range));
-                match value.filter(|_| range.start <= site && site + SITE_BYTES <= range.end) {
+                match value.filter(|_| range.start <= site && site + CRC_BYTES <= range.end) {
                     Some(value) => {
                         let value = value.to_le_bytes();
                         let at = usize::try_from(site - range.start).expect("a write block fits memory");
@@ -161,7 +161,7 @@ impl<'a> Checksums<'a> {
                 let is_part = |(file, part): &&(u32, ChecksumPart)| (*file, part.offset) < (index, sum.range.end);
                 combine(std::iter::from_fn(|| parts.next_if(is_part)).map(|(_, part)| part))
             };
-            file.sums.iter().map(&mut value).collect()
+            file.checksums.iter().map(&mut value).collect()
         };
         let values = (0_u32..).zip(self.files).map(file_values).collect();
         // The only call of `set`.
@@ -193,7 +193,7 @@ pub fn write_combined(
     journals: &Path,
 ) -> Result<()> {
     for (file, parts) in parts {
-        for sum in &files[*file as usize].sums {
+        for sum in &files[*file as usize].checksums {
             let first = parts.partition_point(|part| part.offset < sum.range.start);
             let parts = &parts[first..];
             let parts = &parts[..parts.partition_point(|part| part.offset < sum.range.end)];
@@ -212,7 +212,7 @@ pub fn write_combined(
                 ));
             }
             let value = combine(parts).to_le_bytes();
-            sum.sites.iter().try_for_each(|site| outputs.write(*file, *site, &value))?;
+            sum.crc_offsets.iter().try_for_each(|site| outputs.write(*file, *site, &value))?;
         }
     }
     Ok(())
@@ -236,7 +236,7 @@ pub struct ChecksumMismatch {
 /// # Errors
 /// `Io`, `Stopped`.
 pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Result<Option<ChecksumMismatch>> {
-    if file.sums.is_empty() {
+    if file.checksums.is_empty() {
         return Ok(None);
     }
     let open = path.open().map_err(Error::io("open", path))?;
@@ -247,7 +247,7 @@ pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Re
             stop.check()
         })?;
         let expected = hasher.finalize();
-        for site in &sum.sites {
+        for site in &sum.crc_offsets {
             let mut value = [0; size_of::<u32>()];
             open.read_exact_at(&mut value, *site).map_err(Error::io("read", path))?;
             let found = u32::from_le_bytes(value);
@@ -257,7 +257,7 @@ pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Re
         }
         Ok(None)
     };
-    let found: Vec<Result<Option<ChecksumMismatch>>> = file.sums.par_iter().map(check).collect();
+    let found: Vec<Result<Option<ChecksumMismatch>>> = file.checksums.par_iter().map(check).collect();
     found.into_iter().find_map(Result::transpose).transpose()
 }
 
@@ -265,5 +265,7 @@ pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Re
 fn is_within_block(sums: &[ChecksumSpan], offset: u64, block: &Range<u64>) -> bool {
     let within = |range: Range<u64>| block.start <= range.start && range.end <= block.end;
     let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));
-    sum.is_some_and(|sum| within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES)))
+    sum.is_some_and(|sum| {
+        within(sum.range.clone()) && sum.crc_offsets.iter().all(|site| within(*site..*site + CRC_BYTES))
+    })
 }

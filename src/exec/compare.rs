@@ -100,7 +100,7 @@ impl ReplicaDifference {
     /// Returns the index in the tensor of the first element that differs.
     #[must_use]
     pub fn index(&self, entry: &TensorEntry) -> Dims {
-        entry.chunks.tile(self.first as usize).index(self.element)
+        entry.chunks.tile(self.first as usize).global_index(self.element)
     }
 }
 
@@ -147,7 +147,7 @@ pub fn share_difference(
 ) -> Result<Option<u32>> {
     let (input, plan, mut known) = (source.0, SourceTensor::new(source.1)?, Locations::for_tiles(tensor.shares.len()));
     for (chunk, share) in (0..).zip(&tensor.shares) {
-        if tensor.place(chunk as usize).is_none() {
+        if tensor.file_offset(chunk as usize).is_none() {
             continue;
         }
         let tile = tensor.entry.chunks.tile(chunk as usize);

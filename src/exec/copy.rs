@@ -31,7 +31,7 @@ use super::source_crc::{CrcRecorder, SourceCrcs};
 use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare_window};
 use super::write_blocks::{BlockCutter, Segment, SegmentContent, WriteBlock, sort_into_row_groups};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
-use crate::catalog::{Reservation, SITE_BYTES};
+use crate::catalog::{CRC_BYTES, Reservation};
 use crate::comm::Traffic;
 use crate::error::Result;
 use crate::storage::AnchoredPath;
@@ -440,7 +440,7 @@ impl BlockWriter<'_> {
         buffer: &mut [u8],
         mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let headers = &self.reservation.files[block.file as usize].literals;
+        let headers = &self.reservation.files[block.file as usize].header_bytes;
         for (number, segment) in block.segments.iter().enumerate() {
             let target = &mut buffer[block.buffer_range(&segment.range())];
             match &segment.content {
@@ -472,7 +472,7 @@ impl BlockWriter<'_> {
                 let place = segment.range();
                 let place = place.start.max(range.start)..place.end.min(range.end);
                 // Header bytes between tensor data of one span belong to its checksum.
-                if !place.is_empty() && file.sums_at(place.start) {
+                if !place.is_empty() && file.is_checksummed(place.start) {
                     summed.add(&place, &buffer[block.buffer_range(&place)], read);
                 }
             }
@@ -483,7 +483,7 @@ impl BlockWriter<'_> {
         let mut from = range.start;
         for site in &left.sites {
             self.outputs.write(block.file, from, &buffer[block.buffer_range(&(from..from.max(*site)))])?;
-            from = (site + SITE_BYTES).min(range.end);
+            from = (site + CRC_BYTES).min(range.end);
         }
         self.outputs.write(block.file, from, &buffer[block.buffer_range(&(from..range.end))])?;
         self.log.add(FinishedRange { file: block.file, range, digest, checksum_parts: left.parts, cast_losses: lost });

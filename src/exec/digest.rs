@@ -14,7 +14,7 @@ use std::path::Path;
 use crc32fast::Hasher;
 
 use super::finished::ChecksumPart;
-use crate::catalog::{OutputFile, SITE_BYTES};
+use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 
 /// Bytes read at a time.
@@ -35,7 +35,7 @@ impl Digest {
     /// Starts the digest of a range of a file.
     #[must_use]
     pub fn new(file: &OutputFile, range: &Range<u64>) -> Self {
-        let mut sites = file.sites(range);
+        let mut sites = file.crc_offsets_in(range);
         sites.reverse();
         Self { hasher: Hasher::new(), at: range.start, sites }
     }
@@ -80,12 +80,12 @@ impl Digest {
                 self.hasher.update(&bytes[..len]);
                 len
             } else {
-                let len = until(site + SITE_BYTES);
+                let len = until(site + CRC_BYTES);
                 self.hasher.update(&0_u32.to_le_bytes()[..len]);
                 len
             };
             self.at += len as u64;
-            if self.at >= site.saturating_add(SITE_BYTES) {
+            if self.at >= site.saturating_add(CRC_BYTES) {
                 self.sites.pop();
             }
             bytes = &bytes[len..];
@@ -130,9 +130,9 @@ mod tests {
     fn checksum_sites_count_as_zeros_for_any_split() {
         let mut file = OutputFile::new("f");
         let payload = file.push_payload(40);
-        file.push_literal(vec![0; 24]);
-        let sum = |range: Range<u64>, sites: [u64; 2]| ChecksumSpan { range, sites: sites.into_iter().collect() };
-        file.sums = vec![sum(payload..20, [40, 50]), sum(20..40, [44, 60])];
+        file.push_header(vec![0; 24]);
+        let sum = |range: Range<u64>, sites: [u64; 2]| ChecksumSpan { range, crc_offsets: sites.into_iter().collect() };
+        file.checksums = vec![sum(payload..20, [40, 50]), sum(20..40, [44, 60])];
         let mut bytes: Vec<u8> = (1..=64).collect();
         let digest = |bytes: &[u8], range: Range<usize>, step: usize| {
             let mut digest = Digest::new(&file, &(range.start as u64..range.end as u64));
@@ -150,10 +150,11 @@ mod tests {
     #[test]
     fn known_crcs_are_combined() {
         let mut file = OutputFile::new("f");
-        file.push_literal(vec![5; 3]);
+        file.push_header(vec![5; 3]);
         let start = file.push_payload(20_000);
-        file.push_literal(vec![0; 9]);
-        file.sums = vec![ChecksumSpan { range: start..file.len - 9, sites: smallvec::smallvec![file.len - 8] }];
+        file.push_header(vec![0; 9]);
+        file.checksums =
+            vec![ChecksumSpan { range: start..file.len - 9, crc_offsets: smallvec::smallvec![file.len - 8] }];
         let bytes: Vec<u8> = (0..file.len).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let mut whole = Digest::new(&file, &(1..file.len));
         whole.update(&bytes[1..]);

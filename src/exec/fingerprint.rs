@@ -197,14 +197,14 @@ impl Digest {
     fn file(&mut self, file: &OutputFile) {
         self.bytes(file.path.as_os_str().as_bytes());
         self.number(file.len);
-        self.list(&file.literals, |digest, header| {
+        self.list(&file.header_bytes, |digest, header| {
             digest.number(header.offset);
             digest.header_bytes(&header.bytes);
         });
-        self.list(&file.sums, |digest, sum| {
+        self.list(&file.checksums, |digest, sum| {
             digest.number(sum.range.start);
             digest.number(sum.range.end);
-            digest.numbers(&sum.sites);
+            digest.numbers(&sum.crc_offsets);
         });
     }
 
@@ -219,19 +219,19 @@ impl Digest {
 
     fn reserved(&mut self, reserved: &Reserved) {
         self.tensor(&reserved.entry);
-        self.list(&reserved.shares, |digest, share| share.spell(&mut |number| digest.number(number)));
+        self.list(&reserved.shares, |digest, share| share.encode(&mut |number| digest.number(number)));
         self.number(reserved.source.0.into());
     }
 
     fn source(&mut self, id: TensorId, source: &TensorEntry) {
         self.number(id.0.into());
         self.tensor(source);
-        self.number(source.summands.is_some().into());
-        if let Some(partial_values) = &source.summands {
+        self.number(source.partial_values.is_some().into());
+        if let Some(partial_values) = &source.partial_values {
             self.bytes(partial_values.reduction.op.as_str().as_bytes());
             self.numbers(&partial_values.reduction.dims);
-            self.number(partial_values.reduction.whole().divisor);
-            self.numbers(&partial_values.of_chunk);
+            self.number(partial_values.reduction.full_reduction().divisor);
+            self.numbers(&partial_values.by_chunk);
         }
     }
 
@@ -239,7 +239,7 @@ impl Digest {
         self.bytes(entry.fqn.as_str().as_bytes());
         self.bytes(entry.dtype.name().as_bytes());
         self.numbers(&entry.shape);
-        entry.chunks.spell(&mut |number| self.number(number));
+        entry.chunks.encode(&mut |number| self.number(number));
     }
 
     fn finish(mut self) -> Fingerprint {
@@ -283,8 +283,8 @@ mod tests {
         Tile::new([intervals, Intervals::full(4)])
     }
 
-    fn chunk(tile: Tile, place: FileLocation) -> Chunk {
-        Chunk { tile, place, strides: None, rank: Some(Rank(0)) }
+    fn chunk(tile: Tile, location: FileLocation) -> Chunk {
+        Chunk { tile, location, strides: None, rank: Some(Rank(0)) }
     }
 
     fn tensor(chunks: Vec<Chunk>) -> TensorEntry {
@@ -312,16 +312,16 @@ mod tests {
         let mut catalog = Catalog::empty();
         let record = FileLocation::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
         let mut source = tensor(vec![chunk(tile(0), at(0)), chunk(tile(2), record)]);
-        let reduction = PartialReduction::of(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
-        source.summands = Some(Box::new(PartialValues { reduction, of_chunk: vec![0, 1] }));
+        let reduction = PartialReduction::new(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
+        source.partial_values = Some(Box::new(PartialValues { reduction, by_chunk: vec![0, 1] }));
         let source = catalog.push_tensor(source);
         catalog.push_tensor(tensor(vec![chunk(tile(0), at(0))]));
-        let share = Share { summands: vec![0, 1], divisor: 2, within: None };
+        let share = Share { partial_values: vec![0, 1], divisor: 2, within: None };
         let mut file = OutputFile::new("model");
-        file.push_literal(vec![7; 150]);
-        file.push_literal(vec![8; 50]);
+        file.push_header(vec![7; 150]);
+        file.push_header(vec![8; 50]);
         file.push_payload(64);
-        file.sums.push(ChecksumSpan { range: 200..264, sites: [4, 8].into_iter().collect() });
+        file.checksums.push(ChecksumSpan { range: 200..264, crc_offsets: [4, 8].into_iter().collect() });
         let shares = vec![Arc::new(share.clone()), Arc::new(share)];
         let reservation = Reservation {
             files: vec![file],
@@ -420,12 +420,12 @@ mod tests {
         let mut works = [true, false].map(|is_shared| {
             let mut work = work(folder.path());
             let bytes = Arc::new(vec![1; 5000]);
-            work.file().push_literal(Arc::clone(&bytes));
-            work.file().push_literal(if is_shared { bytes } else { vec![1; 5000].into() });
+            work.file().push_header(Arc::clone(&bytes));
+            work.file().push_header(if is_shared { bytes } else { vec![1; 5000].into() });
             work
         });
         assert_eq!(works[0].fingerprint(), works[1].fingerprint());
-        works[1].file().literals.pop();
+        works[1].file().header_bytes.pop();
         works[1].file().len -= 5000;
         assert_ne!(works[0].fingerprint(), works[1].fingerprint());
     }
@@ -450,14 +450,14 @@ mod tests {
             // The target's files.
             |work| work.file().path = "models".into(),
             |work| work.file().len += 1,
-            |work| work.file().literals[0].bytes = vec![9; 150].into(),
-            |work| work.file().literals[1].bytes = vec![9; 50].into(),
-            |work| drop(work.file().literals.pop()),
-            |work| work.file().literals[1].offset = 151,
-            |work| work.file().sums[0].range.end = 263,
-            |work| work.file().sums[0].sites.truncate(1),
-            |work| work.file().sums[0].sites[1] = 12,
-            |work| work.file().sums.clear(),
+            |work| work.file().header_bytes[0].bytes = vec![9; 150].into(),
+            |work| work.file().header_bytes[1].bytes = vec![9; 50].into(),
+            |work| drop(work.file().header_bytes.pop()),
+            |work| work.file().header_bytes[1].offset = 151,
+            |work| work.file().checksums[0].range.end = 263,
+            |work| work.file().checksums[0].crc_offsets.truncate(1),
+            |work| work.file().checksums[0].crc_offsets[1] = 12,
+            |work| work.file().checksums.clear(),
             |work| work.reservation.files.push(OutputFile::new("more")),
             // The target's tensors.
             |work| work.target().dtype = Dtype::I32,
@@ -470,29 +470,29 @@ mod tests {
             |work| work.reservation.tensors[0].source.0 = 1,
             |work| work.reservation.tensors[0].shares.clear(),
             |work| work.share().divisor = 1,
-            |work| work.share().summands.truncate(1),
+            |work| work.share().partial_values.truncate(1),
             |work| work.share().within = Some(tile(0)),
             |work| work.share().within = Some(interleaved()),
             // The source's tables.
             |work| work.source().dtype = Dtype::U32,
             |work| work.source().chunks = target().chunks,
-            |work| work.source().chunks.push(chunk(tile(0), FileLocation::Nowhere)),
-            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), FileLocation::Nowhere) }),
-            |work| work.source().chunks.push(chunk(interleaved(), FileLocation::Nowhere)),
+            |work| work.source().chunks.push(chunk(tile(0), FileLocation::Empty)),
+            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), FileLocation::Empty) }),
+            |work| work.source().chunks.push(chunk(interleaved(), FileLocation::Empty)),
             |work| {
                 let strides = Some(Dims::from_slice(&[1, 2]));
-                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), FileLocation::Nowhere) });
+                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), FileLocation::Empty) });
             },
             |work| {
                 let item = FileLocation::Item(FileRange { file: FileId(0), offset: 1, len: 2 });
                 work.source().chunks.push(chunk(tile(0), item));
             },
-            |work| work.source().summands = None,
-            |work| work.source().summands.as_mut().unwrap().of_chunk.reverse(),
-            |work| work.source().summands.as_mut().unwrap().reduction.op = ReduceOp::Max,
+            |work| work.source().partial_values = None,
+            |work| work.source().partial_values.as_mut().unwrap().by_chunk.reverse(),
+            |work| work.source().partial_values.as_mut().unwrap().reduction.op = ReduceOp::Max,
             |work| {
-                let average = PartialReduction::of(&[2], &[Placement::Partial(ReduceOp::Avg)]).unwrap().unwrap();
-                work.source().summands.as_mut().unwrap().reduction = average;
+                let average = PartialReduction::new(&[2], &[Placement::Partial(ReduceOp::Avg)]).unwrap().unwrap();
+                work.source().partial_values.as_mut().unwrap().reduction = average;
             },
         ];
         let folder = tempfile::tempdir().unwrap();

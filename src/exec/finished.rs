@@ -108,7 +108,7 @@ impl ChecksumPart {
     pub(crate) fn join(parts: &mut Vec<Self>, file: &OutputFile) {
         parts.dedup_by(|next, part| {
             let is_next = part.offset + part.len == next.offset
-                && file.sum_at(part.offset).is_some_and(|sum| next.offset < sum.range.end);
+                && file.checksum_at(part.offset).is_some_and(|sum| next.offset < sum.range.end);
             if is_next {
                 let mut both = part.hasher();
                 both.combine(&next.hasher());

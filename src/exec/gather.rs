@@ -138,10 +138,10 @@ impl PreparedTile {
             return Ok(prepared);
         }
         let whole;
-        let share = match (share, &entry.summands) {
+        let share = match (share, &entry.partial_values) {
             (Some(share), _) => share,
             (None, Some(partial_values)) => {
-                whole = partial_values.reduction.whole();
+                whole = partial_values.reduction.full_reduction();
                 &whole
             }
             (None, None) => {
@@ -155,7 +155,7 @@ impl PreparedTile {
             }
         };
         prepared.reducer = Reducer::for_share(entry, share)?;
-        for &index in &share.summands {
+        for &index in &share.partial_values {
             let plan = source.plan(tile, index, share.within.as_ref());
             prepared.sources.push(PartialSource::Files(LocatedPlan::new(input, entry, plan, locations)?));
         }
@@ -419,7 +419,7 @@ impl LocatedPlan {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
             read_piece(&file, input.files.io(), located, &piece, buffer, block)?;
-            if let (Some((recorder, fqn)), Some(summed)) = (&mut recorder, located.summed) {
+            if let (Some((recorder, fqn)), Some(summed)) = (&mut recorder, located.checksum) {
                 record_runs(recorder, fqn, located, summed, &piece, buffer);
             }
             Ok(())

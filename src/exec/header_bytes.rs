@@ -5,7 +5,7 @@
 use std::iter::zip;
 use std::os::unix::fs::FileExt;
 
-use crate::catalog::{OutputFile, SITE_BYTES};
+use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
@@ -19,13 +19,13 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// `Io`, also if the file is too short.
 pub fn first_difference(file: &OutputFile, path: &AnchoredPath) -> Result<Option<u64>> {
     let open = path.open().map_err(Error::io("open", path))?;
-    let sites = file.sites(&(0..file.len));
+    let sites = file.crc_offsets_in(&(0..file.len));
     let is_checksum = |offset: u64| {
         let next = sites.partition_point(|site| *site <= offset);
-        next.checked_sub(1).is_some_and(|before| offset < sites[before] + SITE_BYTES)
+        next.checked_sub(1).is_some_and(|before| offset < sites[before] + CRC_BYTES)
     };
     let mut block = Vec::new();
-    for header in &file.literals {
+    for header in &file.header_bytes {
         let mut offset = header.offset;
         for expected in header.bytes.chunks(BLOCK_BYTES) {
             block.resize(expected.len(), 0);
@@ -52,10 +52,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f");
         let mut file = OutputFile::new("f");
-        file.push_literal(vec![1; 10]);
+        file.push_header(vec![1; 10]);
         file.push_payload(100);
-        file.push_literal(vec![2; 20]);
-        file.sums.push(ChecksumSpan { range: 10..110, sites: smallvec::smallvec![112] });
+        file.push_header(vec![2; 20]);
+        file.checksums.push(ChecksumSpan { range: 10..110, crc_offsets: smallvec::smallvec![112] });
         let mut content = [vec![1; 10], vec![9; 100], vec![2; 20]].concat();
         content[112..116].copy_from_slice(&[7; 4]);
         let found = |content: &[u8]| {

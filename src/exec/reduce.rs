@@ -110,10 +110,10 @@ impl Reducer {
     /// # Errors
     /// `Unsupported` if the partial values cannot be reduced.
     pub fn for_share(entry: &TensorEntry, share: &Share) -> crate::error::Result<Option<Self>> {
-        if share.summands.len() <= 1 && share.divisor <= 1 {
+        if share.partial_values.len() <= 1 && share.divisor <= 1 {
             return Ok(None);
         }
-        let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
+        let op = entry.partial_values.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
         Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.for_tensor(&entry.fqn))
     }
 

@@ -164,8 +164,8 @@ pub(crate) fn store_values(
     let mut files = Files::new(io);
     let file = files.add(path).unwrap();
     for (tile, offset, strides) in rows {
-        let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
-        chunks.push(Chunk { tile, place, strides: Some(strides), rank: None });
+        let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
+        chunks.push(Chunk { tile, location, strides: Some(strides), rank: None });
     }
     (files, TensorEntry { chunks, ..TensorEntry::new("t".into(), dtype, shape.into()) })
 }

@@ -61,7 +61,7 @@ impl WindowPace {
     /// Returns the largest size of a window.
     #[must_use]
     pub fn max_bytes() -> u64 {
-        if fault::is_hurried() { TEST_BYTES } else { WINDOW_BYTES }
+        if fault::is_testing_faults() { TEST_BYTES } else { WINDOW_BYTES }
     }
 
     /// Returns the bytes of the next window.
@@ -107,10 +107,10 @@ impl<'a> Windows<'a> {
             let before = tiles;
             for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_to_be_written(tensor, *chunk, self.todo)) {
                 bytes += tensor.chunk_bytes(chunk);
-                tiles = tensor.tiles_of(chunk, source).saturating_add(tiles);
+                tiles = tensor.tiles_read_by_chunk(chunk, source).saturating_add(tiles);
             }
             // A tensor without stored data is proven all the same.
-            let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.place(chunk).is_none());
+            let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.file_offset(chunk).is_none());
             if tiles > before || is_nowhere() {
                 window.push(tensor);
             }
@@ -133,7 +133,7 @@ pub fn source_tensors(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
 /// Returns whether a part of the chunk is to be written.
 fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
     let is_touched = |(file, offset)| todo.overlaps(file, &(offset..offset + tensor.chunk_bytes(chunk)));
-    tensor.place(chunk).is_some_and(is_touched)
+    tensor.file_offset(chunk).is_some_and(is_touched)
 }
 
 /// A tile that is planned and located.
@@ -207,7 +207,7 @@ fn prepare_tensor(
     let mut chunks: SmallVec<[usize; 1]> = SmallVec::new();
     let first = tiles.len();
     for index in 0..tensor.entry.chunks.len() {
-        let Some((file, offset)) = tensor.place(index) else { continue };
+        let Some((file, offset)) = tensor.file_offset(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
         let share = tensor.shares.get(index);
         // The first of several replicas is counted, whichever run writes it.

@@ -124,7 +124,7 @@ impl<'a> BlockCutter<'a> {
 
     fn push_headers_before(&mut self, file: u32, offset: u64, blocks: &mut WriteBlocks<'_>) {
         let next = &mut self.next_header[file as usize];
-        let headers = &self.files[file as usize].literals;
+        let headers = &self.files[file as usize].header_bytes;
         while let Some(header) = headers.get(*next).filter(|header| header.offset < offset) {
             let index = *next;
             blocks.push(file, header.offset, header.bytes.len() as u64, 1, |bytes| SegmentContent::HeaderBytes {
@@ -248,11 +248,11 @@ mod tests {
     /// A file of header (10) | a (100) | frame (5) | b (16) | tail (3).
     fn file() -> OutputFile {
         let mut file = OutputFile::new("f");
-        file.push_literal(vec![1; 10]);
+        file.push_header(vec![1; 10]);
         file.push_payload(100);
-        file.push_literal(vec![2; 5]);
+        file.push_header(vec![2; 5]);
         file.push_payload(16);
-        file.push_literal(vec![3; 3]);
+        file.push_header(vec![3; 3]);
         file
     }
 
@@ -291,9 +291,9 @@ mod tests {
     #[test]
     fn write_blocks_end_at_file_block_boundaries() {
         let mut file = OutputFile::new("f");
-        file.push_literal(vec![1; 1000]);
+        file.push_header(vec![1; 1000]);
         file.push_payload(1_000_000);
-        file.push_literal(vec![2; 24]);
+        file.push_header(vec![2; 24]);
         file.push_payload(500_000);
         let len = file.len;
         let files = [file];
@@ -312,7 +312,7 @@ mod tests {
     #[test]
     fn window_of_small_tensors_has_blocks_for_several_workers() {
         let mut file = OutputFile::new("f");
-        file.push_literal(vec![1; 1000]);
+        file.push_header(vec![1; 1000]);
         let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
         let (len, files) = (file.len, [file]);
         let todo = Extents::of_files(&files);

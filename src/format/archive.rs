@@ -105,12 +105,12 @@ impl SharedBytes {
         let base = file.len;
         for (at, bytes) in archive.known {
             file.len = base + at;
-            file.push_literal(self.share(bytes));
+            file.push_header(self.share(bytes));
         }
         file.len = base + archive.len;
-        file.sums.extend(archive.checksums.into_iter().map(|sum| ChecksumSpan {
+        file.checksums.extend(archive.checksums.into_iter().map(|sum| ChecksumSpan {
             range: base + sum.range.start..base + sum.range.end,
-            sites: SmallVec::from_buf(sum.places.map(|place| base + place)),
+            crc_offsets: SmallVec::from_buf(sum.places.map(|place| base + place)),
         }));
         base
     }

@@ -17,7 +17,7 @@ pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
         catalog.archives.iter().map(|stretch| (*stretch, None)).collect();
     for entry in &catalog.tensors {
         for index in 0..entry.chunks.len() {
-            if let FileLocation::Item(stretch) = entry.chunks.place(index) {
+            if let FileLocation::Item(stretch) = entry.chunks.location(index) {
                 archives.insert(stretch, Some(&entry.fqn));
             }
         }

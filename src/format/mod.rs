@@ -331,18 +331,25 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
         Some(strides) => strides.clone(),
         None => contiguous_strides(&entry.chunks.sizes(index)),
     };
-    match entry.chunks.place(index) {
-        FileLocation::Bytes { file, offset } => Ok(StridedLocation { file, offset, strides: strides(), summed: None }),
+    match entry.chunks.location(index) {
+        FileLocation::Bytes { file, offset } => {
+            Ok(StridedLocation { file, offset, strides: strides(), checksum: None })
+        }
         FileLocation::Record { file, record, within } => {
             let start = archive::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
             })?;
-            Ok(StridedLocation { file, offset, strides: strides(), summed: ChecksummedRange::of_record(record, start) })
+            Ok(StridedLocation {
+                file,
+                offset,
+                strides: strides(),
+                checksum: ChecksummedRange::of_record(record, start),
+            })
         }
         FileLocation::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
-        FileLocation::Nowhere => Err(Error::unsupported(
+        FileLocation::Empty => Err(Error::unsupported(
             format!("{}: chunk {chunk} has elements but no place", entry.fqn),
             "the checkpoint does not say where they are",
         )),
@@ -356,11 +363,11 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
 /// As [`resolve`].
 pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
-    match (resolve(files, entry, chunk), entry.chunks.place(index).file()) {
+    match (resolve(files, entry, chunk), entry.chunks.location(index).file()) {
         (Err(Error::Format(FormatError::Missing { .. })), Some(file)) if files.seen_by(file).is_some() => {
             let strides = entry.chunks.strides(index).cloned();
             let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.sizes(index)));
-            Ok(StridedLocation { file, offset: 0, strides, summed: None })
+            Ok(StridedLocation { file, offset: 0, strides, checksum: None })
         }
         (resolved, _) => resolved,
     }

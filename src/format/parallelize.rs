@@ -9,7 +9,7 @@ use crate::catalog::Fqn;
 use crate::error::Error;
 use crate::layout::parallelize::{
     ParallelizePlan, Parameter, ParameterOrder, ParameterPlacement, PlacementSource, PlanError, UnboundPlan,
-    UncutReason, alike,
+    UncutReason, similar_families,
 };
 use crate::layout::{DeviceMesh, MeshDim};
 use crate::name_list::short_list;
@@ -38,7 +38,7 @@ impl PlanSide {
     /// # Errors
     /// `Usage` where it does not know what to do with the dims of the mesh.
     pub fn plan(self, draft: &UnboundPlan, mesh: &DeviceMesh) -> Result<ParallelizePlan, Error> {
-        draft.on(mesh).map_err(|error| self.error(error, &[]))
+        draft.on_mesh(mesh).map_err(|error| self.error(error, &[]))
     }
 
     /// With what to do about it.
@@ -46,16 +46,16 @@ impl PlanSide {
         let (mesh, plan, placements) = (self.option("mesh"), self.option("plan"), self.option("placements"));
         let hint = match (&error, self) {
             (PlanError::UnnamedMesh { .. }, _) => format!("give one with {mesh}, such as {mesh} dp=4,tp=2"),
-            (PlanError::NoSuchDim { name, dims, .. }, _) => nearest::listed(name, dims),
+            (PlanError::NoSuchDim { name, dims, .. }, _) => nearest::name_hint(name, dims),
             (PlanError::DimTwice { .. }, _) => {
                 String::from("tensor parallelism, FSDP and its copies have a dim of their own each")
             }
-            (PlanError::LeftOver { name, .. }, Self::Target) => {
+            (PlanError::UnusedDim { name, .. }, Self::Target) => {
                 format!(
                     "say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh"
                 )
             }
-            (PlanError::LeftOver { name, .. }, Self::Source) => format!(
+            (PlanError::UnusedDim { name, .. }, Self::Source) => format!(
                 "a layout file (options::src_layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
@@ -65,12 +65,12 @@ impl PlanSide {
                 "call it tp in options::src_mesh, or say in a layout file (options::src_layout) which it is: tp = \"DIM\"",
             ),
             (PlanError::NoStyles { name }, _) => format!("say it with {plan} NAME, or leave {name} out of {mesh}"),
-            (PlanError::Unmatched { pattern, .. }, _) => nearest::listed(pattern, &modules(parameters)),
-            (PlanError::OtherFamily { alike, .. }, _) if alike.is_empty() => {
+            (PlanError::Unmatched { pattern, .. }, _) => nearest::name_hint(pattern, &modules(parameters)),
+            (PlanError::OtherFamily { similar, .. }, _) if similar.is_empty() => {
                 format!("no built-in plan knows these names; {placements} 'PATTERN=LIST' says how tensors lie")
             }
-            (PlanError::OtherFamily { alike, .. }, _) => {
-                format!("these names look like {}: {plan} {}", any_of(alike), alike[0])
+            (PlanError::OtherFamily { similar, .. }, _) => {
+                format!("these names look like {}: {plan} {}", any_of(similar), similar[0])
             }
             (PlanError::UnknownOrder { .. }, _) => String::from(
                 "name the style of each child, colwise and rowwise; torch files keep the order of a state dict",
@@ -111,8 +111,9 @@ impl PlannedModel {
         order: ParameterOrder,
     ) -> Result<Self, Error> {
         let laid = plan.bind(mesh, parameters, order).map_err(|error| side.error(error, parameters))?;
-        let is_left = |laid: &ParameterPlacement| laid.by == PlacementSource::Nobody;
-        let alike = if plan.family.is_some() && laid.iter().any(is_left) { alike(parameters) } else { Vec::new() };
+        let is_left = |laid: &ParameterPlacement| laid.by == PlacementSource::NoStyle;
+        let alike =
+            if plan.family.is_some() && laid.iter().any(is_left) { similar_families(parameters) } else { Vec::new() };
         let laid = names.into_iter().zip(laid).collect();
         Ok(Self { side, plan: plan.clone(), mesh: mesh.clone(), laid, alike, ruled: HashSet::new() })
     }
@@ -199,7 +200,7 @@ impl PlannedModel {
             let other = other
                 .map(|alike| format!("; {} {} names more", self.side.option("plan"), any_of(alike)))
                 .unwrap_or_default();
-            note(self.names(|laid| laid.by == PlacementSource::Nobody), &(lie + &other + of_unstyled));
+            note(self.names(|laid| laid.by == PlacementSource::NoStyle), &(lie + &other + of_unstyled));
         }
         note(self.names(|laid| laid.by == PlacementSource::Buffer), "taken for buffers: plain on every rank");
         if self.side == PlanSide::Source && self.plan.roles.fsdp.is_some() {

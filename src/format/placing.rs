@@ -15,7 +15,7 @@ impl Placing {
     #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
         let file_of = |id: TensorId| {
-            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.place.file());
+            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.location.file());
             places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
         };
         let named = model::all_tensors(&catalog.state).into_iter();

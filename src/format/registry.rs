@@ -19,7 +19,7 @@ use super::{Format, ReadOptions};
 use crate::catalog::{Catalog, Dtype, Fqn, Path, Reservation, TensorEntry, TensorId, Value};
 use crate::error::Result;
 use crate::layout::DeviceMesh;
-use crate::layout::shards::Held;
+use crate::layout::shards::HeldTile;
 use crate::storage::{FileId, Files, IoMode};
 
 /// One row of the table: the name of a format, and what it can hold.
@@ -243,7 +243,7 @@ pub trait Layouts {
     ///
     /// # Errors
     /// `Usage` and `Unsupported` where a tensor cannot lie as it was asked for.
-    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>>;
+    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>>;
 
     /// Returns the form that a tensor has in the torch.save files of ranks.
     ///

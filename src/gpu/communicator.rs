@@ -291,7 +291,7 @@ impl Communicator for Nccl {
     /// All together: a peer may still be reading what this rank's device has for it.
     fn leave(mut self) -> Result<()> {
         // The rank that is behind the barrier first ends its side. One that is killed before never comes to the barrier.
-        self.watch.iter().for_each(Watch::expect_leaving);
+        self.watch.iter().for_each(NcclWatch::expect_leaving);
         let done = self.barrier();
         self.watch = None;
         if done.is_ok() {

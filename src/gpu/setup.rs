@@ -94,7 +94,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
     let is_off = Arc::new(AtomicBool::new(false));
     let (made, heard) = thread::scope(|scope| -> Result<_> {
         let is_off_now = &is_off;
-        let heard = threads::start_within(scope, "meeting", move || {
+        let heard = threads::start_scoped(scope, "meeting", move || {
             let heard = talk(&**control, &ended);
             is_off_now.store(!matches!(heard, Ok(None)), Ordering::Relaxed);
             heard

@@ -1,4 +1,8 @@
-//! Who said how the dims of a tensor are cut, for what to say where they cannot be.
+//! The origin of a tensor's split, used for errors when a tensor cannot be split as asked.
+//!
+//! Sizes count elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
+//! sizes; see [`Split`]. The hint of an error depends on who chose the split: a rule, the layout, SRC, or the
+//! checkpoint in `options::like`.
 
 use std::fmt;
 
@@ -6,21 +10,24 @@ use super::rules::Rule;
 use super::shards::SharedTensor;
 use super::{DeviceMesh, LayoutError, Split};
 
+/// The origin of the split of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub enum SplitChoice<'a> {
+    /// A rule that matches the tensor.
     Rule(&'a Rule),
-    /// What is said of all tensors.
-    All,
+    /// The default split of the layout.
+    AllTensors,
+    /// The split of SRC.
     Source,
-    /// The checkpoint whose layout is taken.
+    /// The split of the checkpoint in `options::like`.
     Like,
 }
 
 impl fmt::Display for SplitChoice<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Rule(rule) => &rule.said,
-            Self::All => "said of all tensors",
+            Self::Rule(rule) => &rule.origin,
+            Self::AllTensors => "the split of all tensors",
             Self::Source => "as in SRC",
             Self::Like => "as in options::like",
         })
@@ -28,8 +35,10 @@ impl fmt::Display for SplitChoice<'_> {
 }
 
 impl SplitChoice<'_> {
+    /// Checks that a tensor of this shape can be split on every rank of the mesh.
+    ///
     /// # Errors
-    /// `Cut` where a tensor of this shape cannot be cut so.
+    /// `Cut` if it cannot.
     pub fn check(
         self,
         fqn: &impl ToString,
@@ -40,42 +49,42 @@ impl SplitChoice<'_> {
         if shared.splits.iter().all(|split| *split == Split::Chunk) {
             return Ok(());
         }
-        let told = |error| LayoutError::Cut {
+        let with_hint = |error| LayoutError::Cut {
             fqn: fqn.to_string(),
             by: self.to_string(),
             hint: self.hint(&error),
             source: Box::new(error),
         };
-        mesh.coordinates().try_for_each(|(_, at)| shared.part(shape, mesh, &at).map(drop)).map_err(told)
+        mesh.coordinates().try_for_each(|(_, at)| shared.part(shape, mesh, &at).map(drop)).map_err(with_hint)
     }
 
-    /// What to do instead.
+    /// Returns the hint for an error.
     fn hint(self, error: &LayoutError) -> &'static str {
         match (error, self) {
-            (LayoutError::SplitSizes { .. }, Self::Rule(_) | Self::All) => {
-                "sizes are one for each coordinate of the mesh dim, and add up to the dim as it is cut"
+            (LayoutError::SplitSizes { .. }, Self::Rule(_) | Self::AllTensors) => {
+                "give one size for each coordinate of the mesh dim; the sizes must add up to the size of the tensor dim"
             }
-            (LayoutError::SplitStrided { .. }, Self::All) => {
-                "_S takes its parts as torch.chunk cuts them: split = \"chunk\" in a rule for this tensor says so, or leave \
+            (LayoutError::SplitStrided { .. }, Self::AllTensors) => {
+                "_S needs the split of torch.chunk: write split = \"chunk\" in a rule for this tensor, or leave \
                  options::split out"
             }
             (LayoutError::SplitStrided { .. }, Self::Rule(_)) => {
-                "_S takes its parts as torch.chunk cuts them: leave split and sizes out of the rule, or say split = \"chunk\""
+                "_S needs the split of torch.chunk: leave split and sizes out of the rule, or write split = \"chunk\""
             }
             (_, Self::Source | Self::Like) => {
-                "options::split chunk cuts all tensors anew; a rule of a layout file gives this one other sizes"
+                "use options::split chunk for all tensors, or set the sizes of this tensor with a rule in a layout file"
             }
-            _ => "give it placements and a split that its dims allow",
+            _ => "choose placements and a split that fit the dims of this tensor",
         }
     }
 
-    /// What to do where only `torch.chunk` will do.
+    /// Returns the hint for a format that stores only the split of `torch.chunk`.
     #[must_use]
-    pub fn to_chunks(self) -> &'static str {
+    pub fn hint_for_chunk_split(self) -> &'static str {
         match self {
             Self::Rule(_) => "leave split and sizes out of the rule",
-            Self::All => "leave out options::split",
-            Self::Source | Self::Like => "reshard cuts them so (options::split chunk)",
+            Self::AllTensors => "leave out options::split",
+            Self::Source | Self::Like => "use reshard with options::split chunk",
         }
     }
 }

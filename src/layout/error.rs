@@ -1,7 +1,7 @@
-//! Errors in layouts that people write.
+//! Errors in a mesh, placement or layout that the user wrote.
 //!
-//! Each message names what was expected and what was found, and is complete without its context.
-//! Errors in *tiles* are [`super::CoverError`].
+//! Each message names what was expected and what was found, and can be read without its context. Errors about tiles
+//! are in [`super::CoverError`]. All sizes count elements.
 
 use serde_json::{Value as Json, json};
 
@@ -11,7 +11,7 @@ fn sum_of(sizes: &[u64]) -> String {
     sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("+")
 }
 
-/// A mesh, placement or coordinate that makes no sense by itself or next to the others.
+/// An invalid mesh, placement or coordinate, or a combination of them that does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -87,16 +87,16 @@ pub enum LayoutError {
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
     /// Two mesh dims reduce by operations whose order matters.
-    #[error("mesh dims reduce by {first} and {second}, which do not commute: there is no one value")]
+    #[error("mesh dims reduce by {first} and {second}, which do not commute, so the value is not defined")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
     /// Partial values are to become partial values of another operation.
-    #[error("P({from}) cannot become P({to}): summands of one are none of the other")]
+    #[error("P({from}) cannot be converted to P({to}): partial values of one op are not partial values of the other")]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
     /// A whole value is to become partial values of an operation that has none.
-    #[error("P({op}) cannot be made of a whole value: no values of the ranks are known whose {op} it is")]
-    NoSummands { op: ReduceOp },
+    #[error("a value without Partial cannot be converted to P({op}): its partial values are not defined")]
+    NoPartialValues { op: ReduceOp },
 
     /// The shard order of a dim does not fit its placements.
     #[error("shard order of dim {dim}: expected {expected}, found {found}")]
@@ -118,26 +118,26 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
-    /// A layout file has a fault; `said` is the place, with the name of the file.
-    #[error("{said}: {problem}")]
-    File { file: String, said: String, problem: String, hint: Option<String> },
+    /// An error in a layout file; `position` is the file, line and key, such as `layout.toml line 12: rules "**.norm"`.
+    #[error("{position}: {problem}")]
+    File { file: String, position: String, problem: String, hint: Option<String> },
 
     /// A rule gives a tensor placements that do not fit its shape.
-    #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
+    #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
-    /// The tensor cannot be cut as a rule or option asks.
+    /// A tensor that cannot be split in the way that `by` asks for.
     #[error("{fqn}: {source} ({by})")]
     Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 
-    /// The error was found at a tensor.
+    /// An error with the name of the tensor.
     #[error("{fqn}: {source}")]
     Tensor { fqn: String, source: Box<LayoutError> },
 }
 
 impl LayoutError {
     /// Returns a function for `map_err` that adds the name of the tensor.
-    pub fn of(fqn: &impl ToString) -> impl Fn(Self) -> Self {
+    pub fn for_tensor(fqn: &impl ToString) -> impl Fn(Self) -> Self {
         move |error| Self::Tensor { fqn: fqn.to_string(), source: Box::new(error) }
     }
 
@@ -146,20 +146,20 @@ impl LayoutError {
     pub fn hint(&self) -> &str {
         match self {
             Self::RuleMisfit { .. } => {
-                "give it placements that its dims allow, in a rule before that one or in its place"
+                "give the tensor placements that fit its dimensions, in an earlier rule or in this one"
             }
             Self::Pattern { .. } => {
-                "a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell"
+                "write a name with * within a component, ** across components or {a,b}; quote it for the shell"
             }
             Self::File { hint, .. } => {
-                hint.as_deref().unwrap_or("docs/reference/layout-file.md tells what a layout file says")
+                hint.as_deref().unwrap_or("docs/reference/layout-file.md describes layout files")
             }
             Self::Cut { hint, .. } => hint,
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {
-                "a rank for each cell of the mesh, each once, with commas between them: options::mesh_ranks 0,2,1,3"
+                "list one rank for each cell of the mesh, each rank once, separated by commas: options::mesh_ranks 0,2,1,3"
             }
             _ => {
-                "a mesh is named dims (options::mesh dp=4,tp=2), a layout one placement a mesh dim \
+                "write a mesh as named dimensions (options::mesh dp=4,tp=2), and one placement for each of them \
                  (options::placements 'S(0),R')"
             }
         }

@@ -1,9 +1,9 @@
-//! FSDP1's flat parameter: the parameters of one wrapped module behind each other, cut evenly among ranks.
+//! The flat parameter of FSDP1: the concatenated parameters of one wrapped module, split evenly among ranks.
 //!
-//! Counts elements. Parameters lie in the order in which the module registered them, each flattened in the order of its
-//! own storage. With `use_orig_params` every one begins at a multiple of the alignment and the whole is padded for all
-//! shards to be equal; without, nothing is padded but the last shard in memory, and trailing shards may be short or
-//! empty. Nothing of this depends on where one parameter ends and a shard begins:
+//! Counts elements. Parameters are in the order of registration, and each is flattened in the order of its storage.
+//! With `use_orig_params`, each parameter starts at a multiple of the alignment, and the total is padded so that all
+//! shards are equal. Without it, only the last shard is padded, in memory only, and the last shards may be short or
+//! empty. Shard boundaries do not depend on parameter boundaries:
 //!
 //! ```text
 //!     a (15)          b (15)          c (5)            with use_orig_params, alignment 4, 2 shards
@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 
 use super::{Dims, Region, unravel};
 
-/// Where the parameters of a unit lie in its flat parameter, and how that is cut.
+/// The range of each parameter of a unit in its flat parameter, and the number of shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatParameter {
     params: Vec<Range<u64>>,
@@ -28,28 +28,29 @@ pub struct FlatParameter {
     shards: u64,
 }
 
-/// A stretch of a shard.
+/// A contiguous piece of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatPiece {
-    /// From the start of the shard.
+    /// The offset from the start of the shard.
     pub offset: u64,
     pub len: u64,
     pub content: FlatContent,
 }
 
-/// What a stretch of a shard holds.
+/// The content of a piece of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FlatContent {
-    /// These elements of a parameter, in the order of its storage.
+    /// Elements of a parameter, in storage order.
     Parameter { index: usize, elements: Range<u64> },
-    /// Nothing that anybody reads.
+    /// Padding, which is never read.
     Padding,
 }
 
 impl FlatParameter {
-    /// Parameters of these numels for so many shards; `None` where no numbers can say it.
+    /// Lays out parameters with these numbers of elements, for a number of shards. Returns `None` if the sizes exceed
+    /// `u64`, or if the number of shards or the alignment is 0.
     ///
-    /// `align` is the alignment in elements, given with `use_orig_params`.
+    /// `align` is the alignment in elements; it is given if and only if `use_orig_params` is true.
     #[must_use]
     pub fn new(numels: &[u64], align: Option<u64>, shards: u64) -> Option<Self> {
         let (align, padded_to) = match align {
@@ -64,35 +65,36 @@ impl FlatParameter {
             params.push(start..end);
         }
         let total = end.checked_next_multiple_of(padded_to)?;
-        // Room for shards of equal length.
+        // Shards of equal length must fit u64.
         total.div_ceil(shards.max(1)).checked_mul(shards)?;
         (shards > 0).then_some(Self { params, total, shards })
     }
 
-    /// The elements of each parameter.
+    /// Returns the range of each parameter.
     #[must_use]
     pub fn params(&self) -> &[Range<u64>] {
         &self.params
     }
 
-    /// Elements with the padding that is stored: PyTorch's `_unpadded_unsharded_size`.
+    /// Returns the number of elements, including stored padding: PyTorch's `_unpadded_unsharded_size`.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.total
     }
 
+    /// Returns the number of shards.
     #[must_use]
     pub fn shards(&self) -> u64 {
         self.shards
     }
 
-    /// Elements of a shard in memory, where short ones are padded.
+    /// Returns the number of elements of a shard in memory, where short shards are padded.
     #[must_use]
     pub fn shard_len(&self) -> u64 {
         self.total.div_ceil(self.shards)
     }
 
-    /// The elements that a shard holds; trailing shards may hold fewer than others, or none.
+    /// Returns the range of a shard. The last shards may be shorter than others, or empty.
     #[must_use]
     pub fn shard(&self, index: u64) -> Range<u64> {
         let len = self.shard_len();
@@ -100,12 +102,12 @@ impl FlatParameter {
         start..start.saturating_add(len).min(self.total)
     }
 
-    /// What lies in a shard, without a hole, from its start to its end.
+    /// Returns the pieces of a shard, without gaps, from its start to its end.
     pub fn pieces(&self, shard: u64) -> impl Iterator<Item = FlatPiece> + '_ {
         self.pieces_within(self.shard(shard))
     }
 
-    /// What lies in any stretch of the flat parameter.
+    /// Returns the pieces of any range of the flat parameter.
     pub fn pieces_within(&self, range: Range<u64>) -> impl Iterator<Item = FlatPiece> + '_ {
         let mut at = range.start;
         let mut next = self.params.partition_point(|param| param.end <= range.start);
@@ -113,7 +115,7 @@ impl FlatParameter {
             if at >= range.end {
                 return None;
             }
-            // One without elements is nowhere.
+            // Skip parameters without elements.
             while self.params.get(next).is_some_and(|param| param.end <= at) {
                 next += 1;
             }
@@ -134,24 +136,25 @@ impl FlatParameter {
     }
 }
 
-/// The order in which the elements of a dense tensor lie in its storage: its dims, the slowest first.
+/// The storage order of a dense tensor: its dims, from the slowest to the fastest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageOrder(SmallVec<[usize; 4]>);
 
 impl StorageOrder {
+    /// Returns the row-major order of `ndim` dims.
     #[must_use]
     pub fn row_major(ndim: usize) -> Self {
         Self((0..ndim).collect())
     }
 
-    /// The order that these strides give; `None` where they leave holes or share elements.
+    /// Returns the storage order of these strides, or `None` if they leave gaps or overlap.
     #[must_use]
     pub fn of_strides(shape: &[u64], strides: &[u64]) -> Option<Self> {
         if shape.len() != strides.len() {
             return None;
         }
         let mut dims: SmallVec<[usize; 4]> = (0..shape.len()).collect();
-        // Where a dim has one element its stride says nothing.
+        // The stride of a dim of size 1 is meaningless.
         dims.sort_by_key(|&dim| (std::cmp::Reverse(if shape[dim] == 1 { u64::MAX } else { strides[dim] }), dim));
         let mut expected: u64 = 1;
         for &dim in dims.iter().rev() {
@@ -163,8 +166,8 @@ impl StorageOrder {
         Some(Self(dims))
     }
 
-    /// The boxes that elements `range` of the storage are, in the order they lie there, each with the strides its
-    /// elements have in it: at most two a dim.
+    /// Splits the elements `range` of the storage into boxes, in storage order, at most two for each dim. Each box has
+    /// the strides of its elements in the storage.
     pub fn cut(&self, shape: &[u64], range: Range<u64>) -> Vec<(Region, Dims)> {
         let sizes = self.permuted(shape);
         let boxes = Region::cut(&sizes, range).map(|region| {
@@ -172,12 +175,12 @@ impl StorageOrder {
             for dim in (1..strides.len()).rev() {
                 strides[dim - 1] = strides[dim] * region.sizes[dim];
             }
-            (Region::new(self.back(&region.offsets), self.back(&region.sizes)), self.back(&strides))
+            (Region::new(self.unpermuted(&region.offsets), self.unpermuted(&region.sizes)), self.unpermuted(&strides))
         });
         boxes.collect()
     }
 
-    /// The same elements as boxes that lie in the storage in row-major order each.
+    /// Splits the elements `range` of the storage into boxes that are each stored in row-major order.
     pub fn cut_row_major(&self, shape: &[u64], range: Range<u64>) -> Vec<Region> {
         let sizes = self.permuted(shape);
         let mut boxes = Vec::new();
@@ -189,19 +192,19 @@ impl StorageOrder {
                     offsets[dim] += at;
                     sizes[dim] = 1;
                 }
-                boxes.push(Region::new(self.back(&offsets), self.back(&sizes)));
+                boxes.push(Region::new(self.unpermuted(&offsets), self.unpermuted(&sizes)));
             }
         }
         boxes
     }
 
-    /// How many boxes [`Self::cut_row_major`] makes of the whole tensor.
+    /// Returns the number of boxes that [`Self::cut_row_major`] makes of the complete tensor.
     #[must_use]
     pub fn count_row_major(&self, shape: &[u64]) -> u64 {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }
 
-    /// Of sizes in storage order, those before the dims which, inwards, come in the order of the tensor.
+    /// Returns the leading sizes, in storage order, that precede the innermost dims which are already in tensor order.
     fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
         let mut tail = sizes.len();
         let mut inner = usize::MAX;
@@ -218,7 +221,7 @@ impl StorageOrder {
         self.0.iter().map(|&dim| dims[dim]).collect()
     }
 
-    fn back(&self, permuted: &[u64]) -> Dims {
+    fn unpermuted(&self, permuted: &[u64]) -> Dims {
         let mut dims = Dims::from_elem(0, permuted.len());
         for (&dim, &value) in self.0.iter().zip(permuted) {
             dims[dim] = value;
@@ -244,9 +247,9 @@ mod tests {
         flat.pieces(shard).map(show).collect()
     }
 
-    /// What PyTorch 2.15 made of Embedding(5, 3), Linear(3, 5) on two ranks, f32.
+    /// The flat parameter of Embedding(5, 3) and Linear(3, 5) on two ranks, f32, in PyTorch 2.15.
     #[test]
-    fn the_flat_parameter_of_pytorch() {
+    fn flat_parameter_equals_that_of_pytorch() {
         let views = FlatParameter::new(&[15, 15, 5], Some(4), 2).unwrap();
         assert_eq!((views.total(), views.shard_len()), (38, 19));
         assert_eq!(shown(&views, 0), ["a[0..15]@0", "#1@15", "b[0..3]@16"]);
@@ -268,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_beyond_bounds_are_refused() {
+    fn sizes_beyond_u64_are_none() {
         assert_eq!(FlatParameter::new(&[1], None, 0), None);
         assert_eq!(FlatParameter::new(&[1], Some(0), 2), None);
         assert_eq!(FlatParameter::new(&[u64::MAX, 1], None, 2), None);
@@ -277,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_last_lies_in_another_order() {
+    fn channels_last_is_split_in_its_storage_order() {
         // (2, 3, 2, 2) as N, H, W, C.
         let order = StorageOrder::of_strides(&[2, 3, 2, 2], &[12, 1, 6, 3]).unwrap();
         assert_eq!(order, StorageOrder(SmallVec::from_slice(&[0, 2, 3, 1])));
@@ -291,7 +294,7 @@ mod tests {
         assert_eq!(StorageOrder::of_strides(&[1, 3], &[77, 1]).unwrap(), StorageOrder::row_major(2));
     }
 
-    /// Linear index in storage of an element.
+    /// Returns the linear index of an element in storage.
     fn position(order: &StorageOrder, shape: &[u64], at: &[u64]) -> u64 {
         let (sizes, at) = (order.permuted(shape), order.permuted(at));
         super::super::ravel(&at, &sizes)
@@ -340,7 +343,7 @@ mod tests {
             let order = StorageOrder(dims.into_iter().collect());
             let numel: u64 = shape.iter().product();
             let range = ends.0.min(ends.1).min(numel)..ends.0.max(ends.1).min(numel);
-            // Row-major boxes one behind the other are the range itself.
+            // Concatenated row-major boxes are the range itself.
             let mut walked = Vec::new();
             for region in order.cut_row_major(&shape, range.clone()) {
                 for index in 0..region.numel() {
@@ -350,7 +353,7 @@ mod tests {
                 }
             }
             prop_assert!(walked.into_iter().eq(range.clone()));
-            // Boxes with strides hold each element where it lies in them.
+            // Strided boxes have each element at its storage position.
             let mut start = range.start;
             for (region, strides) in order.cut(&shape, range.clone()) {
                 for index in 0..region.numel() {

@@ -1,11 +1,11 @@
-//! The grid of ranks that a layout is written on.
+//! Device meshes: the grid of ranks that a layout refers to.
 //!
-//! Counts ranks. A mesh is a row-major array of rank numbers with an optional name per dim. The
-//! ranks need be neither consecutive nor ascending: a mesh sliced out of a larger one keeps the
-//! numbers of the larger. Invariant: every dim is at least 1, and every rank appears once.
+//! Counts ranks. A mesh is a row-major array of rank numbers, with an optional name for each dim. The ranks may be
+//! non-consecutive and in any order: a slice of a larger mesh keeps the rank numbers of the larger mesh. Invariant:
+//! every dim is at least 1, and every rank appears once.
 //!
-//! The rule is `torch/distributed/device_mesh.py`: the coordinate of a rank is the index of its
-//! number in the array.
+//! The rule is that of `torch/distributed/device_mesh.py`: the coordinate of a rank is the index of its number in the
+//! array.
 //!
 //! ```text
 //!     dp=2,tp=3        tp=0 1 2
@@ -17,25 +17,27 @@ use std::{collections::HashSet, fmt};
 
 use super::{AsTuple, Dims, LayoutError, MeshDim, Rank, numel, ravel, unravel};
 
-/// The largest mesh that is built from a shape alone: some hundred times the largest machine, and
-/// small enough that a mistyped size does not ask for all of memory.
+/// The maximum number of ranks of a mesh that is built from a shape. It is about a hundred times the largest machine,
+/// and small enough that a mistyped size does not allocate all memory.
 const MAX_RANKS: u64 = 1 << 24;
 
-/// A row-major array of ranks, with or without names for its dims.
+/// A row-major array of ranks, with or without names for the mesh dims.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceMesh {
     shape: Dims,
     ranks: Vec<Rank>,
     names: Option<Vec<String>>,
-    /// Every rank with its index in `ranks`, sorted by rank. Not stored for a row-major mesh,
-    /// where the two are the same number. A function of `ranks`, so equality may look at it.
+    /// Every rank with its index in `ranks`, sorted by rank. Empty for a row-major mesh, where rank and index are
+    /// equal. It is derived from `ranks`, so comparing it does not change equality.
     by_rank: Vec<(Rank, u32)>,
 }
 
 impl DeviceMesh {
+    /// Makes a mesh from its shape, ranks and names.
+    ///
     /// # Errors
-    /// When there are not as many ranks as cells or names as dims, a dim is 0, or a rank or
-    /// a name appears twice.
+    /// If the number of ranks differs from the number of cells, the number of names from the number of dims, a dim is
+    /// 0, or a rank or name appears twice.
     pub fn new(shape: impl Into<Dims>, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<Self, LayoutError> {
         let shape = shape.into();
         let in_words = || AsTuple(&shape).to_string();
@@ -65,10 +67,10 @@ impl DeviceMesh {
         Ok(Self { shape, ranks, names, by_rank })
     }
 
-    /// The ranks `0..world_size` in order, on dims of these names and sizes.
+    /// Makes a mesh of the ranks `0..world_size` in row-major order, with these dim names and sizes.
     ///
     /// # Errors
-    /// When a size is 0, a name appears twice, or there would be more than 2^24 ranks.
+    /// If a size is 0, a name appears twice, or the mesh has more than 2^24 ranks.
     pub fn row_major(named: &[(String, u64)]) -> Result<Self, LayoutError> {
         let shape: Dims = named.iter().map(|&(_, size)| size).collect();
         let world_size = numel(&shape).filter(|&n| n <= MAX_RANKS).and_then(|n| u32::try_from(n).ok());
@@ -80,10 +82,10 @@ impl DeviceMesh {
         Self::new(shape, (0..world_size).map(Rank).collect(), Some(names))
     }
 
-    /// A row-major mesh as users write it: `dp=4,tp=2`, outermost dim first.
+    /// Parses a row-major mesh such as `dp=4,tp=2`, outermost dim first.
     ///
     /// # Errors
-    /// When the text is not a list of `name=size`, and as [`row_major`](Self::row_major) does.
+    /// If the text is not a list of `name=size`, and the errors of [`row_major`](Self::row_major).
     pub fn parse(spec: &str) -> Result<Self, LayoutError> {
         let error =
             |expected, found: &str| LayoutError::MeshSpec { spec: spec.to_owned(), expected, found: found.to_owned() };
@@ -105,7 +107,7 @@ impl DeviceMesh {
         Self::row_major(&named)
     }
 
-    /// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
+    /// Returns the mesh that all other meshes are slices of. Up to 2.9, PyTorch does not record the root of a slice.
     #[must_use]
     pub fn root_of(meshes: &[Self]) -> Option<&Self> {
         let is_root = |root: &&Self| {
@@ -116,69 +118,73 @@ impl DeviceMesh {
             let within = |mesh: &Self| mesh.ranks().iter().all(|rank| ranks.contains(rank));
             meshes.iter().all(|mesh| mesh == *root || dims(mesh) && within(mesh))
         };
-        // The largest is the only one that can be it.
+        // Only the largest mesh can be the root.
         meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
     }
 
-    /// The same dims with these ranks in its cells, in row-major order.
+    /// Returns a mesh with the same dims and these ranks, in row-major order.
     ///
     /// # Errors
-    /// As [`DeviceMesh::new`].
+    /// The errors of [`DeviceMesh::new`].
     pub fn with_ranks(&self, ranks: Vec<Rank>) -> Result<Self, LayoutError> {
         Self::new(self.shape.as_slice(), ranks, self.names.clone())
     }
 
+    /// Returns the size of each mesh dim.
     #[must_use]
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
+    /// Returns the number of mesh dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.shape.len()
     }
 
-    /// The ranks in row-major order of their coordinates.
+    /// Returns the ranks in row-major order of their coordinates.
     #[must_use]
     pub fn ranks(&self) -> &[Rank] {
         &self.ranks
     }
 
+    /// Returns the name of each mesh dim, if the mesh has names.
     #[must_use]
     pub fn names(&self) -> Option<&[String]> {
         self.names.as_deref()
     }
 
-    /// Whether the other has dims of the same names and sizes, on whatever ranks.
+    /// Returns whether another mesh has the same dim names and sizes, on any ranks.
     #[must_use]
     pub fn has_dims_of(&self, other: &Self) -> bool {
         (self.shape(), self.names()) == (other.shape(), other.names())
     }
 
+    /// Returns the mesh dim with this name.
     #[must_use]
     pub fn dim_by_name(&self, name: &str) -> Option<MeshDim> {
         self.names()?.iter().position(|known| known == name).map(MeshDim)
     }
 
-    /// The number of ranks in this mesh, which may be fewer than in the job.
+    /// Returns the number of ranks in this mesh. The job may have more ranks.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The number of ranks that a job with this mesh has at the least: they count from 0.
+    /// Returns the minimum number of ranks of a job with this mesh: the highest rank plus 1.
     #[must_use]
     pub fn job_size(&self) -> u32 {
         self.ranks.iter().map(|rank| rank.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Whether the ranks are `0..world_size` in order, so that the shape says everything.
+    /// Returns whether the ranks are `0..world_size` in order, so that the shape defines the mesh.
     #[must_use]
     pub fn ranks_are_row_major(&self) -> bool {
         is_row_major(&self.ranks)
     }
 
-    /// Where a rank sits; `None` for one outside the mesh, which holds nothing.
+    /// Returns the coordinate of a rank, or `None` for a rank outside the mesh, which holds no part of a tensor.
     #[must_use]
     pub fn coordinate(&self, rank: Rank) -> Option<Dims> {
         let index = if self.by_rank.is_empty() {
@@ -190,10 +196,10 @@ impl DeviceMesh {
         Some(unravel(index.into(), &self.shape))
     }
 
-    /// The rank at a coordinate.
+    /// Returns the rank at a coordinate.
     ///
     /// # Panics
-    /// When the coordinate is not one of this mesh.
+    /// If the coordinate is outside the mesh.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the index of an element of a Vec")]
     pub fn rank_at(&self, coordinate: &[u64]) -> Rank {
@@ -202,7 +208,7 @@ impl DeviceMesh {
         self.ranks[ravel(coordinate, &self.shape) as usize]
     }
 
-    /// Every rank with its coordinate, in row-major order.
+    /// Returns every rank with its coordinate, in row-major order.
     #[must_use]
     pub fn coordinates(&self) -> impl ExactSizeIterator<Item = (Rank, Dims)> + '_ {
         (self.ranks.iter().enumerate()).map(|(index, &rank)| (rank, unravel(index as u64, &self.shape)))
@@ -213,7 +219,7 @@ fn is_row_major(ranks: &[Rank]) -> bool {
     ranks.iter().zip(0..).all(|(rank, index)| rank.0 == index)
 }
 
-/// `dp=4,tp=2`, or `(4, 2)` without names.
+/// Displays the mesh as `dp=4,tp=2`, or as `(4, 2)` if it has no names.
 impl fmt::Display for DeviceMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(names) = &self.names else {
@@ -236,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_what_it_prints() {
+    fn displayed_mesh_parses_to_the_same_mesh() {
         let mesh = DeviceMesh::parse(" dp=4, tp=2").unwrap();
         assert_eq!((mesh.shape(), mesh.world_size()), (&[4, 2][..], 8));
         assert_eq!(mesh.to_string(), "dp=4,tp=2");
@@ -246,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_what_is_not_a_mesh() {
+    fn invalid_mesh_text_is_an_error() {
         let junk = ["", ",", "dp", "dp=", "=2", "dp=0", "dp=-1", "dp=+2", "dp=2,", "dp=2,dp=2", "d p=2"];
         for spec in junk.into_iter().chain(["dp=2=3", "dp=16777217", "dp=4294967296,tp=4294967296,pp=9"]) {
             let error = DeviceMesh::parse(spec).expect_err(spec).to_string();
@@ -257,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn construction_is_checked() {
+    fn inconsistent_ranks_names_or_sizes_are_errors() {
         let names = |names: &[&str]| Some(names.iter().map(ToString::to_string).collect());
         let new = |shape: &[u64], r: &[u32], names| DeviceMesh::new(shape, ranks(r), names);
         assert!(new(&[2, 2], &[0, 1, 2], None).is_err());
@@ -271,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_submesh_keeps_its_rank_numbers() {
+    fn submesh_keeps_its_rank_numbers() {
         let mesh = DeviceMesh::new([2_u64, 2].as_slice(), ranks(&[7, 3, 1, 9]), None).unwrap();
         assert!(!mesh.ranks_are_row_major());
         for (rank, coordinate) in mesh.coordinates() {
@@ -286,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
+    fn root_is_the_mesh_that_all_others_are_slices_of() {
         let mesh = |spec: &str, ranks: &[u32]| {
             let mesh = DeviceMesh::parse(spec).unwrap();
             mesh.with_ranks(self::ranks(ranks)).unwrap()

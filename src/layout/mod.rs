@@ -1,14 +1,13 @@
-//! Where the elements of a sharded tensor live: the algebra under every conversion.
+//! The layout of sharded tensors: which rank holds which elements.
 //!
-//! Everything here counts in *elements* and is pure: no bytes, files or dtypes. A layout is a
-//! [`DeviceMesh`] and one [`Placement`] per mesh dim; [`local_shard`] evaluates it at one
-//! coordinate into a [`Tile`], the part of the global tensor which that rank holds; [`Cover`]
-//! proves that a set of tiles holds every element exactly once and then answers "who holds this?".
+//! This module counts elements and knows no bytes, files or dtypes. A layout is a [`DeviceMesh`] and one [`Placement`]
+//! per mesh dim. [`local_shard`] computes the [`Tile`] that one rank holds of a global tensor. [`Cover`] proves that a
+//! set of tiles holds every element exactly once, and finds the tiles that overlap a given tile.
 //!
-//! Invariants kept throughout: intervals are half-open, offsets are global unless called *local*
-//! or *position*, order is row-major, and an empty intersection is `None`, never a zero-sized box.
+//! Invariants: intervals are half-open, offsets are global unless called *local* or *position*, order is row-major,
+//! and an empty intersection is `None`, never a box of size 0.
 //!
-//! The rules are PyTorch's, from `torch/distributed/tensor/placement_types.py` and `_utils.py`.
+//! The rules are PyTorch's: `torch/distributed/tensor/placement_types.py` and `_utils.py`.
 //!
 //! A `(4, 4)` tensor on the mesh `dp=2,tp=2` as `(S(0), S(1))`:
 //!
@@ -59,10 +58,10 @@ pub use shard::{chunk, from_shard_order, local_part, local_shard};
 pub use split::Split;
 pub use tile::Tile;
 
-/// One number per dim of a tensor, or of a mesh.
+/// One number for each dim of a tensor or of a mesh.
 pub type Dims = SmallVec<[u64; 4]>;
 
-/// A dim of a tensor. Not a [`MeshDim`]: both are small integers and easily swapped.
+/// A dim of a tensor. It is a type of its own so that it cannot be confused with a [`MeshDim`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorDim(pub usize);
 
@@ -70,7 +69,7 @@ pub struct TensorDim(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MeshDim(pub usize);
 
-/// A process, by its number in the job (the *global* rank).
+/// A process, by its number in the job: PyTorch's *global* rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
 
@@ -92,9 +91,9 @@ impl fmt::Display for Rank {
     }
 }
 
-/// The number of elements of a tensor of this shape; 1 for `[]`, `None` beyond `u64`.
+/// Returns the number of elements of a tensor of this shape: 1 for `[]`, and `None` if the number exceeds `u64`.
 ///
-/// A size of 0 anywhere makes it 0, even where the other sizes alone would overflow.
+/// If any size is 0, the result is 0, even if the product of the other sizes overflows.
 #[must_use]
 pub fn numel(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
@@ -103,7 +102,7 @@ pub fn numel(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1, |n: u64, &size| n.checked_mul(size))
 }
 
-/// The coordinate of the `index`-th cell of a row-major array; `index` is below its numel.
+/// Returns the coordinate of the `index`-th cell of a row-major array. `index` must be below the number of cells.
 #[must_use]
 pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     let mut coordinate: Dims = smallvec![0; shape.len()];
@@ -114,12 +113,12 @@ pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     coordinate
 }
 
-/// The inverse of [`unravel`].
+/// Returns the row-major index of a coordinate. This is the inverse of [`unravel`].
 fn ravel(coordinate: &[u64], shape: &[u64]) -> u64 {
     (coordinate.iter().zip(shape)).fold(0, |index, (&at, &size)| index * size + at)
 }
 
-/// A shape as Python prints it: `()`, `(4,)`, `(4, 2)`.
+/// A shape that is displayed as a Python tuple: `()`, `(4,)`, `(4, 2)`.
 struct AsTuple<'a>(&'a [u64]);
 
 impl fmt::Display for AsTuple<'_> {

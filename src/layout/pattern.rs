@@ -1,7 +1,7 @@
-//! Name patterns: globs over dotted names.
+//! Patterns for names: globs over names joined with dots.
 //!
-//! `*` and `?` stay inside one dotted component, `**` crosses components, `{a,b}` alternates. A pattern that matches
-//! a module covers everything below it: `layers.*` covers `layers.0.attn.weight`.
+//! `*` and `?` match within one component of a name, `**` matches across components, and `{a,b}` matches either. A
+//! pattern that matches a module covers every name below it: `layers.*` covers `layers.0.attn.weight`.
 
 use std::fmt;
 
@@ -18,21 +18,23 @@ pub struct Pattern {
 }
 
 impl Pattern {
+    /// Compiles a pattern.
+    ///
     /// # Errors
-    /// `Pattern` where the text is no glob.
+    /// `Pattern` if the text is not a valid glob.
     pub fn parse(text: &str) -> Result<Self, LayoutError> {
         let error = |problem: String| LayoutError::Pattern { text: text.to_owned(), problem };
         if text.is_empty() {
             return Err(error(String::from("it is empty")));
         }
-        // Names are matched as paths whose separator is the dot. Brackets are ordinary characters in names.
+        // The dot is the path separator. Brackets are ordinary characters in names, so they are escaped.
         let glob = as_path(text).replace('[', "[[]");
         let glob = GlobBuilder::new(&glob)
             .literal_separator(true)
             .backslash_escape(false)
             .build()
             .map_err(|problem| error(problem.kind().to_string()))?;
-        // Not by the glob's own matcher, which takes it for granted that no text is too long or too deep.
+        // The glob's own matcher panics on patterns that are too long or too deep, so the regex is built here.
         let matcher = RegexBuilder::new(glob.regex())
             .dot_matches_new_line(true)
             .build()
@@ -40,13 +42,15 @@ impl Pattern {
         Ok(Self { text: text.to_owned(), matcher })
     }
 
+    /// Compiles several patterns.
+    ///
     /// # Errors
-    /// As [`Pattern::parse`], for the first of them that is none.
+    /// The error of [`Pattern::parse`] for the first invalid pattern.
     pub fn parse_all(texts: &[String]) -> Result<Vec<Self>, LayoutError> {
         texts.iter().map(|text| Self::parse(text)).collect()
     }
 
-    /// Whether it matches the name or a module above it.
+    /// Returns whether the pattern matches the name or a module that contains it.
     #[must_use]
     pub fn covers(&self, name: &str) -> bool {
         let path = as_path(name);
@@ -54,12 +58,13 @@ impl Pattern {
         modules.chain(std::iter::once(path.as_str())).any(|module| self.matcher.is_match(module.as_bytes()))
     }
 
-    /// Whether it matches this name itself.
+    /// Returns whether the pattern matches the name itself.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         self.matcher.is_match(as_path(name).as_bytes())
     }
 
+    /// Returns the text of the pattern.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
@@ -72,7 +77,7 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// Dots become separators; a slash in a name, which is rare, becomes something that is not one.
+/// Converts a name to a path: dots become separators, and slashes become a character that is not a separator.
 fn as_path(name: &str) -> String {
     name.replace('/', "\u{1}").replace('.', "/")
 }
@@ -86,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn stars_respect_components() {
+    fn single_star_stays_within_one_component() {
         assert!(covers("layers.*.w1.weight", "layers.12.w1.weight"));
         assert!(!covers("layers.*.weight", "layers.12.w1.weight"));
         assert!(covers("layers.**.weight", "layers.12.w1.weight"));
@@ -99,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_covers_what_is_below_it() {
+    fn pattern_of_a_module_covers_its_tensors() {
         assert!(covers("layers.0", "layers.0.attn.wq.weight"));
         assert!(covers("layers.*", "layers.0.attn.wq.weight"));
         assert!(!covers("layers.0", "layers.01.attn"));
@@ -107,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_pattern_is_an_error() {
+    fn invalid_pattern_is_an_error() {
         assert!(Pattern::parse("").is_err());
         assert!(Pattern::parse("a.{b").is_err());
         assert!(Pattern::parse(&"a".repeat(1 << 20)).is_err());

@@ -1,27 +1,26 @@
-//! What one mesh dim does to a tensor, and how people write it.
+//! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! Counts nothing yet: a placement becomes elements in [`super::local_shard`]. The classes are
-//! those of `torch/distributed/tensor/placement_types.py`, and the short forms are what PyTorch
-//! prints:
+//! Counts dims; [`super::local_shard`] converts placements to elements. The classes are those of
+//! `torch/distributed/tensor/placement_types.py`, and the short forms are those that PyTorch prints:
 //!
 //! ```text
-//!     S(0)        Shard(dim=0)                          one part per coordinate
-//!     _S(0,2)     _StridedShard(dim=0, split_factor=2)  one part of each of 2 blocks
-//!     R           Replicate()                           all of it
-//!     P(sum)      Partial(reduce_op=sum)                all of it, as a summand
+//!     S(0)        Shard(dim=0)                          each coordinate has one part
+//!     _S(0,2)     _StridedShard(dim=0, split_factor=2)  each coordinate has one part of each of 2 blocks
+//!     R           Replicate()                           each coordinate has the tensor
+//!     P(sum)      Partial(reduce_op=sum)                each coordinate has a partial value of the tensor
 //! ```
 //!
-//! `StridedShard` is a sibling of `Shard`, not a kind of it: code that treats one as the other
-//! reads the wrong elements, and does so silently.
+//! `StridedShard` is not a kind of `Shard`: code that treats one as the other reads the wrong elements without an
+//! error.
 //!
-//! Invariant: a [`Placement`] names a dim that exists. Text may count dims from the end, and `S(1)`
-//! may meet a 1-d tensor, so parsing gives a [`PlacementSpec`] first.
+//! Invariant: a [`Placement`] names a tensor dim that exists. Text may count dims from the end, and `S(1)` may be
+//! applied to a 1-d tensor, so text is parsed to a [`PlacementSpec`] first.
 
 use std::{fmt, str::FromStr};
 
 use super::{LayoutError, TensorDim};
 
-/// How the summands of a [`Placement::Partial`] become the value.
+/// The op that reduces the partial values of a [`Placement::Partial`] to the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     Sum,
@@ -39,7 +38,7 @@ impl ReduceOp {
     pub const ALL: [Self; 8] =
         [Self::Sum, Self::Avg, Self::Max, Self::Min, Self::Product, Self::Band, Self::Bor, Self::Bxor];
 
-    /// PyTorch's name for it.
+    /// Returns PyTorch's name of the op.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -54,7 +53,7 @@ impl ReduceOp {
         }
     }
 
-    /// The inverse of [`as_str`](Self::as_str), whatever the case.
+    /// Returns the op with this name, in upper or lower case. This is the inverse of [`as_str`](Self::as_str).
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|op| op.as_str().eq_ignore_ascii_case(name))
@@ -67,23 +66,27 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// What one mesh dim does to one tensor.
+/// The effect of one mesh dim on one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
+    /// The coordinates of the mesh dim have consecutive parts of the tensor dim.
     Shard(TensorDim),
+    /// The tensor dim has `split_factor` blocks, and each coordinate has a part of every block.
     StridedShard { dim: TensorDim, split_factor: u64 },
+    /// Every coordinate has the same elements.
     Replicate,
+    /// Every coordinate has a partial value of the same elements.
     Partial(ReduceOp),
 }
 
 impl Placement {
-    /// Whether ranks hold summands, not values.
+    /// Returns whether the ranks hold partial values.
     #[must_use]
     pub fn is_partial(self) -> bool {
         matches!(self, Self::Partial(_))
     }
 
-    /// The tensor dim it shards, if any.
+    /// Returns the tensor dim that the placement shards, if any.
     #[must_use]
     pub fn sharded_dim(self) -> Option<TensorDim> {
         match self {
@@ -104,7 +107,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// A placement as written, before it has met a tensor: its dim may count from the end.
+/// A placement as the user wrote it, before it is applied to a tensor. A negative dim counts from the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PlacementSpec {
     Shard(i64),
@@ -114,7 +117,7 @@ pub enum PlacementSpec {
 }
 
 impl PlacementSpec {
-    /// The tensor dim it shards, as it is written.
+    /// Returns the tensor dim that the placement shards, as written.
     #[must_use]
     pub fn sharded_dim(self) -> Option<i64> {
         match self {
@@ -123,7 +126,7 @@ impl PlacementSpec {
         }
     }
 
-    /// The placement of a tensor of `ndim` dims; `None` where it has no such dim.
+    /// Returns the placement for a tensor of `ndim` dims, or `None` if the tensor does not have the dim.
     #[must_use]
     pub fn resolve(self, ndim: usize) -> Option<Placement> {
         let resolve = |dim: i64| {
@@ -140,7 +143,7 @@ impl PlacementSpec {
     }
 }
 
-/// `S(0),R`
+/// Joins items with commas: `S(0),R`.
 pub fn comma_list<T: fmt::Display>(items: &[T]) -> String {
     items.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
@@ -171,7 +174,7 @@ impl fmt::Display for PlacementSpec {
 impl FromStr for PlacementSpec {
     type Err = LayoutError;
 
-    /// The short or the long form, in any case, with or without keywords and spaces.
+    /// Parses the short or the long form, in any case, with or without keywords and spaces.
     fn from_str(spec: &str) -> Result<Self, LayoutError> {
         let spec = spec.trim();
         let error = |expected, found: &str| LayoutError::PlacementSpec {
@@ -218,7 +221,7 @@ impl FromStr for PlacementSpec {
     }
 }
 
-/// The value of `key=value` where the key is known, else the argument as it stands.
+/// Returns the value of `key=value` if the key is known, else the whole argument.
 fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
     match argument.split_once('=') {
         Some((key, value)) if keys.contains(&key.trim()) => value.trim(),
@@ -226,10 +229,10 @@ fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
     }
 }
 
-/// One placement per mesh dim, outermost first: `S(0),R` or `_S(0,2), S(0)`.
+/// Parses one placement for each mesh dim, outermost first: `S(0),R` or `_S(0,2), S(0)`.
 ///
 /// # Errors
-/// When one of them is not a placement, or a parenthesis is not closed.
+/// If an item is not a placement, or a parenthesis is not closed.
 pub fn parse_placements(list: &str) -> Result<Vec<PlacementSpec>, LayoutError> {
     let mut inside = false;
     list.split(|c| {
@@ -245,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_spelling_of_a_placement() {
+    fn every_spelling_parses_to_the_same_placement() {
         let same = [
             ("S(0)", vec!["s(0)", "Shard(0)", "Shard(dim=0)", " shard ( dim = 0 ) "]),
             ("_S(0,2)", vec!["_s( 0 , 2 )", "_StridedShard(dim=0, sf=2)", "StridedShard(0, split_factor=2)"]),
@@ -271,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn invalid_placement_error_names_expected_and_found() {
         let junk = ["", "S", "S()", "S(0", "S)0(", "S(a)", "S(0,1)", "_S(0)", "_S(0,0)", "R(1)", "P(mean)", "Q(0)"];
         for text in junk.into_iter().chain(["S(0)x", "S((0))", "S(0),", "S(0)R", "S(dim=)", "S(99999999999999999999)"])
         {
@@ -281,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn dims_resolve_against_a_tensor() {
+    fn negative_dims_count_from_the_end() {
         let resolve = |text: &str, ndim| text.parse::<PlacementSpec>().unwrap().resolve(ndim);
         assert_eq!(resolve("S(-1)", 2), Some(Placement::Shard(TensorDim(1))));
         assert_eq!(resolve("S(1)", 1), None);

@@ -1,14 +1,14 @@
-//! One box of a tensor: the unit in which checkpoints name what a chunk holds.
+//! A box of a tensor: the offsets and sizes by which checkpoints describe a chunk.
 //!
-//! Counts elements of the global tensor, unless made relative to another box. A region is a plain
-//! value with public fields because formats read it from files: its numbers may be hostile until
-//! [`Region::fits`] has said otherwise, so nothing here overflows (ends saturate).
+//! Counts elements of the global tensor, unless the region is made relative to another box. The fields are public
+//! because formats read them from files. Their values are untrusted until [`Region::fits`] returns true, so ends
+//! saturate and nothing here overflows.
 //!
-//! The same pair is PyTorch's `ChunkStorageMetadata {offsets, sizes}` in
-//! `torch/distributed/checkpoint/metadata.py`; [`Region::cut`] is what an FSDP flat parameter
-//! (`torch/distributed/fsdp/_flat_param.py`) and a strip of an output file have in common.
+//! PyTorch's counterpart is `ChunkStorageMetadata {offsets, sizes}` in `torch/distributed/checkpoint/metadata.py`.
+//! [`Region::cut`] is used for FSDP flat parameters (`torch/distributed/fsdp/_flat_param.py`) and for the write blocks
+//! of output files.
 //!
-//! Cutting the linear interval `2..11` out of a `(4, 3)` box gives three boxes:
+//! The linear range `2..11` of a `(4, 3)` box is three boxes:
 //!
 //! ```text
 //!     . . a       [0:1, 2:3]     the rest of a row
@@ -23,7 +23,7 @@ use smallvec::smallvec;
 
 use super::{Dims, unravel};
 
-/// An N-d half-open box; no dims at all is the one element of a 0-d tensor.
+/// An N-d half-open box. A box without dims is the one element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     pub offsets: Dims,
@@ -31,8 +31,10 @@ pub struct Region {
 }
 
 impl Region {
+    /// Makes a region from offsets and sizes.
+    ///
     /// # Panics
-    /// When the two differ in their number of dims.
+    /// If offsets and sizes differ in length.
     #[must_use]
     pub fn new(offsets: impl Into<Dims>, sizes: impl Into<Dims>) -> Self {
         let (offsets, sizes) = (offsets.into(), sizes.into());
@@ -40,36 +42,38 @@ impl Region {
         Self { offsets, sizes }
     }
 
-    /// All of a tensor of this shape.
+    /// Returns the region that is a complete tensor of this shape.
     #[must_use]
     pub fn whole(shape: &[u64]) -> Self {
         Self { offsets: smallvec![0; shape.len()], sizes: Dims::from_slice(shape) }
     }
 
+    /// Returns the number of dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.sizes.len()
     }
 
-    /// The number of elements, saturating: exact for every region that [fits](Self::fits) a
-    /// shape whose own numel is a `u64`.
+    /// Returns the number of elements, saturating. It is exact for every region that [fits](Self::fits) a shape whose
+    /// own number of elements fits `u64`.
     #[must_use]
     pub fn numel(&self) -> u64 {
         super::numel(&self.sizes).unwrap_or(u64::MAX)
     }
 
+    /// Returns whether the region has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sizes.contains(&0)
     }
 
-    /// The half-open extent of each dim.
+    /// Returns the half-open range of each dim.
     #[must_use]
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<u64>> + '_ {
         (self.offsets.iter().zip(&self.sizes)).map(|(&at, &size)| at..at.saturating_add(size))
     }
 
-    /// The common box of two regions of one tensor; `None` when they share no element.
+    /// Returns the intersection of two regions of one tensor, or `None` if they share no element.
     #[must_use]
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         debug_assert_eq!(self.ndim(), other.ndim(), "regions of one tensor");
@@ -83,7 +87,7 @@ impl Region {
         Some(common)
     }
 
-    /// The same box counted from `origin`, which is nowhere behind its offsets.
+    /// Returns the box relative to `origin`. No coordinate of `origin` may exceed the offset of the box.
     #[must_use]
     pub fn relative_to(&self, origin: &[u64]) -> Self {
         debug_assert_eq!(self.ndim(), origin.len(), "an origin in the same tensor");
@@ -91,7 +95,7 @@ impl Region {
         Self { offsets, sizes: self.sizes.clone() }
     }
 
-    /// Whether the box lies within a tensor of this shape, whatever its numbers are.
+    /// Returns whether the box is within a tensor of this shape. Any values are allowed.
     #[must_use]
     pub fn fits(&self, shape: &[u64]) -> bool {
         let ends = || self.offsets.iter().zip(&self.sizes).map(|(at, &size)| at.checked_add(size));
@@ -100,24 +104,24 @@ impl Region {
             && ends().zip(shape).all(|(end, &size)| end.is_some_and(|end| end <= size))
     }
 
-    /// The elements `range` of a row-major box of these `sizes`, as at most `2 * ndim - 1` boxes
-    /// in linear order. What lies beyond the end of the box is left out.
+    /// Splits the elements `range` of a row-major box of these `sizes` into at most `2 * ndim - 1` boxes in linear
+    /// order. Elements beyond the end of the box are ignored.
     ///
-    /// Each step takes the largest box that starts where the last one ended: first outwards, from
-    /// the rest of a row to the rest of a plane, then back inwards.
+    /// Each step takes the largest box that starts at the end of the previous box: first the rest of a row, then the
+    /// rest of a plane, and then back to smaller boxes.
     pub fn cut(sizes: &[u64], range: Range<u64>) -> impl Iterator<Item = Self> + '_ {
         let numel = super::numel(sizes);
         let end = range.end.min(numel.unwrap_or(u64::MAX));
         let mut at = range.start;
         std::iter::from_fn(move || {
             let left = end.checked_sub(at).filter(|&left| left > 0)?;
-            // What is small is mostly wanted whole.
+            // Fast path: small tensors are usually read in one piece.
             if numel == Some(left) {
                 at = end;
                 return Some(Self::whole(sizes));
             }
-            // The outermost dim of which a whole slice starts here and is wanted. A slice of more
-            // than 2^64 elements is never wanted whole.
+            // Find the outermost dim with a complete slice that starts here and is within the range. A slice of more
+            // than 2^64 elements never is.
             let (mut dim, mut slice) = (sizes.len(), 1);
             while let Some(inner) = dim.checked_sub(1).filter(|&inner| inner > 0)
                 && let Some(larger) = sizes[inner].checked_mul(slice)
@@ -139,7 +143,7 @@ impl Region {
     }
 }
 
-/// `[0:3, 4:8]`, and `[]` for the only region of a 0-d tensor.
+/// Displays the region as `[0:3, 4:8]`, and that of a 0-d tensor as `[]`.
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
@@ -164,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn intersections_are_boxes_or_nothing() {
+    fn intersection_is_a_box_or_none() {
         let a = region(&[0, 2], &[4, 4]);
         assert_eq!(a.intersect(&region(&[2, 0], &[4, 3])), Some(region(&[2, 2], &[2, 1])));
         assert_eq!(a.intersect(&region(&[4, 2], &[1, 1])), None, "they only touch");
@@ -175,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_numbers_neither_fit_nor_overflow() {
+    fn huge_numbers_neither_fit_nor_overflow() {
         let far = region(&[u64::MAX], &[u64::MAX]);
         assert!(!far.fits(&[u64::MAX]));
         assert_eq!(far.intersect(&Region::whole(&[u64::MAX])), None);
@@ -187,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_linear_interval_is_at_most_2n_minus_1_boxes() {
+    fn linear_range_is_at_most_2n_minus_1_boxes() {
         assert_eq!(cut(&[4, 3], 2..11), ["[0:1, 2:3]", "[1:3, 0:3]", "[3:4, 0:2]"]);
         assert_eq!(cut(&[4, 3], 0..12), ["[0:4, 0:3]"]);
         assert_eq!(cut(&[4, 3], 4..4), [""; 0]);

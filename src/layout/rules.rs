@@ -1,52 +1,55 @@
-//! Which placements a tensor gets on a mesh.
+//! Rules that choose the placements of each tensor on a mesh.
 //!
-//! Rules are tried in order and the first that matches one of a tensor's names wins; a rule must fit the tensor. What
-//! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
+//! Counts elements. Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins.
+//! A rule must fit the tensor, else it is an error. A tensor without a rule gets the fallback. Where the fallback does
+//! not fit, as `S(1)` for a 1-d bias, that mesh dim gets Replicate. PyTorch has no counterpart: its jobs
+//! choose placements in code.
 
 use super::parallelize::ParallelizePlan;
-use super::shards::{Held, MeshPlacement, SharedTensor, shards};
+use super::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
 use super::strided::MeshChange;
 use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 
-/// What somebody says of some tensors.
+/// The placements that the user chose for all tensors whose names match a pattern.
 #[derive(Clone, Debug)]
 pub struct Rule {
     pub pattern: Pattern,
-    pub lies: PlacementChoice,
-    /// Where it was said, for messages: `--placements '**.w1=S(0)'`, `layout.toml line 7`.
-    pub said: String,
+    pub choice: PlacementChoice,
+    /// The source of the rule, for messages: `options::placements '**.w1=S(0)'`, `layout.toml line 7`.
+    pub origin: String,
 }
 
 impl Rule {
-    /// Whether it is for a tensor that is known by these names.
+    /// Returns whether the rule applies to a tensor with these names.
     #[must_use]
     pub fn covers(&self, names: &[String]) -> bool {
         names.iter().any(|name| self.pattern.covers(name))
     }
 }
 
-/// What to tell of a rule that never wins; `said` is where it was said.
+/// Returns the warning about a rule that never wins. `origin` is the source of the rule.
 #[must_use]
-pub fn unheard(said: &str) -> String {
-    format!("{said}: without effect, since rules before it are for the same tensors")
+pub fn unused_rule_warning(origin: &str) -> String {
+    format!("{origin}: this rule has no effect, because earlier rules match the same tensors")
 }
 
-/// How tensors lie, before it has met one of them.
+/// The choice of a rule, before the rule is applied to a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementChoice {
-    /// Plain, whole on every rank.
+    /// A plain tensor, complete on every rank.
     Plain,
+    /// A DTensor with these placements.
     Shared(PlacementList),
 }
 
-/// Placements as written down.
+/// The placements of a rule, as the user wrote them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementList {
-    /// One a mesh dim.
+    /// One placement for each mesh dim.
     pub placements: Vec<PlacementSpec>,
-    /// One a mesh dim, or none for what the layout says of all tensors.
+    /// One split for each mesh dim; empty if the default split of the layout applies.
     pub splits: Vec<Split>,
-    /// The dims of the tensor's own mesh, ascending, where that is to be a slice.
+    /// The mesh dims of the tensor's own mesh, ascending, if that mesh is a slice of the whole mesh.
     pub slice: Option<Vec<MeshDim>>,
 }
 
@@ -57,8 +60,11 @@ impl From<Vec<PlacementSpec>> for PlacementList {
 }
 
 impl PlacementList {
+    /// Checks that the list fits a mesh.
+    ///
     /// # Errors
-    /// `LayoutError` where there is not one placement, or split, a mesh dim, or one for a dim outside the slice.
+    /// `LayoutError` if the number of placements or splits differs from the number of mesh dims, or if a mesh dim
+    /// outside the slice has a placement other than Replicate.
     pub fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
         let text = || comma_list(&self.placements);
         if self.placements.len() != mesh.ndim() {
@@ -80,48 +86,49 @@ impl PlacementList {
     }
 }
 
-/// What tensors without a rule get.
+/// The placements of tensors without a rule.
 #[derive(Clone, Debug)]
 pub enum Fallback {
-    /// These, where they fit.
+    /// These placements, on each mesh dim where they fit.
     Placements(Vec<PlacementSpec>),
-    /// What they have in the source, mesh dim by mesh dim of the same name.
+    /// The placements of the source, on mesh dims of the same name.
     Source,
 }
 
 impl Fallback {
-    /// Whether everything is whole on every rank.
+    /// Returns whether the fallback replicates every tensor on every rank.
     #[must_use]
     pub fn is_replicate(&self) -> bool {
         matches!(self, Self::Placements(list) if list.iter().all(|spec| *spec == PlacementSpec::Replicate))
     }
 }
 
-/// A mesh and the placements on it.
+/// A mesh, and the rules that place tensors on it.
 #[derive(Clone, Debug)]
 pub struct MeshLayout {
     pub mesh: DeviceMesh,
     pub rules: Vec<Rule>,
     pub fallback: Fallback,
-    /// How dims are cut where nothing more particular is said; `None` as in the source, else as DTensors are.
+    /// The split of tensor dims unless a rule has its own. `None` uses the split of the source, or else that of
+    /// DTensor.
     pub split: Option<Split>,
-    /// What says of the parameters of the model, behind the rules, how they lie. It has to [meet] them first.
-    ///
-    /// [meet]: Plan::bind
+    /// The plan that places parameters without a rule, after [`ParallelizePlan::bind`] has matched it with the model.
     pub plan: Option<ParallelizePlan>,
 }
 
-/// What the fallback is for a tensor.
+/// The placements that the fallback gives one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fitted {
+pub struct FallbackPlacement {
     pub shared: SharedTensor,
-    /// Where a placement had to become Replicate.
+    /// True if a placement did not fit and became Replicate.
     pub misfit: bool,
 }
 
 impl MeshLayout {
+    /// Makes a layout without a plan.
+    ///
     /// # Errors
-    /// `LayoutError` where a list of placements has not one a mesh dim, or says something of dims outside its slice.
+    /// `LayoutError` if a list of placements does not fit the mesh; see [`PlacementList::check`].
     pub fn new(
         mesh: DeviceMesh,
         rules: Vec<Rule>,
@@ -129,7 +136,7 @@ impl MeshLayout {
         split: Option<Split>,
     ) -> Result<Self, LayoutError> {
         for rule in &rules {
-            if let PlacementChoice::Shared(spec) = &rule.lies {
+            if let PlacementChoice::Shared(spec) = &rule.choice {
                 spec.check(&mesh)?;
             }
         }
@@ -139,69 +146,77 @@ impl MeshLayout {
         Ok(Self { mesh, rules, fallback, split, plan: None })
     }
 
-    /// How a rule has a tensor of this shape that is known by `names`; `None` for a plain one on every rank.
+    /// Returns the placements that a rule gives a tensor of this shape and these names, or `None` for a plain tensor.
     ///
     /// # Errors
-    /// `RuleMisfit` where it does not fit.
-    pub fn ruled(&self, rule: &Rule, names: &[String], shape: &[u64]) -> Result<Option<SharedTensor>, LayoutError> {
-        let PlacementChoice::Shared(spec) = &rule.lies else { return Ok(None) };
+    /// `RuleMisfit` if the rule shards a dim that the tensor does not have.
+    pub fn placement_by_rule(
+        &self,
+        rule: &Rule,
+        names: &[String],
+        shape: &[u64],
+    ) -> Result<Option<SharedTensor>, LayoutError> {
+        let PlacementChoice::Shared(spec) = &rule.choice else { return Ok(None) };
         let placements = spec.placements.iter().map(|placement| {
             placement.resolve(shape.len()).ok_or_else(|| LayoutError::RuleMisfit {
-                rule: rule.said.clone(),
+                rule: rule.origin.clone(),
                 placement: placement.to_string(),
                 fqn: names.first().cloned().unwrap_or_default(),
                 shape: shape.to_vec(),
             })
         });
         let placements = placements.collect::<Result<_, _>>()?;
-        let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
+        let splits = if spec.splits.is_empty() { self.default_splits() } else { spec.splits.clone() };
         Ok(Some(SharedTensor { placements, splits, slice: spec.slice.clone() }))
     }
 
-    /// How a tensor of so many dims lies that nothing more particular is said of.
+    /// Returns the placements of a tensor with `ndim` dims that no rule matches.
     #[must_use]
-    pub fn fitted(&self, ndim: usize, source: Option<MeshPlacement<'_>>) -> Fitted {
+    pub fn fallback_placement(&self, ndim: usize, source: Option<MeshPlacement<'_>>) -> FallbackPlacement {
         match &self.fallback {
             Fallback::Placements(specs) => {
                 let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(ndim)).collect();
                 let misfit = resolved.contains(&None);
                 let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
-                Fitted { shared: SharedTensor { placements, splits: self.splits(), slice: None }, misfit }
+                FallbackPlacement {
+                    shared: SharedTensor { placements, splits: self.default_splits(), slice: None },
+                    misfit,
+                }
             }
             Fallback::Source => {
-                let shared = source.map_or_else(|| self.replicated(), |source| self.as_in(source));
-                Fitted { shared, misfit: false }
+                let shared = source.map_or_else(|| self.replicated(), |source| self.source_placement(source));
+                FallbackPlacement { shared, misfit: false }
             }
         }
     }
 
-    /// Whole on every rank of the mesh.
+    /// Returns placements that replicate a tensor on every rank of the mesh.
     #[must_use]
     pub fn replicated(&self) -> SharedTensor {
         vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
-    /// Cut as is said of all tensors, where nothing more particular is.
+    /// Adds the default split of the layout if the tensor has no split of its own.
     #[must_use]
-    pub fn split_as_said(&self, shared: SharedTensor) -> SharedTensor {
-        if shared.splits.is_empty() { SharedTensor { splits: self.splits(), ..shared } } else { shared }
+    pub fn with_default_split(&self, shared: SharedTensor) -> SharedTensor {
+        if shared.splits.is_empty() { SharedTensor { splits: self.default_splits(), ..shared } } else { shared }
     }
 
-    /// What is said of all tensors.
-    fn splits(&self) -> Vec<Split> {
+    /// Returns the default split for each mesh dim; empty if it is that of `torch.chunk`.
+    fn default_splits(&self) -> Vec<Split> {
         match &self.split {
             None | Some(Split::Chunk) => Vec::new(),
             Some(split) => vec![split.clone(); self.mesh.ndim()],
         }
     }
 
-    /// The source's placements on the mesh dims of the same names, Replicate on the others.
+    /// Returns the source's placements on mesh dims of the same names, and Replicate on the other mesh dims.
     #[must_use]
-    pub fn as_in(&self, source: MeshPlacement<'_>) -> SharedTensor {
+    pub fn source_placement(&self, source: MeshPlacement<'_>) -> SharedTensor {
         let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;
-        let said = self.split.as_ref().map(|_| self.splits());
+        let default = self.split.as_ref().map(|_| self.default_splits());
         if source.mesh.has_dims_of(&self.mesh) {
-            let splits = said.unwrap_or_else(|| own_splits.clone());
+            let splits = default.unwrap_or_else(|| own_splits.clone());
             return SharedTensor { placements: own.clone(), splits, slice: None };
         }
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
@@ -209,7 +224,7 @@ impl MeshLayout {
         let Some(names) = source.mesh.names() else { return placements.into() };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
-        let route = MeshChange { from: source.mesh, to: &self.mesh, dims: &target_dims };
+        let mesh_change = MeshChange { from: source.mesh, to: &self.mesh, dims: &target_dims };
         let sharded: Vec<_> = own.iter().map(|placement| placement.sharded_dim()).collect();
         for (index, placement) in own.iter().enumerate() {
             let Some(target) = target_dims[index] else { continue };
@@ -218,7 +233,7 @@ impl MeshLayout {
             }
             placements[target] = match *placement {
                 Placement::StridedShard { dim, split_factor } => {
-                    match route.split_factor(split_factor, index, &sharded) {
+                    match mesh_change.split_factor(split_factor, index, &sharded) {
                         Some(split_factor) => Placement::StridedShard { dim, split_factor },
                         None => Placement::Shard(dim),
                     }
@@ -226,13 +241,16 @@ impl MeshLayout {
                 other => other,
             };
         }
-        SharedTensor { placements, splits: said.unwrap_or(splits), slice: None }
+        SharedTensor { placements, splits: default.unwrap_or(splits), slice: None }
     }
 
-    /// On the dims of the slice that the tensor is on in the source (norms under FSDP over TP), where it is replicated
-    /// on the others and nothing else is said.
+    /// Restricts the tensor to the mesh slice that it has in the source, such as the FSDP dim for norms under FSDP and
+    /// TP.
+    ///
+    /// The slice of a rule takes precedence. The slice of the source is used only if the tensor is replicated on all
+    /// other mesh dims.
     #[must_use]
-    pub fn sliced(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
+    pub fn with_source_slice(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
         let slice = || {
             let names = source.mesh.names()?;
             let dims = source.shared.slice.as_ref()?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
@@ -245,11 +263,11 @@ impl MeshLayout {
         SharedTensor { slice, ..shared }
     }
 
-    /// The distinct tiles of a tensor, each with the ranks that hold it.
+    /// Returns the distinct tiles of a tensor, each with the ranks that hold it.
     ///
     /// # Errors
-    /// `LayoutError` where the placements do not fit the shape.
-    pub fn shards(&self, shape: &[u64], shared: &SharedTensor) -> Result<Vec<Held>, LayoutError> {
+    /// `LayoutError` if the placements do not fit the shape.
+    pub fn shards(&self, shape: &[u64], shared: &SharedTensor) -> Result<Vec<HeldTile>, LayoutError> {
         shards(shape, MeshPlacement { mesh: &self.mesh, shared })
     }
 }
@@ -264,8 +282,8 @@ mod tests {
             .iter()
             .map(|(pattern, list)| Rule {
                 pattern: Pattern::parse(pattern).unwrap(),
-                lies: PlacementChoice::Shared(parse_placements(list).unwrap().into()),
-                said: (*pattern).to_owned(),
+                choice: PlacementChoice::Shared(parse_placements(list).unwrap().into()),
+                origin: (*pattern).to_owned(),
             })
             .collect();
         let fallback = match fallback {
@@ -282,11 +300,11 @@ mod tests {
     fn ruled(layout: &MeshLayout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let rule = layout.rules.iter().find(|rule| rule.covers(&names)).unwrap();
-        layout.ruled(rule, &names, shape).map(|shared| text(&shared.unwrap()))
+        layout.placement_by_rule(rule, &names, shape).map(|shared| text(&shared.unwrap()))
     }
 
     #[test]
-    fn a_rule_knows_any_of_the_names_and_must_fit() {
+    fn rule_matches_any_name_and_errors_if_it_does_not_fit() {
         let layout = layout("dp=2,tp=2", &[("**.w1", "R,S(0)"), ("**.w?", "R,S(-1)")], "S(0),R");
         assert_eq!(ruled(&layout, &["a.w1.weight"], &[4, 4]).unwrap(), "R,S(0)");
         assert_eq!(ruled(&layout, &["a.w2.weight"], &[4, 4]).unwrap(), "R,S(1)");
@@ -295,11 +313,11 @@ mod tests {
     }
 
     #[test]
-    fn the_fallback_becomes_replicate_where_it_does_not_fit() {
+    fn fallback_that_does_not_fit_becomes_replicate() {
         let layout = layout("dp=2,tp=2", &[], "S(0),S(1)");
-        let bias = layout.fitted(1, None);
+        let bias = layout.fallback_placement(1, None);
         assert_eq!((text(&bias.shared).as_str(), bias.misfit), ("S(0),R", true));
-        let scalar = layout.fitted(0, None);
+        let scalar = layout.fallback_placement(0, None);
         assert_eq!((text(&scalar.shared).as_str(), scalar.misfit), ("R,R", true));
     }
 
@@ -309,7 +327,7 @@ mod tests {
         let dim = TensorDim(0);
         let shared = vec![Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)].into();
         let source = Some(MeshPlacement { mesh: &source_mesh, shared: &shared });
-        let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
+        let of_source = |mesh, source| text(&layout(mesh, &[], "source").fallback_placement(2, source).shared);
         assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
         assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
         assert_eq!(of_source("dp=8", source), "S(0)");
@@ -317,17 +335,17 @@ mod tests {
     }
 
     #[test]
-    fn placements_on_the_same_mesh_dims_need_no_names() {
+    fn unnamed_mesh_of_equal_shape_keeps_source_placements() {
         let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
         let target = MeshLayout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
         let shared = vec![Placement::Shard(TensorDim(1)), Placement::Replicate].into();
         let source = MeshPlacement { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
-        assert_eq!(target.as_in(source), shared);
+        assert_eq!(target.source_placement(source), shared);
     }
 
     #[test]
-    fn placements_must_be_one_a_mesh_dim() {
+    fn wrong_number_of_placements_is_an_error() {
         let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
         for list in ["S(0)", "S(0),R,R"] {
             let fallback = Fallback::Placements(parse_placements(list).unwrap());
@@ -336,9 +354,9 @@ mod tests {
     }
 
     #[test]
-    fn replicas_share_a_tile() {
+    fn replicated_mesh_dim_lists_both_ranks_for_one_tile() {
         let layout = layout("dp=2,tp=2", &[], "R,S(0)");
-        let shards = layout.shards(&[5], &layout.fitted(1, None).shared).unwrap();
+        let shards = layout.shards(&[5], &layout.fallback_placement(1, None).shared).unwrap();
         assert_eq!(shards.len(), 2);
         assert_eq!(shards[0].1.as_slice(), [Rank(0), Rank(2)]);
     }

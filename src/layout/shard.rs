@@ -1,14 +1,12 @@
-//! From placements to elements: what the rank at one coordinate holds.
+//! Converts placements to elements: the tile of the rank at one mesh coordinate.
 //!
-//! Counts elements. Mesh dims are evaluated left to right; each takes the list of indices that is
-//! left of its tensor dim and keeps one part of it. Different tensor dims do not meet, so the
-//! result is a product: a [`Tile`]. Over all coordinates the distinct tiles cover the tensor
-//! exactly once.
+//! Counts elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
+//! of its tensor dim. Tensor dims are independent, so the result is a product over dims: a [`Tile`]. The distinct tiles
+//! of all coordinates cover the tensor exactly once.
 //!
-//! The rules are PyTorch's: `Shard` and `_StridedShard` in
-//! `torch/distributed/tensor/placement_types.py`, their composition in `_utils.py`, and
-//! `shard_order` in `_dtensor_spec.py`. Parts are those of `torch.chunk`, which is not the even
-//! split one might expect, and two splits in a row are not one finer split:
+//! The rules are PyTorch's: `Shard` and `_StridedShard` in `torch/distributed/tensor/placement_types.py`, their
+//! composition in `_utils.py`, and `shard_order` in `_dtensor_spec.py`. Parts are those of `torch.chunk`, which is not
+//! an even split, and two splits in sequence differ from one finer split:
 //!
 //! ```text
 //!     5 elements, S(0) over 4                      0 1 | 2 3 | 4 | -
@@ -22,17 +20,17 @@ use smallvec::SmallVec;
 
 use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, Split, TensorDim, Tile};
 
-/// The most intervals that a local shard may have along one dim.
+/// The maximum number of intervals of a local shard along one dim.
 ///
-/// Real split factors are products of mesh sizes, so this is more than any job makes; a split
-/// factor of 2^60 in a damaged file is an error and not a loop without end.
+/// Real split factors are products of mesh sizes, so no job reaches this limit. With it, a split factor of 2^60 in a
+/// damaged file is an error instead of an endless loop.
 pub(super) const MAX_INTERVALS: u64 = 1 << 20;
 
-/// Part `r` of `n` elements over `k` parts, as `torch.chunk` cuts them: the first parts have
-/// `ceil(n / k)` elements, trailing ones may be short or empty.
+/// Returns part `r` of `n` elements split into `k` parts by `torch.chunk`: the first parts have `ceil(n / k)` elements,
+/// and the last parts may be shorter or empty.
 ///
 /// # Panics
-/// When `k` is 0.
+/// If `k` is 0.
 #[must_use]
 pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
     let len = n.div_ceil(k);
@@ -40,9 +38,9 @@ pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
     start..start.saturating_add(len).min(n)
 }
 
-/// Part `r` of each of `blocks` blocks of `n` positions.
+/// Returns part `r` of each of `blocks` blocks of `n` positions.
 ///
-/// All blocks but one are of equal length, so this is a progression and a rest, however many
+/// All blocks except the last have the same length, so the result is one progression and a remainder, however many
 /// blocks there are.
 fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
     if n == 0 {
@@ -57,13 +55,13 @@ fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
     positions
 }
 
-/// The part of a tensor that the rank at `coordinate` holds, cut as DTensors are.
+/// Returns the tile of the rank at `coordinate`, split as PyTorch splits DTensors.
 ///
-/// `Replicate` and `Partial` leave everything to everyone.
+/// Along mesh dims with `Replicate` or `Partial`, every rank holds the same elements.
 ///
 /// # Errors
-/// When the lengths do not match the mesh, the coordinate lies outside it, a placement names a dim
-/// that the tensor lacks, or a split factor is 0 or shatters the tensor.
+/// If the lengths do not match the mesh, the coordinate is outside the mesh, a placement names a dim that the tensor
+/// does not have, or a split factor is 0 or creates too many intervals.
 pub fn local_shard(
     shape: &[u64],
     mesh_shape: &[u64],
@@ -73,11 +71,11 @@ pub fn local_shard(
     local_part(shape, mesh_shape, placements, &[], coordinate)
 }
 
-/// As [`local_shard`], where mesh dims may cut by other rules: one a mesh dim, or none at all for `torch.chunk`.
+/// Returns the tile of the rank at `coordinate`, with one split for each mesh dim. No splits means `torch.chunk`.
 ///
 /// # Errors
-/// As [`local_shard`]; where sizes that are written down do not fit, and where a `StridedShard` is to be cut by another
-/// rule than that of DTensors and it makes a difference.
+/// The errors of [`local_shard`]. Also if explicit sizes do not fit, or if the split of a `StridedShard` gives other
+/// parts than `torch.chunk`.
 pub fn local_part(
     shape: &[u64],
     mesh_shape: &[u64],
@@ -94,17 +92,17 @@ pub fn local_part(
 
     let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
     for (mesh_dim, &r) in coordinate.iter().enumerate() {
-        let Some(cut) = DimCut::of(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
-        let held = &mut dims[cut.dim.0];
-        *held = cut.part(held, r)?;
+        let Some(cut) = DimCut::new(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
+        let indices = &mut dims[cut.dim.0];
+        *indices = cut.part(indices, r)?;
     }
     Ok(Tile::new(dims))
 }
 
-/// What one mesh dim does to the tensor dim that it shards.
+/// The split of one tensor dim by one mesh dim.
 pub(super) struct DimCut<'a> {
     pub dim: TensorDim,
-    /// Coordinates of the mesh dim, each of which gets a part.
+    /// The number of parts: the size of the mesh dim.
     pub parts: u64,
     mesh_dim: MeshDim,
     placement: Placement,
@@ -112,8 +110,8 @@ pub(super) struct DimCut<'a> {
 }
 
 impl<'a> DimCut<'a> {
-    /// `None` for a mesh dim that leaves everything to everyone.
-    pub fn of(
+    /// Returns the split of a mesh dim, or `None` if the mesh dim shards no tensor dim.
+    pub fn new(
         shape: &[u64],
         mesh_shape: &[u64],
         placements: &[Placement],
@@ -131,33 +129,33 @@ impl<'a> DimCut<'a> {
         }
     }
 
-    /// What the `r`-th coordinate gets of what is `held` of the tensor dim.
-    pub fn part(&self, held: &Intervals, r: u64) -> Result<Intervals, LayoutError> {
+    /// Returns the part of coordinate `r` among the indices in `indices`.
+    pub fn part(&self, indices: &Intervals, r: u64) -> Result<Intervals, LayoutError> {
         let Placement::StridedShard { split_factor, .. } = self.placement else {
-            return Ok(held.slice(self.split.part(held.len(), self.parts, r)?));
+            return Ok(indices.slice(self.split.part(indices.len(), self.parts, r)?));
         };
-        let even = split_factor.checked_mul(self.parts).is_some_and(|parts| held.len().is_multiple_of(parts));
+        let even = split_factor.checked_mul(self.parts).is_some_and(|parts| indices.len().is_multiple_of(parts));
         if *self.split != Split::Chunk && (!even || matches!(self.split, Split::Sizes(_))) {
-            let (mesh_dim, split, numel) = (self.mesh_dim, self.split.to_string(), held.len());
+            let (mesh_dim, split, numel) = (self.mesh_dim, self.split.to_string(), indices.len());
             return Err(LayoutError::SplitStrided { mesh_dim, split, split_factor, numel });
         }
-        let positions = strided_chunk(held.len(), self.parts, r, split_factor);
-        let pieces = held.count().saturating_add(positions.count());
+        let positions = strided_chunk(indices.len(), self.parts, r, split_factor);
+        let pieces = indices.count().saturating_add(positions.count());
         if pieces > MAX_INTERVALS {
             return Err(LayoutError::Fragmented { dim: self.dim, limit: MAX_INTERVALS, found: pieces });
         }
-        Ok(held.select(&positions))
+        Ok(indices.select(&positions))
     }
 }
 
-/// Placements that say, read left to right, what plain ones say in an explicit order.
+/// Converts placements with an explicit shard order to placements that are read from left to right.
 ///
-/// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim whose
-/// turn comes after that of mesh dims to its right becomes a `StridedShard` over the number of
-/// parts which those have made. Tensor dims without an entry keep the left-to-right order.
+/// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim that splits after mesh
+/// dims to its right becomes a `StridedShard`; its split factor is the number of parts that those mesh dims have made.
+/// Tensor dims without an entry keep the order from left to right.
 ///
 /// # Errors
-/// When an entry is not exactly the mesh dims that shard its tensor dim.
+/// If an entry does not list exactly the mesh dims that shard its tensor dim.
 pub fn from_shard_order(
     mesh_shape: &[u64],
     placements: &[Placement],
@@ -177,7 +175,7 @@ pub fn from_shard_order(
             let found = mesh_dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             return Err(error("each mesh dim that shards it once", format!("mesh dims ({found})")));
         }
-        // PyTorch 2.10 derives the order from split factors and stores both: then those say it all.
+        // PyTorch 2.10 derives the order from split factors and stores both. Then the split factors are enough.
         if sharders.iter().any(|mesh_dim| placements[mesh_dim.0] != Placement::Shard(dim)) {
             continue;
         }
@@ -198,7 +196,7 @@ pub fn from_shard_order(
     Ok(converted)
 }
 
-/// There is one placement a mesh dim, and one split or none at all.
+/// Checks that there is one placement for each mesh dim, and one split for each mesh dim or no split.
 pub(super) fn check_counts(mesh_shape: &[u64], placements: &[Placement], splits: &[Split]) -> Result<(), LayoutError> {
     check_count(mesh_shape, placements)?;
     if splits.is_empty() || splits.len() == mesh_shape.len() {
@@ -223,8 +221,8 @@ mod tests {
         Placement::StridedShard { dim: TensorDim(0), split_factor }
     }
 
-    /// What each coordinate holds of a 1-d tensor, in PyTorch's own notation: index lists.
-    fn held(n: u64, mesh: &[u64], placements: &[Placement]) -> Vec<Vec<u64>> {
+    /// Returns the indices that each coordinate holds of a 1-d tensor.
+    fn indices(n: u64, mesh: &[u64], placements: &[Placement]) -> Vec<Vec<u64>> {
         let world_size = u32::try_from(mesh.iter().product::<u64>()).unwrap();
         let ranks = (0..world_size).map(crate::layout::Rank).collect();
         let mesh = DeviceMesh::new(mesh, ranks, None).unwrap();
@@ -235,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_those_of_torch() {
+    fn chunk_equals_torch_chunk() {
         let parts = |n, k| (0..k).map(|r| chunk(n, k, r)).map(|c| (c.end - c.start, c.start)).collect::<Vec<_>>();
         assert_eq!(parts(10, 4), [(3, 0), (3, 3), (3, 6), (1, 9)]);
         assert_eq!(parts(5, 4), [(2, 0), (2, 2), (1, 4), (0, 5)]);
@@ -246,15 +244,15 @@ mod tests {
     }
 
     #[test]
-    fn other_splits_cut_what_chunks_would() {
-        let held = |n, splits: &[Split]| -> Vec<Vec<u64>> {
+    fn explicit_splits_replace_torch_chunk() {
+        let indices = |n, splits: &[Split]| -> Vec<Vec<u64>> {
             let part = |r: u64| local_part(&[n], &[2, 2], &[S0, S0], splits, &[r / 2, r % 2]).unwrap();
             (0..4).map(|r| part(r).dims()[0].iter().flatten().collect()).collect()
         };
-        assert_eq!(held(5, &[]), [vec![0, 1], vec![2], vec![3], vec![4]]);
+        assert_eq!(indices(5, &[]), [vec![0, 1], vec![2], vec![3], vec![4]]);
         let sizes = |list: &[u64]| Split::Sizes(list.into());
-        assert_eq!(held(5, &[sizes(&[1, 4]), Split::Chunk]), [vec![0], vec![], vec![1, 2], vec![3, 4]]);
-        assert_eq!(held(6, &[sizes(&[3, 3]), sizes(&[1, 2])]), [vec![0], vec![1, 2], vec![3], vec![4, 5]]);
+        assert_eq!(indices(5, &[sizes(&[1, 4]), Split::Chunk]), [vec![0], vec![], vec![1, 2], vec![3, 4]]);
+        assert_eq!(indices(6, &[sizes(&[3, 3]), sizes(&[1, 2])]), [vec![0], vec![1, 2], vec![3], vec![4, 5]]);
         let part = |n, split| local_part(&[n], &[2], &[strided(2)], &[split], &[0]).map(|tile| tile.to_string());
         assert_eq!(part(8, Split::Makani), Ok("[0:2+4:6]".to_owned()));
         assert!(part(9, Split::Makani).unwrap_err().to_string().contains("makani"));
@@ -264,17 +262,17 @@ mod tests {
     }
 
     #[test]
-    fn two_mesh_dims_on_one_tensor_dim_split_in_turn() {
-        assert_eq!(held(8, &[2, 2], &[S0, S0]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
-        assert_eq!(held(5, &[2, 2], &[S0, S0]), [vec![0, 1], vec![2], vec![3], vec![4]]);
-        assert_eq!(held(3, &[2, 2], &[S0, S0]), [vec![0], vec![1], vec![2], vec![]]);
-        let sizes: Vec<_> = held(7, &[2, 3], &[S0, S0]).iter().map(Vec::len).collect();
+    fn two_mesh_dims_on_one_tensor_dim_split_in_sequence() {
+        assert_eq!(indices(8, &[2, 2], &[S0, S0]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
+        assert_eq!(indices(5, &[2, 2], &[S0, S0]), [vec![0, 1], vec![2], vec![3], vec![4]]);
+        assert_eq!(indices(3, &[2, 2], &[S0, S0]), [vec![0], vec![1], vec![2], vec![]]);
+        let sizes: Vec<_> = indices(7, &[2, 3], &[S0, S0]).iter().map(Vec::len).collect();
         assert_eq!(sizes, [2, 2, 0, 1, 1, 1]);
-        assert_eq!(held(3, &[2], &[Replicate]), [[0, 1, 2], [0, 1, 2]]);
+        assert_eq!(indices(3, &[2], &[Replicate]), [[0, 1, 2], [0, 1, 2]]);
     }
 
     #[test]
-    fn an_empty_shard_reports_the_global_size_as_its_offset() {
+    fn empty_shard_has_the_global_size_as_its_offset() {
         let tile = local_shard(&[7], &[2, 3], &[S0, S0], &[0, 2]).unwrap();
         assert_eq!((tile.sizes().to_vec(), tile.global_offsets(&[7]).to_vec()), (vec![0], vec![7]));
         let tile = local_shard(&[7], &[2, 3], &[S0, S0], &[1, 1]).unwrap();
@@ -282,18 +280,18 @@ mod tests {
     }
 
     #[test]
-    fn strided_shards_take_a_part_of_each_block() {
-        assert_eq!(held(8, &[2], &[strided(2)]), [[0, 1, 4, 5], [2, 3, 6, 7]]);
-        assert_eq!(held(9, &[4], &[strided(2)]), [vec![0, 1, 5], vec![2, 3, 6], vec![4, 7], vec![8]]);
-        assert_eq!(held(5, &[2], &[strided(2)]), [vec![0, 1, 3], vec![2, 4]]);
-        assert_eq!(held(10, &[4], &[strided(3)]), [vec![0, 4, 8], vec![1, 5, 9], vec![2, 6], vec![3, 7]]);
-        assert_eq!(held(3, &[2], &[strided(4)]), [vec![0, 1, 2], vec![]]);
-        assert_eq!(held(8, &[2, 2], &[S0, strided(2)]), [[0, 2], [1, 3], [4, 6], [5, 7]]);
+    fn strided_shard_takes_a_part_of_each_block() {
+        assert_eq!(indices(8, &[2], &[strided(2)]), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+        assert_eq!(indices(9, &[4], &[strided(2)]), [vec![0, 1, 5], vec![2, 3, 6], vec![4, 7], vec![8]]);
+        assert_eq!(indices(5, &[2], &[strided(2)]), [vec![0, 1, 3], vec![2, 4]]);
+        assert_eq!(indices(10, &[4], &[strided(3)]), [vec![0, 4, 8], vec![1, 5, 9], vec![2, 6], vec![3, 7]]);
+        assert_eq!(indices(3, &[2], &[strided(4)]), [vec![0, 1, 2], vec![]]);
+        assert_eq!(indices(8, &[2, 2], &[S0, strided(2)]), [[0, 2], [1, 3], [4, 6], [5, 7]]);
     }
 
     #[test]
-    fn fsdp_over_tp_is_tp_first_and_contiguous() {
-        let fsdp_tp = |n| held(n, &[2, 2], &[strided(2), S0]);
+    fn fsdp_over_tp_splits_tp_first_and_is_contiguous() {
+        let fsdp_tp = |n| indices(n, &[2, 2], &[strided(2), S0]);
         assert_eq!(fsdp_tp(8), [[0, 1], [4, 5], [2, 3], [6, 7]]);
         assert_eq!(fsdp_tp(5), [vec![0, 1], vec![3], vec![2], vec![4]]);
         assert_eq!(fsdp_tp(7), [vec![0, 1], vec![4, 5], vec![2, 3], vec![6]]);
@@ -301,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn an_explicit_shard_order_becomes_split_factors() {
+    fn explicit_shard_order_becomes_split_factors() {
         let order = |dims: &[usize]| vec![(TensorDim(0), dims.iter().copied().map(MeshDim).collect())];
         let convert = |mesh: &[u64], dims: &[usize]| from_shard_order(mesh, &vec![S0; mesh.len()], &order(dims));
         assert_eq!(convert(&[4, 3, 2], &[2, 0, 1]), Ok(vec![strided(2), strided(2), S0]));
@@ -317,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_match_is_named() {
+    fn mismatch_error_names_expected_and_found() {
         let parse = |text| parse_placements(text).unwrap()[0].resolve(1).unwrap();
         let error = |shape: &[u64], mesh: &[u64], placement, at: &[u64]| {
             local_shard(shape, mesh, &[placement], at).unwrap_err().to_string()
@@ -331,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_finely_interleaved_shard_stays_small() {
+    fn interleaved_shard_is_one_run() {
         let tile = local_shard(&[1_000_000], &[10], &[strided(100_000)], &[3]).unwrap();
         assert_eq!(tile.dims()[0], Intervals::progression(3, 10, 100_000, 1));
     }

@@ -1,36 +1,38 @@
-//! The way ranks share one tensor, the distinct tiles of it, and the ranks that hold each.
+//! The distinct tiles of a tensor on a mesh, and the ranks that hold each tile.
 //!
-//! Counts elements and ranks. A mesh dim cuts one tensor dim, so what a rank holds of that dim follows from its
-//! coordinates on the mesh dims that shard it, and from nothing else. Each tensor dim is cut once for all ranks, and a
-//! rank's tile is looked up: one step a rank, though 16,384 ranks share thousands of tensors.
+//! Counts elements and ranks. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim depends
+//! only on the rank's coordinates on the mesh dims that shard it. Each tensor dim is therefore split once for all
+//! ranks, and the tile of a rank is looked up in constant time. This matters when 16,384 ranks share thousands of
+//! tensors.
 //!
 //! ```text
 //!     (S(0), S(1)) on dp=2,tp=2       dim 0: dp=0 a, dp=1 b       rank 2 at (1, 0): b x c
 //!                                     dim 1: tp=0 c, tp=1 d
 //! ```
 //!
-//! Invariant: parts of one dim are disjoint, so that only empty ones are equal (`torch/distributed/tensor/_utils.py`).
+//! Invariant: the parts of one dim are disjoint, so two equal parts are both empty. The PyTorch code is
+//! `compute_local_shape_and_global_offset` in `torch/distributed/tensor/_utils.py`.
 
 use smallvec::SmallVec;
 
 use super::shard::{DimCut, check_counts};
 use super::{DeviceMesh, Dims, Intervals, LayoutError, MeshDim, Placement, Rank, Split, Tile, local_part};
 
-/// A mesh, and the way a tensor lies on it.
+/// A mesh, and the placements of one tensor on it.
 #[derive(Clone, Copy, Debug)]
 pub struct MeshPlacement<'a> {
     pub mesh: &'a DeviceMesh,
     pub shared: &'a SharedTensor,
 }
 
-/// The way ranks share one tensor.
+/// The placements of one tensor: how the ranks of a mesh share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedTensor {
-    /// One a mesh dim.
+    /// One placement for each mesh dim.
     pub placements: Vec<Placement>,
-    /// One a mesh dim, or none where all are as in DTensors.
+    /// One split for each mesh dim; empty if all of them are `torch.chunk`, as for DTensors.
     pub splits: Vec<Split>,
-    /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
+    /// The mesh dims of the tensor's own mesh, if that is a slice. The tensor is replicated on the other mesh dims.
     pub slice: Option<Vec<MeshDim>>,
 }
 
@@ -41,44 +43,45 @@ impl From<Vec<Placement>> for SharedTensor {
 }
 
 impl SharedTensor {
-    /// Whether ranks hold summands, not values.
+    /// Returns whether the ranks hold partial values, which must be reduced to get the tensor.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.placements.iter().any(|placement| placement.is_partial())
     }
 
-    /// The part of a tensor that the rank at `coordinate` holds.
+    /// Returns the tile of the rank at `coordinate`.
     ///
     /// # Errors
-    /// As [`local_part`].
+    /// The errors of [`local_part`].
     pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &[u64]) -> Result<Tile, LayoutError> {
         local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
     }
 }
 
-/// A tile, and who holds it, ascending.
-pub type Held = (Tile, SmallVec<[Rank; 4]>);
+/// A tile, and the ranks that hold it, ascending.
+pub type HeldTile = (Tile, SmallVec<[Rank; 4]>);
 
-/// The parts that a tensor dim is cut into.
+/// The parts of one tensor dim.
 struct DimParts {
     parts: Vec<Intervals>,
+    /// The index of the empty part, if there is one.
     empty: Option<u32>,
-    /// Which part belongs to each combination of coordinates on the mesh dims that cut it, row-major.
-    of: Vec<u32>,
-    /// The step of each mesh dim in `of`; 0 for those that do not cut it.
+    /// The index of the part of each combination of coordinates on the mesh dims that shard this dim, row-major.
+    part_of: Vec<u32>,
+    /// The stride of each mesh dim in `part_of`; 0 for mesh dims that do not shard this dim.
     steps: Dims,
 }
 
 impl DimParts {
     fn whole(n: u64, mesh_ndim: usize) -> Self {
         let empty = (n == 0).then_some(0);
-        Self { parts: vec![Intervals::full(n)], empty, of: vec![0], steps: smallvec::smallvec![0; mesh_ndim] }
+        Self { parts: vec![Intervals::full(n)], empty, part_of: vec![0], steps: smallvec::smallvec![0; mesh_ndim] }
     }
 
-    /// Cut every part.
+    /// Splits every part along one more mesh dim.
     fn cut(&mut self, mesh_dim: usize, cut: &DimCut<'_>) -> Result<(), LayoutError> {
         let whole = std::mem::take(&mut self.parts);
-        let of = std::mem::take(&mut self.of);
+        let of = std::mem::take(&mut self.part_of);
         self.empty = None;
         for part in of {
             for r in 0..cut.parts {
@@ -92,7 +95,7 @@ impl DimParts {
                         number
                     }
                 };
-                self.of.push(number);
+                self.part_of.push(number);
             }
         }
         self.steps.iter_mut().for_each(|step| *step *= cut.parts);
@@ -102,25 +105,25 @@ impl DimParts {
 
     fn part_at(&self, coordinate: &[u64]) -> usize {
         let at: u64 = self.steps.iter().zip(coordinate).map(|(step, at)| step * at).sum();
-        self.of[usize::try_from(at).expect("an index of a list")] as usize
+        self.part_of[usize::try_from(at).expect("an index of a list")] as usize
     }
 }
 
-/// In the order of the first rank of the mesh that holds each.
+/// Returns the distinct tiles and their ranks, ordered by the first rank of the mesh that holds each tile.
 ///
 /// # Errors
-/// `LayoutError` where the placements do not fit the shape.
-pub fn shards(shape: &[u64], MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> Result<Vec<Held>, LayoutError> {
+/// `LayoutError` if the placements do not fit the shape.
+pub fn shards(shape: &[u64], MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> Result<Vec<HeldTile>, LayoutError> {
     check_counts(mesh.shape(), &shared.placements, &shared.splits)?;
     let mut axes: SmallVec<[DimParts; 4]> = shape.iter().map(|&n| DimParts::whole(n, mesh.ndim())).collect();
     for mesh_dim in 0..mesh.ndim() {
-        if let Some(cut) = DimCut::of(shape, mesh.shape(), &shared.placements, &shared.splits, mesh_dim)? {
+        if let Some(cut) = DimCut::new(shape, mesh.shape(), &shared.placements, &shared.splits, mesh_dim)? {
             axes[cut.dim.0].cut(mesh_dim, &cut)?;
         }
     }
     const NEW: u32 = u32::MAX;
-    let mut shards: Vec<Held> = Vec::new();
-    // No more cells than ranks: each is a combination of coordinates.
+    let mut shards: Vec<HeldTile> = Vec::new();
+    // Each cell is a combination of coordinates, so there are no more cells than ranks.
     let mut known = vec![NEW; axes.iter().map(|axis| axis.parts.len()).product()];
     for (rank, coordinate) in mesh.coordinates() {
         let parts: SmallVec<[usize; 4]> = axes.iter().map(|axis| axis.part_at(&coordinate)).collect();
@@ -155,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_rank_holds_what_its_own_coordinate_says(
+        fn tile_of_every_rank_equals_its_local_part(
             shape in prop::collection::vec(0..9_u64, 2),
             dims in prop::collection::vec((1..4_u64, placement(), any::<bool>()), 1..4),
             reversed in any::<bool>(),
@@ -173,7 +176,7 @@ mod tests {
             let each = mesh.coordinates().map(|(rank, at)| Ok((shared.part(&shape, &mesh, &at)?, rank)));
             let each: Result<Vec<(Tile, Rank)>, LayoutError> = each.collect();
             let found = shards(&shape, MeshPlacement { mesh: &mesh, shared: &shared });
-            // Of several faults another one may be met first.
+            // With several errors, the two ways may report different ones.
             prop_assert_eq!(found.is_err(), each.is_err());
             let (Ok(found), Ok(each)) = (found, each) else { return Ok(()) };
             each.into_iter().for_each(|(tile, rank)| expected.entry(tile).or_default().push(rank));

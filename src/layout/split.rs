@@ -1,8 +1,8 @@
-//! How a sharded dim is cut into one part for each coordinate of a mesh dim.
+//! Rules that split a sharded dim into one part for each coordinate of a mesh dim.
 //!
-//! Counts elements. DTensors know one rule, that of `torch.chunk`. Jobs without DTensors have others: the region
-//! mappings of makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of `numpy.array_split`,
-//! or sizes that are written down. Where the dim divides evenly all rules but the last agree.
+//! Counts elements. DTensor has one rule, that of `torch.chunk`. Jobs without DTensors use other rules: the region
+//! mappings of makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of
+//! `numpy.array_split`, or explicit sizes. If the dim divides evenly, all rules except explicit sizes agree.
 //!
 //! ```text
 //!     10 elements over 4      chunk      3 3 3 1
@@ -10,10 +10,10 @@
 //!                             makani     3 3 3 1
 //!      5 elements over 4      chunk      2 2 1 0
 //!                             balanced   2 1 1 1
-//!                             makani     1 1 1 2      nobody is left without
+//!                             makani     1 1 1 2      no part is empty
 //! ```
 //!
-//! Invariant: parts are consecutive, in the order of coordinates, and together they are the dim.
+//! Invariant: parts are consecutive, in the order of coordinates, and together they cover the dim.
 
 use std::{fmt, ops::Range, str::FromStr, sync::Arc};
 
@@ -22,22 +22,22 @@ use super::{LayoutError, chunk};
 /// A rule for the sizes of parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Split {
-    /// `torch.chunk`: all of DTensor.
+    /// `torch.chunk`, the only rule of DTensor.
     #[default]
     Chunk,
-    /// The first `n mod k` parts have one element more than the others.
+    /// Parts that differ by at most one element; the first `n mod k` parts are the larger ones.
     Balanced,
-    /// All parts but the last have `ceil(n / k)`; where that would leave nothing for the last, `floor(n / k)`.
+    /// Parts of `ceil(n / k)` elements, except the last. If that would leave the last part empty, `floor(n / k)`.
     Makani,
-    /// These, one for each coordinate.
+    /// Explicit sizes, one for each coordinate.
     Sizes(Arc<[u64]>),
 }
 
 impl Split {
-    /// Part `r` of `n` elements over `k` parts; `r` is below `k`.
+    /// Returns part `r` of `n` elements split into `k` parts. `r` must be below `k`.
     ///
     /// # Errors
-    /// `SplitSizes` where sizes are written down and are not `k`, or do not add up to `n`.
+    /// `SplitSizes` if the number of explicit sizes is not `k`, or if they do not add up to `n`.
     pub fn part(&self, n: u64, k: u64, r: u64) -> Result<Range<u64>, LayoutError> {
         Ok(match self {
             Self::Chunk => chunk(n, k, r),
@@ -65,7 +65,8 @@ impl Split {
         })
     }
 
-    /// How many elements were cut into parts of these sizes; `None` where this rule makes no such parts.
+    /// Returns the number of elements that this rule splits into parts of these sizes, or `None` if the rule never
+    /// makes such parts.
     #[must_use]
     pub fn total(&self, sizes: &[u64]) -> Option<u64> {
         let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size))?;
@@ -75,7 +76,7 @@ impl Split {
     }
 }
 
-/// As on the command line; sizes as `3+1`.
+/// The name on the command line; explicit sizes are displayed as `3+1`.
 impl fmt::Display for Split {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_those_of_their_sources() {
+    fn sizes_equal_those_of_makani_and_numpy() {
         assert_eq!(sizes(&Split::Makani, 721, 4), [181, 181, 181, 178]);
         assert_eq!(sizes(&Split::Makani, 5, 4), [1, 1, 1, 2]);
         assert_eq!(sizes(&Split::Makani, 9, 8), [1, 1, 1, 1, 1, 1, 1, 2]);
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_must_fit() {
+    fn sizes_that_do_not_fit_are_an_error() {
         let split = Split::Sizes([2, 1].into());
         assert!(split.part(4, 2, 0).unwrap_err().to_string().contains("2+1"));
         assert!(split.part(3, 3, 0).is_err());

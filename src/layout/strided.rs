@@ -1,8 +1,8 @@
-//! Split factors that stand for other mesh dims.
+//! Split factors of `_StridedShard` that depend on the sizes of other mesh dims.
 //!
-//! Counts parts. Where FSDP cuts what tensor parallelism left, `_S(0,4),S(0)` on dp=2,tp=4 says that tp has cut first: the
-//! factor of dp is the size of tp, and follows it to another mesh. A factor that stands for no mesh dim (`_S(0,3)` of
-//! three weights in one) is what it is.
+//! Counts parts. Under FSDP over tensor parallelism, `_S(0,4),S(0)` on dp=2,tp=4 means that tp splits first: the split
+//! factor of dp is the size of tp. On a mesh of another size, the split factor changes with the size of tp. A split
+//! factor that depends on no mesh dim, such as `_S(0,3)` of a fused weight of three, does not change.
 //!
 //! Source: `_StridedShard` in `torch/distributed/tensor/placement_types.py`, and
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -11,20 +11,20 @@ use std::collections::BTreeSet;
 
 use super::{DeviceMesh, PlacementSpec};
 
-/// From one mesh to another.
+/// A change from one mesh to another.
 pub struct MeshChange<'a> {
     pub from: &'a DeviceMesh,
     pub to: &'a DeviceMesh,
-    /// Which dim of the new mesh each dim of the old one is.
+    /// The dim of the new mesh for each dim of the old mesh, if there is one.
     pub dims: &'a [Option<usize>],
 }
 
 impl MeshChange<'_> {
-    /// The split factor that mesh dim `at` has afterwards; `None` where a plain shard means the same. `sharded` has the
-    /// tensor dim of each mesh dim.
+    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if a plain shard is equivalent. `sharded`
+    /// is the tensor dim that each mesh dim shards.
     ///
-    /// A factor that stands for the mesh dims further right follows their new sizes; where they come to stand further
-    /// left, a plain shard already means that they split first.
+    /// A split factor that equals the size of the mesh dims to its right changes with their sizes. If these mesh dims
+    /// are to the left on the new mesh, they split first anyway, and a plain shard is enough.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();
@@ -37,7 +37,7 @@ impl MeshChange<'_> {
     }
 }
 
-/// The mesh dims further right that shard the same tensor dim.
+/// Returns the mesh dims to the right that shard the same tensor dim.
 fn inner<D: PartialEq>(at: usize, sharded: &[Option<D>]) -> impl Iterator<Item = usize> {
     (at + 1..sharded.len()).filter(move |&later| sharded[at].is_some() && sharded[later] == sharded[at])
 }
@@ -46,16 +46,17 @@ fn sharded(list: &[PlacementSpec]) -> Vec<Option<i64>> {
     list.iter().map(|spec| spec.sharded_dim()).collect()
 }
 
-/// Placements that were written for a mesh, on one with the same dims in other sizes.
+/// Converts placements for one mesh to a mesh with the same dims in other sizes.
 #[must_use]
-pub fn follow(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec<PlacementSpec> {
+pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec<PlacementSpec> {
     if from.shape() == to.shape() || from.ndim() != to.ndim() || from.ndim() != list.len() {
         return list.to_vec();
     }
     let dims: Vec<Option<usize>> = (0..to.ndim()).map(Some).collect();
-    let (route, sharded) = (MeshChange { from, to, dims: &dims }, sharded(list));
+    let (mesh_change, sharded) = (MeshChange { from, to, dims: &dims }, sharded(list));
     let follow = |(at, spec): (usize, &PlacementSpec)| match *spec {
-        PlacementSpec::StridedShard { dim, split_factor } => match route.split_factor(split_factor, at, &sharded) {
+        PlacementSpec::StridedShard { dim, split_factor } => match mesh_change.split_factor(split_factor, at, &sharded)
+        {
             Some(split_factor) => PlacementSpec::StridedShard { dim, split_factor },
             None => PlacementSpec::Shard(dim),
         },
@@ -64,32 +65,33 @@ pub fn follow(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec
     list.iter().enumerate().map(follow).collect()
 }
 
-/// A split factor that stands for none of the mesh dims further right that shard the same tensor dim.
+/// A split factor that is no product of sizes of the mesh dims to its right that shard the same tensor dim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownSplitFactor {
-    /// The mesh dim that has it.
+    /// The mesh dim with the split factor.
     pub at: usize,
     pub spec: PlacementSpec,
-    /// Those further right, and what `spec` would be for them.
+    /// The mesh dims to the right that shard the same tensor dim.
     pub inner: Vec<usize>,
-    pub usual: PlacementSpec,
+    /// The placement with the split factor that these mesh dims need.
+    pub expected: PlacementSpec,
 }
 
-/// The first in a list.
+/// Returns the first unknown split factor in a list of placements.
 #[must_use]
-pub fn stray(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
+pub fn find_unknown_split_factor(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
     let sharded = sharded(list);
     let of = |(at, spec): (usize, &PlacementSpec)| {
         let PlacementSpec::StridedShard { dim, split_factor } = *spec else { return None };
         let inner: Vec<usize> = inner(at, &sharded).collect();
         let sizes = || inner.iter().map(|&dim| mesh.shape()[dim]);
-        // Any of them may have split before this one.
+        // Any subset of the inner mesh dims may split first.
         let products = sizes().fold(BTreeSet::from([1]), |products: BTreeSet<u64>, size| {
             products.iter().flat_map(|product| [*product, product * size]).collect()
         });
         let usual = PlacementSpec::StridedShard { dim, split_factor: sizes().product() };
         let is_stray = !inner.is_empty() && !products.contains(&split_factor);
-        is_stray.then_some(UnknownSplitFactor { at, spec: *spec, inner, usual })
+        is_stray.then_some(UnknownSplitFactor { at, spec: *spec, inner, expected: usual })
     };
     list.iter().take(mesh.ndim()).enumerate().find_map(of)
 }
@@ -104,24 +106,25 @@ mod tests {
     }
 
     #[test]
-    fn factors_of_mesh_dims_follow_their_sizes() {
+    fn split_factors_change_with_mesh_sizes() {
         let of = |list: &str, from: &str, to: &str| {
-            comma_list(&follow(&parse_placements(list).unwrap(), &mesh(from), &mesh(to)))
+            comma_list(&adapt_split_factors(&parse_placements(list).unwrap(), &mesh(from), &mesh(to)))
         };
         assert_eq!(of("_S(0,2),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,4),S(0)");
         assert_eq!(of("_S(-1,2),S(-1)", "dp=2,tp=2", "dp=4,tp=1"), "S(-1),S(-1)");
         assert_eq!(of("R,_S(0,6),S(0),S(0)", "r=2,dp=2,cp=3,tp=2", "r=1,dp=2,cp=3,tp=4"), "R,_S(0,12),S(0),S(0)");
-        // Weights in one, and what lies otherwise.
+        // Fused weights, and factors that equal no mesh dim.
         assert_eq!(of("S(1),_S(0,3)", "dp=2,tp=2", "dp=2,tp=4"), "S(1),_S(0,3)");
         assert_eq!(of("_S(0,3),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,3),S(0)");
         assert_eq!(of("_S(0,1),R", "dp=2,tp=2", "dp=2,tp=2"), "_S(0,1),R");
-        assert_eq!(of("_S(0,2)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,2)", "one too few is told elsewhere");
+        assert_eq!(of("_S(0,2)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,2)", "too few placements are an error elsewhere");
     }
 
     #[test]
-    fn factors_that_stand_for_no_mesh_dim_are_found() {
+    fn split_factors_of_no_mesh_dim_are_found() {
         let of = |list: &str, on: &str| {
-            stray(&parse_placements(list).unwrap(), &mesh(on)).map(|stray| (stray.at, stray.usual.to_string()))
+            find_unknown_split_factor(&parse_placements(list).unwrap(), &mesh(on))
+                .map(|unknown| (unknown.at, unknown.expected.to_string()))
         };
         assert_eq!(of("_S(0,2),S(0)", "dp=2,tp=4"), Some((0, "_S(0,4)".to_owned())));
         assert_eq!(of("R,_S(0,2),S(0),S(0)", "r=2,dp=2,cp=3,tp=4"), Some((1, "_S(0,12)".to_owned())));

@@ -1,5 +1,5 @@
-//! The algebra against an oracle that knows no intervals: explicit lists of indices per dim, and
-//! a count of holders per element. Slow, obvious, and written from PyTorch's definitions alone.
+//! Compares layouts with a reference that uses no intervals: explicit lists of indices for each dim, and a count of
+//! holders for each element. The reference is slow and simple, and follows PyTorch's definitions only.
 
 #![allow(clippy::cast_possible_truncation, reason = "test sizes are small")]
 
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The rule of `torch.chunk` on a list: pieces of `ceil(len / k)` elements, empty past the end.
+/// Splits a list like `torch.chunk`: pieces of `ceil(len / k)` elements, which are empty past the end.
 fn chunk_of(list: &[u64], k: u64, r: u64) -> Vec<u64> {
     let size = (list.len() as u64).div_ceil(k).max(1);
     list.chunks(size as usize).nth(r as usize).unwrap_or_default().to_vec()
@@ -31,7 +31,7 @@ fn index_lists(shape: &[u64], mesh: &[u64], placements: &[Placement], at: &[u64]
     lists
 }
 
-/// The linear indices of a product of index lists, row-major.
+/// Returns the linear indices of a product of index lists, row-major.
 fn product(lists: &[Vec<u64>], shape: &[u64]) -> Vec<u64> {
     let mut linear = vec![0];
     for (list, &n) in lists.iter().zip(shape) {
@@ -52,7 +52,7 @@ fn elements_of(region: &Region, shape: &[u64]) -> Vec<u64> {
     elements(&Tile::from_region(region), shape)
 }
 
-/// How many tiles hold each element.
+/// Returns the number of tiles that hold each element.
 fn holders(shape: &[u64], tiles: &[Tile]) -> Vec<usize> {
     let mut holders = vec![0; numel(shape).unwrap() as usize];
     for element in tiles.iter().flat_map(|tile| elements(tile, shape)) {
@@ -61,7 +61,7 @@ fn holders(shape: &[u64], tiles: &[Tile]) -> Vec<usize> {
     holders
 }
 
-/// Whether `Cover` says of the tiles what counting says.
+/// Checks that `Cover` agrees with counting.
 fn check_verdict(shape: &[u64], tiles: &[Tile]) -> Result<(), TestCaseError> {
     let holders = holders(shape, tiles);
     match Cover::prove(shape, tiles) {
@@ -84,12 +84,12 @@ fn check_verdict(shape: &[u64], tiles: &[Tile]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check_lookup(shape: &[u64], tiles: &[Tile], wanted: &Tile) -> Result<(), TestCaseError> {
-    let wanted_elements: HashSet<u64> = elements(wanted, shape).into_iter().collect();
-    let meets = |tile: &Tile| elements(tile, shape).iter().any(|element| wanted_elements.contains(element));
+fn check_lookup(shape: &[u64], tiles: &[Tile], target: &Tile) -> Result<(), TestCaseError> {
+    let target_elements: HashSet<u64> = elements(target, shape).into_iter().collect();
+    let meets = |tile: &Tile| elements(tile, shape).iter().any(|element| target_elements.contains(element));
     let naive: Vec<usize> = (0..tiles.len()).filter(|&index| meets(&tiles[index])).collect();
     let cover = Cover::prove(shape, tiles).unwrap();
-    prop_assert_eq!(cover.overlapping(wanted).collect::<Vec<_>>(), naive);
+    prop_assert_eq!(cover.overlapping(target).collect::<Vec<_>>(), naive);
     Ok(())
 }
 
@@ -100,7 +100,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// The distinct tiles of all coordinates.
+    /// Returns the distinct tiles of all coordinates.
     fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
         let mut seen = HashSet::new();
         let tiles = (0..self.mesh.iter().product())
@@ -110,7 +110,7 @@ impl Layout {
 }
 
 fn shapes() -> impl Strategy<Value = Vec<u64>> {
-    // Sizes of 0 are frequent enough by themselves in few dims, and swamp everything in many.
+    // With many dims, frequent sizes of 0 would make nearly every tensor empty.
     prop::collection::vec(prop_oneof![1 => 0..=1_u64, 9 => 1..=9_u64], 0..=4)
 }
 
@@ -119,7 +119,7 @@ fn placements(ndim: usize) -> BoxedStrategy<Placement> {
     if ndim == 0 {
         return whole.boxed();
     }
-    // The first dim often, so that several mesh dims meet on one tensor dim.
+    // Prefer the first dim, so that several mesh dims shard one tensor dim.
     let dim = prop_oneof![Just(0), 0..ndim].prop_map(TensorDim);
     prop_oneof![
         1 => whole,
@@ -143,7 +143,7 @@ fn sharded() -> impl Strategy<Value = (Vec<u64>, Layout, Layout)> {
     })
 }
 
-/// Boxes from cutting a tensor again and again, in no order: a tiling, but rarely a grid.
+/// Boxes from splitting a tensor repeatedly, in random order: a tiling, but rarely a grid.
 fn cut_up() -> impl Strategy<Value = (Vec<u64>, Vec<Tile>)> {
     let cuts = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0..9_u64), 0..12);
     (prop::collection::vec(1..=7_u64, 1..=3), cuts).prop_map(|(shape, cuts)| {
@@ -170,7 +170,7 @@ fn boxes_within(shape: &[u64]) -> impl Strategy<Value = Region> + use<> {
     })
 }
 
-/// Sets with rhythm, without, and with both.
+/// Sets that are periodic, irregular, or both.
 fn sets() -> impl Strategy<Value = Vec<u64>> {
     let stretch = prop_oneof![
         prop::collection::vec(any::<bool>(), 0..12),
@@ -188,7 +188,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_000))]
 
     #[test]
-    fn local_shards_hold_what_index_lists_hold((shape, layout, _) in sharded()) {
+    fn local_shards_equal_index_lists((shape, layout, _) in sharded()) {
         for rank in 0..layout.mesh.iter().product() {
             let at = unravel(rank, &layout.mesh);
             let tile = local_shard(&shape, &layout.mesh, &layout.placements, &at).unwrap();
@@ -197,11 +197,11 @@ proptest! {
     }
 
     #[test]
-    fn every_layout_is_a_cover((shape, layout, other) in sharded(), which: prop::sample::Index) {
+    fn every_layout_covers_its_tensor((shape, layout, other) in sharded(), which: prop::sample::Index) {
         let tiles = layout.tiles(&shape);
         prop_assert!(Cover::prove(&shape, &tiles).is_ok());
-        for wanted in other.tiles(&shape) {
-            check_lookup(&shape, &tiles, &wanted)?;
+        for target in other.tiles(&shape) {
+            check_lookup(&shape, &tiles, &target)?;
         }
         if numel(&shape) == Some(0) {
             return Ok(());
@@ -227,7 +227,7 @@ proptest! {
     }
 
     #[test]
-    fn any_tiles_get_the_verdict_of_counting(
+    fn cover_of_changed_tilings_agrees_with_counting(
         (shape, tiles) in cut_up(),
         (other, taken) in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
         change in 0..4_u8,
@@ -245,14 +245,14 @@ proptest! {
     }
 
     #[test]
-    fn mixtures_of_layouts_get_the_verdict_of_counting((shape, a, b) in sharded(), mask: u32) {
+    fn cover_of_mixed_layouts_agrees_with_counting((shape, a, b) in sharded(), mask: u32) {
         let tiles = a.tiles(&shape).into_iter().chain(b.tiles(&shape));
         let some: Vec<Tile> = tiles.enumerate().filter(|(i, _)| mask >> (i % 32) & 1 == 1).map(|(_, tile)| tile).collect();
         check_verdict(&shape, &some)?;
     }
 
     #[test]
-    fn irregular_covers_find_what_all_pairs_find(
+    fn irregular_cover_finds_the_same_tiles_as_all_pairs(
         ((shape, tiles), region) in cut_up().prop_flat_map(|cut| { let boxes = boxes_within(&cut.0); (Just(cut), boxes) }),
     ) {
         check_lookup(&shape, &tiles, &Tile::from_region(&region))?;
@@ -261,7 +261,7 @@ proptest! {
     }
 
     #[test]
-    fn cut_boxes_are_the_linear_interval(shape in shapes(), a: prop::sample::Index, b: prop::sample::Index) {
+    fn cut_boxes_are_the_linear_range(shape in shapes(), a: prop::sample::Index, b: prop::sample::Index) {
         let n = numel(&shape).unwrap() as usize + 1;
         let range = a.index(n) as u64..b.index(n) as u64;
         let boxes: Vec<Region> = Region::cut(&shape, range.clone()).collect();
@@ -272,7 +272,7 @@ proptest! {
     }
 
     #[test]
-    fn regions_of_a_tile_place_every_element((shape, layout, _) in sharded()) {
+    fn regions_of_a_tile_contain_every_element((shape, layout, _) in sharded()) {
         for tile in layout.tiles(&shape) {
             let (held, sizes) = (elements(&tile, &shape), tile.sizes());
             let mut local = vec![u64::MAX; held.len()];
@@ -287,7 +287,7 @@ proptest! {
     }
 
     #[test]
-    fn regions_intersect_as_sets((shape, (a, b)) in shapes().prop_flat_map(|shape| {
+    fn intersection_of_regions_equals_that_of_sets((shape, (a, b)) in shapes().prop_flat_map(|shape| {
         let pair = (boxes_within(&shape), boxes_within(&shape));
         (Just(shape), pair)
     })) {
@@ -301,13 +301,13 @@ proptest! {
     }
 
     #[test]
-    fn intervals_are_sets(set in sets(), cut: prop::sample::Index) {
+    fn intervals_equal_their_sets(set in sets(), cut: prop::sample::Index) {
         let list = intervals(&set);
         prop_assert_eq!(list.iter().flatten().collect::<Vec<_>>(), set.clone());
         prop_assert_eq!(list.len(), set.len() as u64);
         prop_assert_eq!(list.iter().count() as u64, list.count());
         prop_assert_eq!((list.start(), list.end()), (set.first().copied(), set.last().map(|last| last + 1)));
-        // However it came about, it is the same value.
+        // The value does not depend on how it was built.
         prop_assert_eq!(&list.iter().collect::<Intervals>(), &list);
         let (low, high) = set.split_at(cut.index(set.len() + 1));
         let mut joined = intervals(low);
@@ -316,7 +316,7 @@ proptest! {
     }
 
     #[test]
-    fn slices_are_slices(set in sets(), a: prop::sample::Index, b: prop::sample::Index, of in sets()) {
+    fn slices_equal_slices_of_sets(set in sets(), a: prop::sample::Index, b: prop::sample::Index, of in sets()) {
         let list = intervals(&set);
         let (a, b) = (a.index(set.len() + 1), b.index(set.len() + 1));
         let (from, to) = (a.min(b), a.max(b));
@@ -341,7 +341,7 @@ proptest! {
         }
         prop_assert_eq!(intervals(&a).intersect(&intervals(&b)).to_vec(), naive);
         let meets = |range: &std::ops::Range<u64>| a.iter().any(|index| range.contains(index));
-        prop_assert!(intervals(&b).iter().all(|range| intervals(&a).meets(&range) == meets(&range)));
+        prop_assert!(intervals(&b).iter().all(|range| intervals(&a).intersects(&range) == meets(&range)));
     }
 
     #[test]
@@ -360,9 +360,9 @@ proptest! {
         }
     }
 
-    /// An order of even splits says what splitting in that order says.
+    /// With even splits, placements from a shard order equal splitting in that order.
     #[test]
-    fn shard_orders_split_in_their_order(
+    fn shard_order_equals_splitting_in_that_order(
         (mesh, order) in prop::collection::vec(1..=3_u64, 1..=3)
             .prop_flat_map(|mesh| { let dims: Vec<usize> = (0..mesh.len()).collect(); (Just(mesh), Just(dims).prop_shuffle()) }),
         times in 1..3_u64,

@@ -1,12 +1,11 @@
-//! The part of a tensor that one local tensor holds: a product over dims of [`Intervals`].
+//! Tiles: the elements of a global tensor that one local tensor holds, as a product of [`Intervals`] over dims.
 //!
-//! Counts elements. A plain shard is one box, but under `_StridedShard` a rank holds several,
-//! which a single (offset, size) pair cannot say: PyTorch's own
-//! `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`) reports only
-//! the first. The product is never multiplied out; [`Tile::regions`] walks it.
+//! Counts elements. A plain shard is one box. Under `_StridedShard` a rank holds several boxes, which one (offset,
+//! size) pair cannot describe: PyTorch's `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`)
+//! reports only the first box. The product is never expanded in memory; [`Tile::regions`] iterates over its boxes.
 //!
-//! Invariant: local index and global index of each dim correspond by position in its list, so the
-//! local tensor is the tile with its gaps closed:
+//! Invariant: in each dim, the local index of an element is its position in the list of global indices. So the local
+//! tensor is the tile with its gaps removed:
 //!
 //! ```text
 //!     tile [0:1+2:3, 0:2] of a (4, 4) tensor        its local (2, 2) tensor
@@ -25,90 +24,95 @@ use super::{
     intervals::{Piece, Pieces},
 };
 
-/// What one chunk or local tensor holds; no dims at all is the one element of a 0-d tensor.
+/// The elements of one chunk or local tensor. A tile without dims is the one element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Planning moves millions of them: room for three dims, and an allocation for the few tensors with more.
+    /// Planning moves millions of tiles, so three dims are stored inline. Only tensors with more dims allocate.
     dims: SmallVec<[Intervals; 3]>,
 }
 
 impl Tile {
+    /// Makes a tile from the indices of each dim.
     #[must_use]
     pub fn new(dims: impl IntoIterator<Item = Intervals>) -> Self {
         Self { dims: dims.into_iter().collect() }
     }
 
-    /// One box. Ends saturate: ask [`Region::fits`] first where the numbers come from a file.
+    /// Makes a tile of one box. Ends saturate, so call [`Region::fits`] first if the numbers come from a file.
     #[must_use]
     pub fn from_region(region: &Region) -> Self {
         Self::new((region.offsets.iter().zip(&region.sizes)).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
+    /// Returns the indices of each dim.
     #[must_use]
     pub fn dims(&self) -> &[Intervals] {
         &self.dims
     }
 
+    /// Returns the number of dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.dims.len()
     }
 
-    /// The shape of the local tensor.
+    /// Returns the shape of the local tensor.
     #[must_use]
     pub fn sizes(&self) -> Dims {
         self.dims.iter().map(Intervals::len).collect()
     }
 
-    /// The number of elements, saturating as [`Region::numel`] does.
+    /// Returns the number of elements, saturating like [`Region::numel`].
     #[must_use]
     pub fn numel(&self) -> u64 {
         super::numel(&self.sizes()).unwrap_or(u64::MAX)
     }
 
-    /// Tell everything it is in numbers, which no other tile has.
-    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
-        tell(self.dims.len() as u64);
-        self.dims.iter().for_each(|dim| dim.spell(tell));
+    /// Passes an encoding of the tile to `emit`. Different tiles have different encodings.
+    pub fn encode(&self, emit: &mut impl FnMut(u64)) {
+        emit(self.dims.len() as u64);
+        self.dims.iter().for_each(|dim| dim.encode(emit));
     }
 
+    /// Returns whether the tile has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.dims.iter().any(Intervals::is_empty)
     }
 
-    /// How many of the tile's elements come before `element`, in row-major order of the tensor of this shape.
+    /// Returns the number of the tile's elements that come before `element`, in row-major order of a tensor of this
+    /// shape.
     ///
-    /// The local tensor has them in the same order, so what a tile holds of consecutive elements of the tensor is
-    /// consecutive there, too: its elements from `before(start)` up to `before(end)`.
+    /// The local tensor has its elements in the same order. So the tile's part of the global elements `start..end` is
+    /// the consecutive range `count_before(start)..count_before(end)` of the local tensor.
     #[must_use]
-    pub fn before(&self, shape: &[u64], element: u64) -> u64 {
+    pub fn count_before(&self, shape: &[u64], element: u64) -> u64 {
         if Some(element) == super::numel(shape) {
             return self.numel();
         }
         let mut count = 0;
-        // Elements for each index of the dim at hand.
+        // The number of elements for each index of the current dim.
         let mut each = self.numel();
         for (dim, index) in self.dims.iter().zip(super::unravel(element, shape)) {
             let Some(inner) = each.checked_div(dim.len()) else { return 0 };
             each = inner;
-            count += dim.before(index) * each;
-            if dim.before(index + 1) == dim.before(index) {
+            count += dim.count_before(index) * each;
+            if dim.count_before(index + 1) == dim.count_before(index) {
                 break;
             }
         }
         count
     }
 
-    /// The index in the tensor of an element of the tile, which counts row-major.
+    /// Returns the global index of an element of the tile, given its row-major number in the tile.
     #[must_use]
-    pub fn index(&self, element: u64) -> Dims {
+    pub fn global_index(&self, element: u64) -> Dims {
         let index = |(dim, position): (&Intervals, u64)| dim.slice(position..position + 1).start();
         let positions = super::unravel(element, &self.sizes());
         self.dims.iter().zip(positions).map(|one| index(one).expect("an element of the tile")).collect()
     }
 
-    /// The smallest box that holds the tile; a dim that holds nothing is `0:0`.
+    /// Returns the smallest box that contains the tile. An empty dim is `0:0`.
     #[must_use]
     pub fn bounds(&self) -> Region {
         let bounds = || self.dims.iter().map(Intervals::bounds);
@@ -118,36 +122,36 @@ impl Tile {
         }
     }
 
-    /// The offset PyTorch reports for the local tensor: the first index of each dim, and the
-    /// *size of the dim* where the shard holds nothing of it.
+    /// Returns the offsets that PyTorch reports for the local tensor: the first index of each dim, or the *size of the
+    /// dim* if the shard is empty in that dim.
     #[must_use]
     pub fn global_offsets(&self, shape: &[u64]) -> Dims {
         (self.dims.iter().zip(shape)).map(|(dim, &n)| dim.start().unwrap_or(n)).collect()
     }
 
-    /// Whether the tile is one box that is not empty.
+    /// Returns whether the tile is one non-empty box.
     #[must_use]
     pub fn is_box(&self) -> bool {
         self.dims.iter().all(|dim| dim.as_single().is_some())
     }
 
-    /// The tile as a box, where it is one that is not empty.
+    /// Returns the tile as a box, if it is one non-empty box.
     #[must_use]
     pub fn as_region(&self) -> Option<Region> {
         self.is_box().then(|| self.bounds())
     }
 
-    /// The boxes of the tile in row-major order, each with its offsets within the local tensor.
+    /// Returns the boxes of the tile in row-major order, each with its offsets in the local tensor.
     pub fn regions(&self) -> impl Iterator<Item = (Region, Dims)> + '_ {
         Boxes::new(&self.dims)
     }
 
-    /// The first box, and all of the tile where it is one; `None` for an empty tile.
+    /// Returns the first box of the tile, or `None` for an empty tile.
     pub(super) fn first_region(&self) -> Option<Region> {
         self.regions().next().map(|(region, _)| region)
     }
 
-    /// A box that two tiles have in common: the first, and all of it where both are boxes.
+    /// Returns the first box that two tiles share. If both tiles are boxes, it is their intersection.
     pub(super) fn first_common(&self, other: &Self) -> Option<Region> {
         let mut common = Region { offsets: Dims::new(), sizes: Dims::new() };
         for (a, b) in self.dims.iter().zip(&other.dims) {
@@ -159,7 +163,7 @@ impl Tile {
     }
 }
 
-/// An odometer over the pieces of every dim.
+/// An iterator over the boxes of a tile, with one counter for each dim.
 struct Boxes<'a> {
     dims: &'a [Intervals],
     rest: SmallVec<[Pieces<'a>; 4]>,
@@ -174,8 +178,8 @@ impl<'a> Boxes<'a> {
         Self { dims, rest, next }
     }
 
-    /// Turns the innermost dim that has a piece left, and sets those inside it back.
-    fn turn(&mut self) {
+    /// Advances the innermost dim that has a piece left, and resets the dims inside it.
+    fn advance(&mut self) {
         let Some(pieces) = &mut self.next else { return };
         for dim in (0..self.dims.len()).rev() {
             if let Some(piece) = self.rest[dim].next() {
@@ -199,12 +203,12 @@ impl Iterator for Boxes<'_> {
             sizes: pieces.iter().map(|piece| piece.range.end - piece.range.start).collect(),
         };
         let local = pieces.iter().map(|piece| piece.position).collect();
-        self.turn();
+        self.advance();
         Some((region, local))
     }
 }
 
-/// `[0:2+4:6, 0:8]`.
+/// Displays the tile as `[0:2+4:6, 0:8]`.
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
@@ -223,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tile_is_walked_box_by_box() {
+    fn regions_are_the_boxes_in_row_major_order() {
         let tile = Tile::new([Intervals::progression(0, 4, 2, 2), Intervals::progression(1, 2, 2, 1)]);
         assert_eq!(tile.to_string(), "[0:2+4:6, 1:2+3:4]");
         assert_eq!((tile.sizes().to_vec(), tile.numel()), (vec![4, 2], 8));
@@ -234,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn consecutive_elements_are_consecutive_in_the_local_tensor() {
+    fn count_before_equals_a_count_of_elements() {
         let tile = Tile::new([
             Intervals::progression(0, 3, 2, 2),
             Intervals::single(1, 2),
@@ -249,14 +253,14 @@ mod tests {
         assert_eq!(held.len() as u64, tile.numel());
         for element in 0..=60 {
             let before = held.iter().filter(|other| **other < element).count() as u64;
-            assert_eq!(tile.before(&shape, element), before, "{element}");
+            assert_eq!(tile.count_before(&shape, element), before, "{element}");
         }
-        assert_eq!((Tile::new([]).before(&[], 0), Tile::new([]).before(&[], 1)), (0, 1));
-        assert_eq!(Tile::new([Intervals::full(3), Intervals::empty()]).before(&[3, 7], 5), 0);
+        assert_eq!((Tile::new([]).count_before(&[], 0), Tile::new([]).count_before(&[], 1)), (0, 1));
+        assert_eq!(Tile::new([Intervals::full(3), Intervals::empty()]).count_before(&[3, 7], 5), 0);
     }
 
     #[test]
-    fn scalars_and_empty_tiles() {
+    fn scalar_is_one_box_and_empty_tile_is_none() {
         let scalar = Tile::new([]);
         assert_eq!((scalar.numel(), scalar.is_empty(), scalar.to_string()), (1, false, "[]".to_owned()));
         assert_eq!(scalar.regions().collect::<Vec<_>>(), [(Region::whole(&[]), Dims::new())]);

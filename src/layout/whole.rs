@@ -1,102 +1,102 @@
-//! From the parts that ranks hold to the whole: the inverse of [`Shared::part`].
+//! Assembles a global tensor from the parts of the ranks. This is the inverse of [`SharedTensor::part`].
 //!
-//! Counts elements. Where a job keeps plain tensors that are parts, a file has the *local* shape and nothing else. With
-//! placements said of it, the parts of all ranks together give the global shape: along a tensor dim, those of the ranks
-//! that share it add up to it. Whether the placements were right is then proven rank by rank: every local shape must be
-//! the one that the placements give that rank of that whole.
+//! Counts elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
+//! placements, the local shapes of all ranks give the global shape: along a tensor dim, the sizes of the ranks that
+//! shard it add up to the global size. The placements are then checked rank by rank: every local shape must be the
+//! shape that the placements give this rank for the global shape. PyTorch has no counterpart.
 //!
 //! ```text
-//!     local 181, 181, 181, 178 over S(0)       721 in all
-//!                                              makani's rule gives 181, 181, 181, 178: so it is
-//!                                              balanced gives 181, 180, 180, 180: so it is not
+//!     local 181, 181, 181, 178 over S(0)       global 721
+//!                                              makani gives 181, 181, 181, 178: it matches
+//!                                              balanced gives 181, 180, 180, 180: it does not match
 //! ```
 //!
-//! Ranks along a mesh dim that replicates hold the same parts, so one such group of ranks is enough to know the whole,
-//! and a group may lack the tensor altogether (a stage of a pipeline has some of the layers).
+//! Ranks along a replicated mesh dim hold the same parts. So one such group of ranks is enough to get the global shape,
+//! and a group may have no part at all (a pipeline stage has only some of the layers).
 
 use std::collections::HashMap;
 
 use super::shards::SharedTensor;
 use super::{DeviceMesh, Dims, LayoutError, Placement, Rank, Split, TensorDim, Tile};
 
-/// What a rank holds of a tensor: the shape of its part.
+/// The local shape of a tensor on one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankPart {
     pub rank: Rank,
     pub sizes: Dims,
 }
 
-/// A whole, and the part of each rank.
+/// A global shape, and the tile of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AssembledTensor {
     pub shape: Dims,
-    /// In the order of what is held.
+    /// The tiles, in the order of the parts that were given.
     pub tiles: Vec<Tile>,
 }
 
-/// Why parts make no whole.
+/// The reason why parts do not form a global tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartError {
-    /// A rank that the mesh does not have holds a part.
-    Outside { rank: Rank },
-    /// A rank lacks its part.
-    Absent { rank: Rank },
-    /// A part of another shape.
-    Sizes { rank: Rank, expected: Dims, found: Dims, shape: Dims },
-    /// Sizes that add up to more than there are numbers.
+    /// A rank outside the mesh has a part.
+    OutsideMesh { rank: Rank },
+    /// A rank has no part.
+    Missing { rank: Rank },
+    /// The part of a rank has an unexpected shape.
+    WrongSizes { rank: Rank, expected: Dims, found: Dims, shape: Dims },
+    /// The sum of the sizes exceeds `u64`.
     Overflow { dim: TensorDim },
-    /// Placements that fit no tensor of these dims, or no whole of this shape.
+    /// The placements do not fit a tensor of this shape.
     Layout { error: Box<LayoutError>, shape: Dims },
 }
 
-/// Put together what ranks hold, each of them once. A rank for which `is_missing` may lack its part, where others have
-/// the same.
+/// Assembles the global shape from the parts of ranks; each rank has at most one part. A rank for which `is_missing` is
+/// true may have no part, if other ranks hold the same elements.
 ///
 /// # Errors
-/// [`PartError`] for the first rank whose part is not as `shared` says.
+/// [`PartError`] for the first rank whose part does not match `shared`.
 ///
 /// # Panics
-/// Where parts differ in their number of dims.
-pub fn whole(
+/// If parts differ in their number of dims.
+pub fn assemble(
     mesh: &DeviceMesh,
     shared: &SharedTensor,
-    held: &[RankPart],
+    parts: &[RankPart],
     is_missing: &dyn Fn(Rank) -> bool,
 ) -> Result<AssembledTensor, PartError> {
-    if let Some(outside) = held.iter().find(|part| mesh.coordinate(part.rank).is_none()) {
-        return Err(PartError::Outside { rank: outside.rank });
+    if let Some(outside) = parts.iter().find(|part| mesh.coordinate(part.rank).is_none()) {
+        return Err(PartError::OutsideMesh { rank: outside.rank });
     }
-    let ndim = held.first().map_or(0, |part| part.sizes.len());
-    let sizes: HashMap<Rank, &Dims> = held.iter().map(|part| (part.rank, &part.sizes)).collect();
-    let group = group(mesh, shared, &sizes, is_missing)?;
+    let ndim = parts.first().map_or(0, |part| part.sizes.len());
+    let sizes: HashMap<Rank, &Dims> = parts.iter().map(|part| (part.rank, &part.sizes)).collect();
+    let group = complete_group(mesh, shared, &sizes, is_missing)?;
     let mut shape = Dims::new();
     for dim in (0..ndim).map(TensorDim) {
         let shares = |mesh_dim: usize| {
             shared.placements.get(mesh_dim).is_some_and(|placement| placement.sharded_dim() == Some(dim))
         };
-        // One rank for each part of this dim: where others share, the first.
+        // Take one rank for each part of this dim: on the mesh dims that do not shard it, the first coordinate.
         let first = &group[0].1;
         let along = group.iter().filter(|(_, at)| (0..at.len()).all(|dim| shares(dim) || at[dim] == first[dim]));
         let total = along.map(|(rank, _)| sizes[rank][dim.0]).try_fold(0_u64, u64::checked_add);
         shape.push(total.ok_or(PartError::Overflow { dim })?);
     }
-    let mut tiles = Vec::with_capacity(held.len());
-    for RankPart { rank, sizes: found } in held {
+    let mut tiles = Vec::with_capacity(parts.len());
+    for RankPart { rank, sizes: found } in parts {
         let at = mesh.coordinate(*rank).expect("a rank of the mesh");
         let tile = shared.part(&shape, mesh, &at);
         let tile = tile.map_err(|error| PartError::Layout { error: Box::new(error), shape: shape.clone() })?;
         let expected = tile.sizes();
         if expected != *found {
-            return Err(PartError::Sizes { rank: *rank, expected, found: found.clone(), shape });
+            return Err(PartError::WrongSizes { rank: *rank, expected, found: found.clone(), shape });
         }
         tiles.push(tile);
     }
     Ok(AssembledTensor { shape, tiles })
 }
 
-/// The ranks of a group that has everything, with their coordinates, in the order of the mesh. A group is what differs
-/// along mesh dims that replicate not at all.
-fn group(
+/// Returns the ranks of a group in which every rank has a part, with their coordinates, in the order of the mesh. A
+/// group is a set of ranks with equal coordinates on all replicated mesh dims.
+fn complete_group(
     mesh: &DeviceMesh,
     shared: &SharedTensor,
     sizes: &HashMap<Rank, &Dims>,
@@ -119,22 +119,22 @@ fn group(
                 let lacking = |(rank, _): &&(Rank, Dims)| !sizes.contains_key(rank);
                 let unexplained = group.iter().filter(lacking).find(|(rank, _)| !is_missing(*rank));
                 if let Some((rank, _)) = unexplained {
-                    return Err(PartError::Absent { rank: *rank });
+                    return Err(PartError::Missing { rank: *rank });
                 }
                 absent = absent.or(group.iter().find(lacking).map(|(rank, _)| *rank));
             }
         }
     }
-    // Somebody holds something, so that there is the one or the other.
-    complete.ok_or(PartError::Absent { rank: absent.unwrap_or(mesh.ranks()[0]) })
+    // At least one rank has a part, so there is a complete group or a missing rank.
+    complete.ok_or(PartError::Missing { rank: absent.unwrap_or(mesh.ranks()[0]) })
 }
 
-/// Placements that the parts would fit, where they do not fit those of `shared`: cut by another rule, else changed on
-/// one mesh dim. The first that fits, in this order.
+/// Returns placements that match the parts, if those of `shared` do not: first with another split, then with another
+/// placement on one mesh dim. The first match wins.
 #[must_use]
-pub fn nearest(mesh: &DeviceMesh, shared: &SharedTensor, held: &[RankPart]) -> Option<SharedTensor> {
-    let fits = |shared: &SharedTensor| whole(mesh, shared, held, &|_| false).is_ok();
-    let ndim = held.first().map_or(0, |part| part.sizes.len());
+pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
+    let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();
+    let ndim = parts.first().map_or(0, |part| part.sizes.len());
     let cut = |placements: &[Placement], split: Option<&Split>| SharedTensor {
         placements: placements.to_vec(),
         splits: split.map_or_else(|| shared.splits.clone(), |split| vec![split.clone(); mesh.ndim()]),
@@ -165,19 +165,19 @@ mod tests {
         SharedTensor { placements, splits, slice: None }
     }
 
-    fn held(parts: &[(u32, [u64; 2])]) -> Vec<RankPart> {
+    fn rank_parts(parts: &[(u32, [u64; 2])]) -> Vec<RankPart> {
         parts.iter().map(|(rank, sizes)| RankPart { rank: Rank(*rank), sizes: sizes.as_slice().into() }).collect()
     }
 
     fn put(mesh: &str, list: &str, split: Option<Split>, parts: &[(u32, [u64; 2])]) -> Result<Vec<u64>, PartError> {
         let mesh = DeviceMesh::parse(mesh).unwrap();
-        let found = whole(&mesh, &shared(list, split, &mesh), &held(parts), &|_| false)?;
+        let found = assemble(&mesh, &shared(list, split, &mesh), &rank_parts(parts), &|_| false)?;
         assert_eq!(found.tiles.len(), parts.len());
         Ok(found.shape.to_vec())
     }
 
     #[test]
-    fn every_layout_is_told_from_its_parts() {
+    fn global_shape_is_assembled_for_every_layout() {
         let splits = [None, Some(Split::Balanced), Some(Split::Makani)];
         let lists = ["S(0),R", "R,S(1)", "S(0),S(0)", "S(1),S(0)", "S(0),P", "P,P", "R,R", "_S(0,3),S(0)", "S(1),S(1)"];
         for (mesh, list) in ["dp=2,tp=3", "dp=1,tp=3", "dp=4,tp=3"].iter().flat_map(|mesh| lists.map(|l| (mesh, l))) {
@@ -187,54 +187,54 @@ mod tests {
                 let shared = shared(list, split.clone(), &mesh);
                 let part =
                     |(rank, at): (Rank, Dims)| Ok(RankPart { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
-                // A strided shard that another rule would cut otherwise has no parts.
-                let Ok(held) = mesh.coordinates().map(part).collect::<Result<Vec<_>, LayoutError>>() else { continue };
-                let found = whole(&mesh, &shared, &held, &|_| false);
+                // A strided shard has no parts with a split that differs from torch.chunk.
+                let Ok(parts) = mesh.coordinates().map(part).collect::<Result<Vec<_>, LayoutError>>() else { continue };
+                let found = assemble(&mesh, &shared, &parts, &|_| false);
                 assert_eq!(found.unwrap().shape.as_slice(), shape, "{list} of {shape:?} on {mesh}, {split:?}");
             }
         }
     }
 
     #[test]
-    fn parts_that_fit_nothing_are_named() {
+    fn parts_that_do_not_fit_are_errors() {
         let rows = |sizes: [u64; 3]| (0..).zip(sizes).map(|(rank, size)| (rank, [size, 2])).collect::<Vec<_>>();
         assert_eq!(put("tp=3", "S(0)", None, &rows([3, 3, 1])), Ok(vec![7, 2]));
         let sizes = |found: Result<_, PartError>| match found.unwrap_err() {
-            PartError::Sizes { rank, expected, found, .. } => (rank.0, expected[0], found[0]),
+            PartError::WrongSizes { rank, expected, found, .. } => (rank.0, expected[0], found[0]),
             other => panic!("{other:?}"),
         };
         assert_eq!(sizes(put("tp=3", "S(0)", None, &rows([3, 2, 2]))), (1, 3, 2));
         assert_eq!(put("tp=3", "S(0)", Some(Split::Balanced), &rows([3, 2, 2])), Ok(vec![7, 2]));
         assert_eq!(sizes(put("tp=3", "R", None, &rows([3, 3, 1]))), (2, 3, 1));
         assert_eq!(put("tp=3", "S(0)", None, &rows([u64::MAX, 1, 0])), Err(PartError::Overflow { dim: TensorDim(0) }));
-        assert_eq!(put("tp=2", "S(0)", None, &rows([1, 1, 1])), Err(PartError::Outside { rank: Rank(2) }));
-        assert_eq!(put("tp=4", "S(0)", None, &rows([1, 1, 1])), Err(PartError::Absent { rank: Rank(3) }));
+        assert_eq!(put("tp=2", "S(0)", None, &rows([1, 1, 1])), Err(PartError::OutsideMesh { rank: Rank(2) }));
+        assert_eq!(put("tp=4", "S(0)", None, &rows([1, 1, 1])), Err(PartError::Missing { rank: Rank(3) }));
         let explicit = Split::Sizes([3, 1, 4].into());
         assert_eq!(put("tp=3", "S(0)", Some(explicit.clone()), &rows([3, 1, 4])), Ok(vec![8, 2]));
-        assert!(matches!(put("tp=3", "S(0)", Some(explicit), &rows([3, 4, 1])), Err(PartError::Sizes { .. })));
+        assert!(matches!(put("tp=3", "S(0)", Some(explicit), &rows([3, 4, 1])), Err(PartError::WrongSizes { .. })));
         let wrong = Split::Sizes([3, 1, 5].into());
         assert!(matches!(put("tp=3", "S(0)", Some(wrong), &rows([3, 1, 4])), Err(PartError::Layout { .. })));
     }
 
     #[test]
-    fn groups_may_lack_a_tensor_and_ranks_of_a_group_may_not() {
+    fn group_without_a_tensor_is_allowed_and_incomplete_group_is_an_error() {
         let parts = [(2, [1, 2]), (3, [1, 2])];
         assert_eq!(put("pp=2,tp=2", "R,S(0)", None, &parts), Ok(vec![2, 2]));
-        assert_eq!(put("pp=2,tp=2", "P,S(0)", None, &parts), Err(PartError::Absent { rank: Rank(0) }));
-        assert_eq!(put("pp=2,tp=2", "R,S(0)", None, &parts[..1]), Err(PartError::Absent { rank: Rank(3) }));
+        assert_eq!(put("pp=2,tp=2", "P,S(0)", None, &parts), Err(PartError::Missing { rank: Rank(0) }));
+        assert_eq!(put("pp=2,tp=2", "R,S(0)", None, &parts[..1]), Err(PartError::Missing { rank: Rank(3) }));
         let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
-        let parts = held(&[(0, [1, 2]), (2, [1, 2]), (3, [1, 2])]);
-        let found = whole(&mesh, &shared("R,S(0)", None, &mesh), &parts, &|rank| rank == Rank(1));
+        let parts = rank_parts(&[(0, [1, 2]), (2, [1, 2]), (3, [1, 2])]);
+        let found = assemble(&mesh, &shared("R,S(0)", None, &mesh), &parts, &|rank| rank == Rank(1));
         assert_eq!(found.unwrap().shape.as_slice(), [2, 2]);
-        let found = whole(&mesh, &shared("R,S(0)", None, &mesh), &parts[..1], &|rank| rank == Rank(1));
-        assert_eq!(found, Err(PartError::Absent { rank: Rank(1) }));
+        let found = assemble(&mesh, &shared("R,S(0)", None, &mesh), &parts[..1], &|rank| rank == Rank(1));
+        assert_eq!(found, Err(PartError::Missing { rank: Rank(1) }));
     }
 
     #[test]
-    fn what_would_fit_is_found() {
+    fn nearest_fit_finds_a_matching_split_or_placement() {
         let mesh = DeviceMesh::parse("tp=3").unwrap();
         let near = |list: &str, parts: &[(u32, [u64; 2])]| {
-            let found = nearest(&mesh, &shared(list, None, &mesh), &held(parts))?;
+            let found = nearest_fit(&mesh, &shared(list, None, &mesh), &rank_parts(parts))?;
             Some(format!("{} {}", found.placements[0], found.splits.first().unwrap_or(&Split::Chunk)))
         };
         let columns = |sizes: [u64; 3]| (0..).zip(sizes).map(|(rank, size)| (rank, [4, size])).collect::<Vec<_>>();

@@ -1,4 +1,7 @@
-//! One target tile against the chunks of its source tensor, in elements.
+//! Plans one target tile: finds its elements in the chunks of the source tensor.
+//!
+//! Counts elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
+//! each byte moves once.
 //!
 //! ```text
 //!   source: S(0) over 3 ranks          target tile: columns 2..5, all rows
@@ -9,7 +12,8 @@
 //!   +-------+ rank 2                       +---+
 //! ```
 //!
-//! Source boxes go to target boxes directly: there is no whole tensor in between, and each byte moves once.
+//! Invariant: without a mask, the overlaps of a tile cover each of its elements exactly once. PyTorch's counterpart is
+//! `create_read_items_for_chunk_list` in `torch/distributed/checkpoint/planner_helpers.py`.
 
 use smallvec::SmallVec;
 
@@ -17,32 +21,36 @@ use crate::catalog::{Holders, TensorEntry, Tiling};
 use crate::error::Result;
 use crate::layout::{CommonRange, Dims, Segments, Tile};
 
-/// A source tensor, proven and ready to be planned against.
+/// A source tensor whose chunks are proven to cover it, ready for planning.
 #[derive(Debug)]
 pub struct SourceTensor<'a> {
     pub entry: &'a TensorEntry,
-    /// One a summand, and one where ranks hold values.
+    /// One tiling for each partial value; one tiling in all if the ranks hold values.
     tilings: Vec<Tiling>,
 }
 
 impl<'a> SourceTensor<'a> {
+    /// Proves that the chunks cover the tensor.
+    ///
     /// # Errors
-    /// As [`TensorEntry::tilings`].
+    /// The errors of [`TensorEntry::tilings`].
     pub fn new(entry: &'a TensorEntry) -> Result<Self> {
         Ok(Self { entry, tilings: entry.tilings()? })
     }
 
-    /// The chunks that hold the same as the ones that plans name, those included; by summand, then by tile.
+    /// Returns the chunks of each tile, that is, the chunk that plans use and its replicas. They are ordered by partial
+    /// value, then by tile.
     pub fn holders(&self) -> impl Iterator<Item = &Holders> {
         self.tilings.iter().flat_map(|tiling| &tiling.holders)
     }
 
-    /// What a target tile takes from a summand of the source (0 where ranks hold values), of what lies in `within`.
+    /// Returns the plan of a target tile: its overlaps with one partial value of the source (0 if the ranks hold
+    /// values). If `within` is given, only elements inside it are copied.
     #[must_use]
-    pub fn plan(&self, target: &Tile, summand: u64, within: Option<&Tile>) -> TilePlan {
+    pub fn plan(&self, target: &Tile, partial_index: u64, within: Option<&Tile>) -> TilePlan {
         let mut overlaps = SmallVec::new();
         if !target.is_empty() {
-            let number = usize::try_from(summand).expect("an index of the tilings");
+            let number = usize::try_from(partial_index).expect("an index of the tilings");
             let Tiling { tiles, holders, cover } = &self.tilings[number];
             let kept = within.map(|within| overlap(within, target).unwrap_or_default());
             for index in cover.overlapping(target) {
@@ -59,29 +67,29 @@ impl<'a> SourceTensor<'a> {
     }
 }
 
-/// Where the contents of a target tile come from: overlaps that together hold every element of it exactly once, but for
-/// those that are to be zero.
+/// The sources of a target tile: overlaps that together hold every element exactly once, except elements that will be
+/// zero.
 #[derive(Debug)]
 pub struct TilePlan {
-    /// Sizes of the target's local tensor.
+    /// The sizes of the target's local tensor.
     pub sizes: Dims,
-    /// Most tiles have one.
+    /// The overlaps with source chunks. Most tiles have one.
     pub overlaps: SmallVec<[Overlap; 1]>,
 }
 
-/// The common part of one source chunk and the target tile, as a product over dims.
+/// The intersection of one source chunk and the target tile, as a product over dims.
 #[derive(Debug)]
 pub struct Overlap {
-    /// Index into the source tensor's chunk table.
+    /// The index in the chunk table of the source tensor.
     pub chunk: u32,
-    /// For each dim the common stretches: `left` counts in the source's local tensor, `right` in the target's.
+    /// The common ranges of each dim: `left` counts in the source's local tensor, `right` in the target's.
     pub segments: Common,
 }
 
-/// What two tiles have in common: for each dim the stretches.
+/// The intersection of two tiles: the common ranges of each dim.
 type Common = SmallVec<[Segments; 3]>;
 
-/// `None` where the tiles have nothing in common.
+/// Returns the intersection of two tiles, or `None` if it is empty.
 fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     let mut segments = SmallVec::with_capacity(source.dims().len());
     for (left, right) in source.dims().iter().zip(target.dims()) {
@@ -94,14 +102,14 @@ fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     Some(segments)
 }
 
-/// What of `segments` lies in stretches of the same target that `kept` has; `None` where nothing does.
+/// Returns the part of `segments` that is inside the target ranges of `kept`, or `None` if that part is empty.
 fn clip(segments: &Common, kept: &Common) -> Option<Common> {
     let mut clipped = Common::with_capacity(segments.len());
     for (dim, own) in segments.iter().enumerate() {
         let mut common = Segments::new();
         let mut next = kept.get(dim)?.iter().peekable();
         for segment in own {
-            // Both ascend in the target.
+            // Both lists ascend in the target.
             while let Some(stretch) = next.peek() {
                 let start = segment.right.max(stretch.right);
                 let end = (segment.right + segment.len).min(stretch.right + stretch.len);
@@ -132,7 +140,7 @@ mod tests {
     use crate::layout::Intervals;
 
     #[test]
-    fn what_is_kept_is_clipped() {
+    fn clip_keeps_elements_that_are_in_both() {
         let tile = |ranges: &[(u64, u64)]| {
             let mut dim = Intervals::empty();
             ranges.iter().for_each(|(start, end)| dim.push(*start..*end));
@@ -147,7 +155,7 @@ mod tests {
         ] {
             let held = |tile: &Tile| tile.dims()[0].iter().flatten().collect::<Vec<u64>>();
             let (all, own, kept) = (held(&target), held(&source), held(&within));
-            let wanted: Vec<(usize, usize)> = (all.iter().enumerate())
+            let expected: Vec<(usize, usize)> = (all.iter().enumerate())
                 .filter(|(_, element)| own.contains(element) && kept.contains(element))
                 .map(|(at, element)| (own.iter().position(|other| other == element).unwrap(), at))
                 .collect();
@@ -157,7 +165,7 @@ mod tests {
                 (0..len).map(move |at| (usize::try_from(left + at).unwrap(), usize::try_from(right + at).unwrap()))
             };
             let found: Vec<(usize, usize)> = found.iter().flat_map(|dims| dims[0].iter().flat_map(pairs)).collect();
-            assert_eq!(found, wanted);
+            assert_eq!(found, expected);
         }
     }
 }

@@ -1,10 +1,9 @@
-//! From elements to bytes: the overlaps of a tile become strided copies.
+//! Lowers the overlaps of a tile from elements to bytes: each becomes a few strided copies.
 //!
-//! A [`Piece`] is a small loop nest over runs of bytes that are contiguous in source and target: `run_bytes` at
-//! `source`, repeated along a few levels of (count, source step, target step). Neighbouring dims that are contiguous
-//! on both sides are one run, so an unchanged row block is a single piece with no levels, whatever its shape.
-//!
-//! All units are bytes, except where a name says elements.
+//! Counts bytes, except in names with `element`. A [`Piece`] is a small loop nest over runs of bytes that are
+//! contiguous in source and target: `run_bytes` at `source`, repeated along a few levels of (count, source step, target
+//! step). Neighbouring dims that are contiguous on both sides are merged, so an unchanged row block is one piece
+//! without levels, whatever its shape.
 
 use std::ops::Range;
 
@@ -21,43 +20,43 @@ pub struct LoopLevel {
     pub target_step: u64,
 }
 
-/// A strided copy from one source chunk into the target strip.
+/// A strided copy from one source chunk into a write block of the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Index into [`TilePlan::overlaps`].
+    /// The index in [`TilePlan::overlaps`].
     pub overlap: usize,
-    /// First byte, relative to the chunk's element 0.
+    /// The first byte, relative to element 0 of the chunk.
     pub source: u64,
-    /// First byte, relative to the strip.
+    /// The first byte, relative to the write block.
     pub target: u64,
     pub run_bytes: u64,
-    /// Outermost first.
+    /// The levels of the loop nest, outermost first.
     pub levels: SmallVec<[LoopLevel; 4]>,
 }
 
 impl Piece {
-    /// Number of contiguous runs.
+    /// Returns the number of contiguous runs.
     #[must_use]
     pub fn runs(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product()
     }
 
-    /// Bytes moved.
+    /// Returns the number of bytes copied.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.runs() * self.run_bytes
     }
 
-    /// Bytes of the source from the first to one past the last that is read.
+    /// Returns the length of the source range that contains every byte that is read.
     #[must_use]
     pub fn source_span(&self) -> u64 {
         self.levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + self.run_bytes
     }
 }
 
-/// The pieces that fill the elements `range` of the target's local tensor, in row-major order of the target's boxes.
+/// The pieces that fill a range of elements of the target's local tensor, in row-major order of the target's boxes.
 ///
-/// `strides` gives the element strides of each overlap's chunk.
+/// `strides` returns the strides, in elements, of the chunk of an overlap.
 pub struct Pieces<'a, S> {
     plan: &'a TilePlan,
     strides: S,
@@ -65,15 +64,17 @@ pub struct Pieces<'a, S> {
 }
 
 impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
+    /// Prepares the pieces of a plan, for elements of `itemsize` bytes.
     #[must_use]
     pub fn new(plan: &'a TilePlan, strides: S, itemsize: u64) -> Self {
         Self { plan, strides, itemsize }
     }
 
-    /// Visit every piece of the elements `range` of the target; target bytes are relative to the start of the range.
+    /// Calls `visit` for every piece of the elements `range` of the target. Target bytes are relative to the start of
+    /// the range.
     ///
     /// # Errors
-    /// Whatever `visit` returns; the walk stops there.
+    /// The first error of `visit`, which ends the iteration.
     pub fn visit<E>(&self, range: Range<u64>, mut visit: impl FnMut(Piece) -> Result<(), E>) -> Result<(), E> {
         let target_strides = crate::catalog::contiguous_strides(&self.plan.sizes);
         for region in Region::cut(&self.plan.sizes, range.clone()) {
@@ -115,7 +116,7 @@ impl OverlapWalk<'_> {
             }
             clipped.push(inside);
         }
-        // An odometer over the segments of each dim, the last dim fastest.
+        // Iterate over all combinations of common ranges, the last dim fastest.
         let mut at: SmallVec<[usize; 4]> = SmallVec::from_elem(0, ndim);
         loop {
             visit(self.piece(&clipped, &at))?;
@@ -127,7 +128,7 @@ impl OverlapWalk<'_> {
         }
     }
 
-    /// The strided copy of one segment a dim, clipped to the region.
+    /// Returns the strided copy of one common range for each dim, clipped to the region.
     fn piece(&self, segments: &[&[CommonRange]], at: &[usize]) -> Piece {
         let (mut source, mut target) = (0, 0);
         let mut levels: SmallVec<[LoopLevel; 4]> = SmallVec::new();
@@ -144,7 +145,7 @@ impl OverlapWalk<'_> {
             }
             let source_step = self.source_strides[dim] * self.itemsize;
             let target_step = self.target_strides[dim] * self.itemsize;
-            // Fold this dim into the run, or into the level inside it, where both sides go on without a gap.
+            // Merge this dim with the run, or with the level inside it, if both sides are contiguous.
             match levels.first_mut() {
                 None if source_step == run_bytes && target_step == run_bytes => run_bytes *= count,
                 Some(inner)
@@ -166,7 +167,8 @@ impl OverlapWalk<'_> {
     }
 }
 
-/// The segments that touch `[start, end)` of the target. Segments ascend, so both ends are found by bisection.
+/// Returns the common ranges that overlap `[start, end)` of the target. They ascend, so both ends are found by
+/// bisection.
 fn within(segments: &[CommonRange], start: u64, end: u64) -> &[CommonRange] {
     let first = segments.partition_point(|segment| segment.right + segment.len <= start);
     let last = segments.partition_point(|segment| segment.right < end);

@@ -1,7 +1,8 @@
-//! The intersection of two catalogs: which bytes of the source make up which bytes of the target.
+//! Plans copies: which bytes of the source make up which bytes of the target.
 //!
-//! Planning goes tensor by tensor, so memory follows the largest tensor's chunk list and not the model.
-//! [`intersect`] counts in elements; [`lower`] turns its answer into runs of bytes.
+//! Planning is done tensor by tensor, so memory depends on the largest chunk list of a tensor and not on the model.
+//! [`intersect`] counts elements; [`lower`] converts its result to runs of bytes. PyTorch's counterpart is the load
+//! plan of `torch/distributed/checkpoint`.
 
 pub mod intersect;
 pub mod lower;

@@ -100,7 +100,7 @@ impl JournalRecord {
                 let end = part.offset.checked_add(part.len).filter(|end| part.len > 0 && *end <= entry.range.end);
                 let is_free = part.offset >= at;
                 at = end.unwrap_or(at);
-                let span = file.sum_at(part.offset);
+                let span = file.checksum_at(part.offset);
                 is_free && end.is_some_and(|end| span.is_some_and(|sum| end <= sum.range.end))
             });
             !entry.range.is_empty() && entry.range.end <= file.len && are_sums_within

@@ -140,7 +140,7 @@ impl WorkLog for Log<'_> {
     fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {
         let is_full = self.window().is_full();
         let mut state = self.close_window();
-        if is_full || state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
+        if is_full || state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_testing_faults() {
             check()?;
             self.record(&mut state, outputs)?;
         }

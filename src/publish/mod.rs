@@ -179,7 +179,7 @@ const HURRIED_PACE: Pace = Pace {
 };
 
 fn pace() -> Pace {
-    if fault::is_hurried() { HURRIED_PACE } else { PACE }
+    if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
 /// A wait between looks that doubles each time: a small job ends soon, and many processes that wait for long do not keep

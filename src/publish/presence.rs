@@ -28,13 +28,13 @@ const HURRIED_BEAT: Duration = Duration::from_millis(100);
 const HURRIED_STUCK: Duration = Duration::from_secs(15);
 
 fn beat() -> Duration {
-    if cfg!(test) { HURRIED_BEAT } else { fault::patience(BEAT, HURRIED_BEAT) }
+    if cfg!(test) { HURRIED_BEAT } else { fault::wait_time(BEAT, HURRIED_BEAT) }
 }
 
 /// Returns the time after which nobody waits for a process that is there and whose lease does not change.
 #[must_use]
 pub fn stuck_after() -> Duration {
-    fault::patience(pace().stuck_after, HURRIED_STUCK)
+    fault::wait_time(pace().stuck_after, HURRIED_STUCK)
 }
 
 /// The lease of a part, as another process finds it.

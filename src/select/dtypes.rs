@@ -1,8 +1,9 @@
-//! `--dtype`: in which element type each tensor is written.
+//! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
-//! A bare dtype is for the weights of a model: f32, f16 and bf16 tensors of 1 or more dims outside optimizer state.
-//! A rule with a pattern reaches f64 and, by their own names, optimizer state and scales of quantised tensors as well;
-//! the first pattern that covers a tensor decides. Integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
+//! The unit is the tensor. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with
+//! at least one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to
+//! optimizer state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant:
+//! integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
@@ -12,7 +13,7 @@ use crate::catalog::{Catalog, Dtype, Path};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 
-/// `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] gives only dtypes that can be cast to.
+/// A rule: `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] accepts only dtypes that tensors can be cast to.
 #[derive(Clone, Debug)]
 pub struct DtypeRule {
     pub pattern: Option<Pattern>,
@@ -20,8 +21,10 @@ pub struct DtypeRule {
 }
 
 impl DtypeRule {
+    /// Parses a rule.
+    ///
     /// # Errors
-    /// `Usage` for an unknown dtype or one that nothing is cast to, `Layout` for a pattern that is none.
+    /// `Usage` for an unknown dtype or one that tensors cannot be cast to, and `Layout` for an invalid pattern.
     pub fn parse(text: &str) -> Result<Self> {
         let (pattern, name) = match text.rsplit_once('=') {
             Some((pattern, name)) => (Some(Pattern::parse(pattern.trim())?), name.trim()),
@@ -30,33 +33,34 @@ impl DtypeRule {
         let targets = Dtype::CAST_TARGETS.map(Dtype::name).join(", ");
         let Some(dtype) = Dtype::from_name(name) else {
             return Err(Error::usage(
-                format!("options::dtype {text}: there is no dtype `{name}`"),
-                format!("it is one of {targets}"),
+                format!("options::dtype {text}: unknown dtype `{name}`"),
+                format!("use one of {targets}"),
             ));
         };
         if !Dtype::CAST_TARGETS.contains(&dtype) {
             return Err(Error::usage(
-                format!("options::dtype {text}: nothing is cast to {dtype}"),
-                format!("it is one of {targets}"),
+                format!("options::dtype {text}: tensors cannot be cast to {dtype}"),
+                format!("use one of {targets}"),
             ));
         }
         Ok(Self { pattern, dtype })
     }
 }
 
-/// Why a tensor that a rule is for keeps its dtype.
+/// The reason why a tensor keeps its dtype although a rule matches it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KeptReason {
     Scalar,
     OptimizerState,
-    /// The scale of a quantised tensor, which takes a pattern.
+    /// The scale of a quantised tensor, which is cast only by a rule with a pattern.
     Scale,
-    /// f64, which takes a pattern.
+    /// An f64 tensor, which is cast only by a rule with a pattern.
     Double,
     NotFloat,
 }
 
 impl KeptReason {
+    /// Returns the reason for messages.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -69,10 +73,12 @@ impl KeptReason {
     }
 }
 
-/// How many tensors are cast, and how many are not although `--dtype` is given.
+/// The number of tensors that are cast, and of those that keep their dtype although a rule matches them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CastSummary {
+    /// The number of tensors that are cast, by old and new dtype.
     pub cast: Vec<(Dtype, Dtype, usize)>,
+    /// The number of tensors that keep their dtype, by reason.
     pub kept: Vec<(KeptReason, usize)>,
 }
 
@@ -91,33 +97,29 @@ impl CastSummary {
         }
     }
 
-    /// `kept as they are: 12 tensors (0-d), 3 tensors (not float)`
+    /// Returns the note: `options::dtype does not cast: 12 tensors (0-d), 3 tensors (not float)`.
     pub(super) fn notes(&self) -> Vec<String> {
         let part = |(kept, number): &(KeptReason, usize)| {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
         };
         let parts: Vec<String> = self.kept.iter().map(part).collect();
-        if parts.is_empty() {
-            Vec::new()
-        } else {
-            vec![format!("options::dtype leaves as they are: {}", parts.join(", "))]
-        }
+        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype does not cast: {}", parts.join(", "))] }
     }
 }
 
-/// What the rules see of a tensor that is taken.
+/// The properties of a tensor that rules depend on.
 #[derive(Clone, Copy, Default)]
 struct SelectedTensor {
-    taken: bool,
-    /// It has a name that is not in an optimizer.
-    outside: bool,
-    /// One of its names is that of a quantised tensor's scale.
+    is_selected: bool,
+    /// True if the tensor has a name outside optimizers.
+    outside_optimizer: bool,
+    /// True if one of its names is that of a quantised tensor's scale.
     is_scale: bool,
-    /// The first rule with a pattern that covers one of its names.
+    /// The index of the first rule with a pattern that covers one of its names.
     rule: Option<usize>,
 }
 
-/// Set the dtypes of the tensors that are in the new state dict.
+/// Sets the dtypes of the tensors in the new state dict.
 pub(super) fn apply(
     survey: &Survey<'_>,
     kept: &[bool],
@@ -131,8 +133,8 @@ pub(super) fn apply(
     let fallback = bare.next().map(|rule| rule.dtype);
     if let Some(second) = bare.next() {
         return Err(Error::usage(
-            format!("options::dtype {}: a second dtype for every tensor", second.dtype),
-            "give one dtype, and PATTERN=DTYPE for the exceptions",
+            format!("options::dtype {}: expected one dtype without a pattern, found a second one", second.dtype),
+            "give one dtype without a pattern, and PATTERN=DTYPE for exceptions",
         ));
     }
     let mut seen = vec![SelectedTensor::default(); catalog.tensors.len()];
@@ -159,9 +161,9 @@ pub(super) fn apply(
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             try_names(&mut one, &names);
             if *kept {
-                one.taken = true;
-                one.outside |= leaf.optimizer.is_none();
-                one.is_scale |= quantised.has_scale(name);
+                one.is_selected = true;
+                one.outside_optimizer |= leaf.optimizer.is_none();
+                one.is_scale |= quantised.is_scale(name);
                 seen[id.0 as usize] = one;
             }
         });
@@ -171,20 +173,20 @@ pub(super) fn apply(
     });
     if let Some(unused) = used.iter().position(|used| !used) {
         let (pattern, dtype) = (rules[unused].pattern.as_ref().map_or("", Pattern::as_str), rules[unused].dtype);
-        let holding = survey.leaves.iter().filter(|leaf| !survey.tensor_ids(**leaf).is_empty());
+        let with_tensors = survey.leaves.iter().filter(|leaf| !survey.tensor_ids(**leaf).is_empty());
         return Err(Error::usage(
-            format!("options::dtype {pattern}={dtype}: no tensor has a name like that"),
-            nearest_names(pattern, holding, survey),
+            format!("options::dtype {pattern}={dtype}: no tensor matches this pattern"),
+            nearest_names(pattern, with_tensors, survey),
         ));
     }
     let mut casts = CastSummary::default();
-    for (entry, seen) in catalog.tensors.iter_mut().zip(&seen).filter(|(_, seen)| seen.taken) {
+    for (entry, seen) in catalog.tensors.iter_mut().zip(&seen).filter(|(_, seen)| seen.is_selected) {
         let Some(target) = seen.rule.map(|rule| rules[rule].dtype).or(fallback) else { continue };
         if entry.dtype == target {
             continue;
         }
         match reason_to_keep(entry.dtype, entry.shape.is_empty(), *seen) {
-            // There is nothing to tell of an 8-bit float, which is small already.
+            // An 8-bit float is small already, so it is not counted.
             Some(KeptReason::NotFloat) if is_small_float(entry.dtype) => {}
             Some(reason) => casts.count_kept(reason),
             None => {
@@ -201,7 +203,7 @@ fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: SelectedTensor) -> Option
     let by_name = seen.rule.is_some();
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(KeptReason::Scalar),
-        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => {
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside_optimizer => {
             Some(KeptReason::OptimizerState)
         }
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && seen.is_scale => Some(KeptReason::Scale),

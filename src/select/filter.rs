@@ -1,7 +1,8 @@
-//! `--include` and `--exclude`: which leaves are kept.
+//! Filters leaves by `options::include` and `options::exclude`.
 //!
-//! A pattern is tried on all the names somebody may know a leaf by: its own, its name within the model, and for what
-//! an optimizer keeps of a parameter the names of that parameter. So excluding a parameter excludes its state.
+//! The unit is the leaf. A pattern is matched with all names of a leaf: its own name, its name in the model, and for
+//! optimizer state the names of the parameter. So excluding a parameter also excludes its state. Invariant: a pattern
+//! that matches nothing is an error.
 
 use std::collections::HashSet;
 
@@ -12,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use crate::nearest;
 
-/// Patterns, and which of them have covered something.
+/// Patterns, and whether each of them has matched a leaf.
 struct UsedPatterns<'o> {
     patterns: &'o [Pattern],
     used: Vec<bool>,
@@ -23,7 +24,7 @@ impl<'o> UsedPatterns<'o> {
         Self { patterns, used: vec![false; patterns.len()] }
     }
 
-    /// Whether any covers any of the names. Patterns that are known to be of use are not tried beyond the first hit.
+    /// Returns whether any pattern covers any of the names. After the first match, only unused patterns are tried.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
@@ -39,21 +40,21 @@ impl<'o> UsedPatterns<'o> {
         let Some(unused) = self.used.iter().position(|used| !used) else { return Ok(()) };
         let pattern = self.patterns[unused].as_str();
         Err(Error::usage(
-            format!("{option} {pattern}: nothing has a name like that"),
+            format!("{option} {pattern}: no tensor or object matches this pattern"),
             nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict), survey),
         ))
     }
 }
 
-/// What to say where no name is like a pattern.
+/// Returns the hint for a pattern that matches nothing.
 pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
-    nearest::hint(pattern, &names)
+    nearest::pattern_hint(pattern, &names)
 }
 
-/// For each leaf whether it is kept.
+/// Returns, for each leaf, whether it is kept.
 pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
-    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
+    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
@@ -78,15 +79,15 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<boo
     exclude.check_used("options::exclude", survey)?;
     for (index, leaf) in survey.leaves.iter().enumerate() {
         let of_used = leaf.in_groups() && leaf.optimizer.is_some_and(|(number, _)| in_use.contains(&number));
-        if of_used && !excluded[index] && !is_of_left_out(survey, *leaf, &kept) {
+        if of_used && !excluded[index] && !belongs_to_left_out(survey, *leaf, &kept) {
             kept[index] = true;
         }
     }
     Ok(kept)
 }
 
-/// Flattened groups have a key a parameter, which goes where the parameter goes.
-fn is_of_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
+/// Returns whether a leaf of flattened parameter groups belongs to a parameter that is left out.
+fn belongs_to_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
     parameter.is_some_and(|index| !kept[*index as usize])
@@ -104,22 +105,22 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
     survey.for_patterns(names)
 }
 
-/// State that is known by number only cannot follow a parameter that is left out.
+/// Returns the note about numbered optimizer state, which cannot be matched to parameters that are left out.
 pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();
     }
     let leaves = || survey.leaves.iter().zip(kept);
-    let lost = leaves().any(|(leaf, kept)| leaf.is_parameter() && !kept);
+    let is_incomplete = leaves().any(|(leaf, kept)| leaf.is_parameter() && !kept);
     let by_number = |leaf: &Leaf| {
         leaf.in_state() && leaf.kind == LeafKind::Tensor && survey.named(*leaf).parameter().is_some_and(is_number)
     };
-    let numbered = if lost { leaves().filter(|(leaf, kept)| **kept && by_number(leaf)).count() } else { 0 };
+    let numbered = if is_incomplete { leaves().filter(|(leaf, kept)| **kept && by_number(leaf)).count() } else { 0 };
     if numbered == 0 {
         return Vec::new();
     }
     let tensors = if numbered == 1 { "tensor" } else { "tensors" };
     vec![format!(
-        "{numbered} {tensors} of optimizer state have numbers for names, so those of parameters that are left out were kept"
+        "kept all {numbered} {tensors} of optimizer state: they are numbered, so state of excluded parameters is unknown"
     )]
 }

@@ -1,16 +1,16 @@
-//! What of a checkpoint is taken, and under which names and dtypes.
+//! Selects tensors and objects of a checkpoint, and sets their names and dtypes.
 //!
-//! [`select`] turns a catalog into a catalog of wishes: the same tensors in the same order, so that a
-//! [`TensorId`] of the result finds its data in the source; the dtype each is to be written in; and a new state dict
-//! that refers to those that are taken. Nothing is read or written.
+//! The unit is the tensor. [`select`] makes a catalog of the selection: the same tensors in the same order, so that a
+//! [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state dict with
+//! references to the selected tensors. It reads and writes no tensor data.
 //!
-//! In this order: wrapper prefixes are cleaned from names; patterns include and exclude by these names; the root is
-//! cut; prefixes are stripped; names are rewritten, a prefix is added, the whole is nested. Names are paths joined
-//! with dots, as `torch/distributed/checkpoint/_nested_dict.py` does it. A name that is not changed keeps its value,
-//! its keys and its containers as they were, to the last attribute.
+//! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
+//! root is removed; prefixes are stripped; names are renamed; a prefix is added; everything is nested. Names are paths
+//! joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A name that does not change keeps its value,
+//! keys and containers, including all attributes.
 //!
-//! Invariant: a pattern, prefix or rename without an effect is an error that shows the nearest names: a typing error
-//! must not quietly ship another model.
+//! Invariant: a pattern, prefix or rename without effect is an error that shows the nearest names, because a typing
+//! mistake must not silently write another model.
 
 mod dtypes;
 mod filter;
@@ -39,71 +39,76 @@ use naming::Naming;
 use rebuild::Rebuild;
 use survey::{Leaf, LeafKind, Survey};
 
-/// Which part of the state dict becomes the whole.
+/// The part of the state dict that becomes the new root.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Root {
     #[default]
     Whole,
-    /// The model, wherever it is (see [`crate::catalog::model`]); nothing where there is none.
+    /// The model (see [`crate::catalog::model`]). Without a model, the result is empty.
     Model,
-    /// A dotted path, which may end within a key: `model.layers.0` of `{"model": {"layers.0.w": ..}}`.
+    /// A dotted path, which may end inside a key: `model.layers.0` of `{"model": {"layers.0.w": ..}}`.
     At(String),
 }
 
-/// What becomes of `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` in names.
+/// The treatment of `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` in names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Wrappers {
-    /// They are part of the names.
+    /// Names keep them, and patterns match names with them.
     #[default]
     Keep,
-    /// They stay in the names, but patterns match with and without them.
+    /// Names keep them, but patterns match names with and without them.
     Match,
-    /// They are cut from the names.
+    /// Names lose them.
     Cut,
 }
 
+/// The options that select, rename and cast tensors.
 #[derive(Clone, Debug, Default)]
 pub struct NameOptions {
     pub wrappers: Wrappers,
+    /// Patterns for names to keep; all names if empty.
     pub include: Vec<Pattern>,
+    /// Patterns for names to leave out.
     pub exclude: Vec<Pattern>,
-    /// Leave out the subtree of gradients beside a model, where there is one.
+    /// Leaves out the gradients beside a model.
     pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
-    /// In the order given.
+    /// The renames, in the order given.
     pub renames: Vec<Rename>,
-    /// Text put before the first key.
+    /// A text that is put before the first key.
     pub add_prefix: Option<String>,
-    /// A dotted path to put everything under.
+    /// A dotted path under which everything is nested.
     pub nest: Option<String>,
     pub dtypes: Vec<DtypeRule>,
 }
 
-/// What was taken, and what was not.
+/// The selection, and what was left out.
 #[derive(Debug)]
 pub struct Selected {
-    /// Tensors without chunks, archives or warnings, which the source has. Their dtype is the one to write, their
-    /// first name the new one; those that were not taken are there unchanged, and in the state dict no more.
+    /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.
+    /// Tensors that were not selected are unchanged, but not in the state dict. Archives and warnings remain in the
+    /// source.
     pub catalog: Catalog,
     pub left_out: LeftOut,
+    /// The number of casts, by dtype.
     pub casts: CastSummary,
-    /// What the user should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
-/// What of the source is not in the result, under the names of the file.
+/// The tensors and objects of the source that are not in the result, with their names in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftOut {
-    /// How many tensors, by the top of their path.
+    /// The number of tensors for each top key of their paths.
     pub groups: Vec<(String, usize)>,
-    /// A tensor with several names is left out where all of them are.
+    /// The names of tensors. A tensor with several names is left out only if all of them are.
     pub tensors: Vec<String>,
     pub objects: Vec<String>,
 }
 
 impl Selected {
-    /// Tensors that have several names: the first, and the others, all in the order of the state dict.
+    /// Returns the tensors with several names: the first name and the other names, in the order of the state dict.
     #[must_use]
     pub fn ties(&self) -> Vec<(Fqn, Vec<Fqn>)> {
         let mut seen: HashMap<TensorId, usize> = HashMap::with_capacity(self.catalog.tensors.len());
@@ -120,49 +125,47 @@ impl Selected {
     }
 }
 
-/// Choose, rename and say in which dtypes.
+/// Selects and renames tensors, and sets their dtypes.
 ///
 /// # Errors
-/// `Usage`: a pattern, prefix, rename or root that nothing has; two leaves of one name; a leaf without a name.
-/// `Unsupported`: a dict with a tensor in a key.
+/// `Usage` for a pattern, prefix, rename or root that matches nothing, for two leaves with one name, and for a leaf
+/// with an empty name. `Unsupported` for a dict with a tensor in a key.
 pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
-            format!("options::nest {nest}: a part of the path is empty"),
-            "a path is names joined with dots, such as app.model",
+            format!("options::nest {nest}: expected names joined with dots, found an empty name"),
+            "give a path such as app.model",
         ));
     }
     let survey = Survey::new(source, options.wrappers);
     let mut kept = filter::keep(&survey, options)?;
     let notes = filter::notes(&survey, options, &kept);
-    let state = || match as_it_is(source, &survey, options, &mut kept) {
+    let state = || match unchanged_state(source, &survey, options, &mut kept) {
         Some(part) => Ok(part.clone()),
         None => rename(&survey, options, &mut kept),
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
-    refuse_tensor_keys(&catalog.state)?;
+    reject_tensor_keys(&catalog.state)?;
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })
 }
 
-fn refuse_tensor_keys(state: &Value) -> Result<()> {
+fn reject_tensor_keys(state: &Value) -> Result<()> {
     let Some(path) = path::dict_with_tensor_key(state) else { return Ok(()) };
     let (dict, hint) = if path.0.is_empty() {
         (String::from("the top of the checkpoint"), "save the checkpoint again with names as keys")
     } else {
         (path.to_string(), "leave the dict out with options::exclude, or save the checkpoint again with names as keys")
     };
-    Err(Error::unsupported(
-        format!("{dict}: a tensor is a key of this dict, or part of a key, where no name leads to it"),
-        hint,
-    ))
+    Err(Error::unsupported(format!("{dict}: a key of this dict is or contains a tensor, which has no name"), hint))
 }
 
-/// The part of the state dict that is taken, where nothing in it is renamed or left out; what is beside it is kept no more.
-fn as_it_is<'a>(
+/// Returns the selected part of the state dict, if nothing in it is renamed or left out, and marks everything outside
+/// it as not kept.
+fn unchanged_state<'a>(
     source: &'a Catalog,
     survey: &Survey<'_>,
     options: &NameOptions,
@@ -186,13 +189,13 @@ fn as_it_is<'a>(
     Some(part)
 }
 
-/// The state dict of what is kept; what is not under the root is kept no more.
+/// Builds the new state dict of the kept leaves, and marks leaves outside the root as not kept.
 fn rename(survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Result<Value> {
     let mut naming = Naming::new(survey, options)?;
     if survey.optimizers > 0 {
-        naming.learn_parameters(kept);
+        naming.record_parameters(kept);
     }
-    // Lists of parameters lose those that were excluded, not those that another root leaves behind.
+    // Lists of parameters lose excluded parameters, but not parameters outside the root.
     let filtered = kept.to_vec();
     let mut rebuild = Rebuild::new(survey);
     for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
@@ -213,17 +216,17 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         class: entry.class,
         sharding: entry.sharding.clone(),
         stride: entry.stride.clone(),
-        summands: None,
+        partial_values: None,
         chunks: ChunkTable::new(entry.shape.len()),
     }
 }
 
-/// A leaf's value in the result: lists of parameters follow what happens to those.
+/// Returns the value of a leaf in the result. Lists of parameters are renamed and filtered like the parameters.
 fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };
-    // `param_names` runs beside numbers, so none may go.
+    // `param_names` is parallel to a list of numbers, so none of its items may be removed.
     let may_drop = key == "params";
     if !may_drop && key != "param_names" {
         return value.clone();
@@ -245,7 +248,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
     }
 }
 
-/// Give every tensor that is taken its first new name.
+/// Sets the first new name of every selected tensor.
 fn name_tensors(catalog: &mut Catalog) {
     let mut named = vec![false; catalog.tensors.len()];
     let entries = &mut catalog.tensors;
@@ -272,7 +275,7 @@ fn left_out(survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
         }
         survey.tensors(*leaf, &mut |name, id| {
             if !taken.contains(&id) && seen.insert(id) {
-                *groups.entry(survey.top(*leaf)).or_default() += 1;
+                *groups.entry(survey.top_key(*leaf)).or_default() += 1;
                 left_out.tensors.push(name);
             }
         });

@@ -1,8 +1,8 @@
-//! From the name of a leaf in the source to its name in the result: root, strip, renames, prefix, nest.
+//! Computes the name of a leaf in the result: removes the root, strips prefixes, renames, adds the prefix, and nests.
 //!
-//! Optimizer state is named after its parameter, so the parameter's part of such a name is opaque: a rename sees a
-//! placeholder there, and what comes out gets the name that the parameter itself got. Without this, `^model\.=` would
-//! rename a parameter and leave its state behind.
+//! The unit is the name. Optimizer state is named after its parameter. So renames see a placeholder for the parameter's
+//! part of the name, which is then replaced by the new name of the parameter. Otherwise `^model\.=` would rename a
+//! parameter but not its state. Invariant: a prefix or rename without effect is an error.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -14,29 +14,32 @@ use super::{NameOptions, Root};
 use crate::error::{Error, Result};
 use crate::nearest::nearest;
 
-/// Stands for a parameter while renames are applied; from Unicode's private use area.
+/// The placeholder for a parameter while renames are applied, from Unicode's private use area.
 const OPAQUE: char = '\u{E0F0}';
 
-/// Bytes of a name that a rename made: each can double it, so that a few dozen would fill any memory.
+/// The maximum length of a renamed name in bytes. Each rename can double a name, so a few dozen could fill the memory.
 const MAX_RENAMED: usize = 1 << 16;
 
-/// Values are at most this deep (see [`crate::catalog::value`]).
+/// The maximum depth of a value (see [`crate::catalog::value`]).
 const MAX_KEYS: usize = 256;
 
+/// The mapping of names from the source to the result.
 pub(super) struct Naming<'a, 'o> {
     survey: &'a Survey<'a>,
     options: &'o NameOptions,
-    /// The root with its dot; empty where it is the top.
+    /// The root with a final dot; empty if the root is the top.
     root: String,
     strips_used: Vec<Cell<bool>>,
     renames_used: Vec<Cell<bool>>,
-    /// The first rename that made a name too long; nothing is renamed after that.
+    /// The first rename that made a name too long. After that, nothing is renamed.
     overlong: Cell<Option<usize>>,
-    /// New names of the parameters, relative to the new place of the model, by their old ones.
+    /// The new names of the parameters by their old names, relative to the new path of the model.
     parameters: HashMap<String, String>,
 }
 
 impl<'a, 'o> Naming<'a, 'o> {
+    /// Prepares the mapping.
+    ///
     /// # Errors
     /// `Usage` for a root without tensors.
     pub fn new(survey: &'a Survey<'a>, options: &'o NameOptions) -> Result<Self> {
@@ -71,7 +74,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         }
         let mut tops: Vec<String> = Vec::new();
         for leaf in &self.survey.leaves {
-            let top = self.survey.top(*leaf);
+            let top = self.survey.top_key(*leaf);
             if tops.len() <= SHOWN && !tops.contains(&top) {
                 tops.push(top);
             }
@@ -82,12 +85,12 @@ impl<'a, 'o> Naming<'a, 'o> {
         let near = self.nearest_heads(path);
         let near = if near.is_empty() { near } else { format!("; the nearest paths are {near}") };
         Err(Error::usage(
-            format!("options::root {path}: there are no tensors under that path"),
+            format!("options::root {path}: expected a path with tensors, found none"),
             format!("the top of the state dict has {}{near}", tops.join(", ")),
         ))
     }
 
-    /// Paths of as many parts as `text` that are nearest to it.
+    /// Returns the paths nearest to `text`, among paths with the same number of components.
     fn nearest_heads(&self, text: &str) -> String {
         let parts = text.trim_end_matches('.').split('.').count();
         let mut heads: Vec<String> = Vec::new();
@@ -95,7 +98,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             let name = self.survey.named(*leaf).name;
             let relative = name.strip_prefix(&self.root).unwrap_or(&name);
             let end = relative.match_indices('.').nth(parts - 1).map_or(relative.len(), |(at, _)| at);
-            // Neighbours have equal heads, so this keeps few.
+            // Neighbouring leaves have equal heads, so this list stays short.
             if heads.last().is_none_or(|last| *last != relative[..end]) {
                 heads.push(relative[..end].to_owned());
             }
@@ -105,14 +108,15 @@ impl<'a, 'o> Naming<'a, 'o> {
         nearest(text.trim_end_matches('.'), &heads).join(", ")
     }
 
-    /// Learn what parameters will be called, which their optimizer state follows.
-    pub fn learn_parameters(&mut self, kept: &[bool]) {
+    /// Records the new names of parameters, which their optimizer state follows.
+    pub fn record_parameters(&mut self, kept: &[bool]) {
         let root = &self.survey.model_root;
-        let place = self.place(&if root.is_empty() { String::new() } else { format!("{root}.") }).unwrap_or_default();
+        let place =
+            self.new_prefix(&if root.is_empty() { String::new() } else { format!("{root}.") }).unwrap_or_default();
         let learnt = self.survey.parameters.iter().filter(|(_, index)| kept[**index as usize]);
         let learnt = learnt.filter_map(|(name, index)| {
             let leaf = self.survey.leaves[*index as usize];
-            // One without a name is an error when its turn comes.
+            // A leaf with an empty name becomes an error later.
             let steps = self.steps(leaf).ok().flatten().filter(|_| self.is_under_root(leaf))?;
             let new = steps::join(&steps);
             Some((name.clone(), new.strip_prefix(&place).map(str::to_owned).unwrap_or(new)))
@@ -124,10 +128,10 @@ impl<'a, 'o> Naming<'a, 'o> {
         !matches!(self.options.root, Root::Model) || leaf.in_model
     }
 
-    /// The keys of a leaf in the result; `None` where it is not under the root.
+    /// Returns the keys of a leaf in the result, or `None` if the leaf is outside the root.
     ///
     /// # Errors
-    /// `Usage` where nothing is left of its name, or too much is made of it.
+    /// `Usage` if the new name is empty or too long.
     pub fn path(&self, leaf: Leaf) -> Result<Option<Vec<Step<'a>>>> {
         if !self.is_under_root(leaf) {
             return Ok(None);
@@ -144,8 +148,12 @@ impl<'a, 'o> Naming<'a, 'o> {
         }
         if steps.len() > MAX_KEYS && steps.len() > self.survey.named(leaf).steps.len() {
             return Err(Error::usage(
-                format!("{}: its new name has {} parts, more than {MAX_KEYS}", self.survey.raw_name(leaf), steps.len()),
-                "state dicts that are nested deeper cannot be loaded",
+                format!(
+                    "{}: expected a new name of at most {MAX_KEYS} parts, found {}",
+                    self.survey.raw_name(leaf),
+                    steps.len()
+                ),
+                "change options::rename or options::nest; a state dict that is nested deeper cannot be loaded",
             ));
         }
         Ok(Some(steps))
@@ -160,29 +168,30 @@ impl<'a, 'o> Naming<'a, 'o> {
             steps::cut_front(&mut named.steps, self.root.len());
             named.name.drain(..self.root.len());
             if named.tail > named.name.len() {
-                // The root is within the parameter's name.
+                // The root ends inside the parameter's name.
                 (named.tail, named.parameter) = (0, 0);
             }
         }
         if named.name.is_empty() {
             return Ok(Some(named.steps));
         }
-        let steps = match self.following(&named) {
+        let steps = match self.named_after_parameter(&named) {
             Some(steps) => steps,
             None => self.rename(named.steps),
         };
         self.check_lengths()?;
         if steps.is_empty() || steps.iter().all(|step| step.text.is_empty()) {
             return Err(Error::usage(
-                format!("{}: nothing is left of its name", self.survey.raw_name(leaf)),
-                "strip or rename less of it, or leave it out with options::exclude",
+                format!("{}: its new name is empty", self.survey.raw_name(leaf)),
+                "change options::strip_prefix or options::rename, or leave it out with options::exclude",
             ));
         }
         Ok(Some(steps))
     }
 
-    /// The new keys of what is named after a parameter; `None` where that is not known, or is lost on the way.
-    fn following(&self, named: &Named<'a>) -> Option<Vec<Step<'a>>> {
+    /// Returns the new keys of a leaf that is named after a parameter, or `None` if the parameter is unknown or a
+    /// rename removes the placeholder.
+    fn named_after_parameter(&self, named: &Named<'a>) -> Option<Vec<Step<'a>>> {
         let old = named.parameter()?;
         let new = match self.parameters.get(old) {
             Some(new) => new.as_str(),
@@ -238,7 +247,7 @@ impl<'a, 'o> Naming<'a, 'o> {
                 name.drain(..cut);
             }
         }
-        // Keys are found anew after each rename: several at once have less in common with the old name.
+        // Keys are computed after each rename, because after several renames fewer old keys can be recognised.
         for (index, used) in self.renames_used.iter().enumerate() {
             if let Some(renamed) = self.apply(index, &name) {
                 used.set(true);
@@ -251,7 +260,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         steps
     }
 
-    /// The name that a rename makes of this one, where it has a match.
+    /// Returns the renamed name, or `None` if the rename does not match.
     fn apply(&self, index: usize, name: &str) -> Option<String> {
         if self.overlong.get().is_some() {
             return None;
@@ -263,21 +272,24 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(renamed)
     }
 
+    /// Checks that no rename made a name too long.
+    ///
     /// # Errors
-    /// `Usage` for a rename that made a name too long.
+    /// `Usage` with the rename.
     fn check_lengths(&self) -> Result<()> {
         let Some(index) = self.overlong.get() else { return Ok(()) };
         Err(Error::usage(
             format!(
-                "options::rename {}: it makes a name of more than {MAX_RENAMED} bytes",
+                "options::rename {}: expected names of at most {MAX_RENAMED} bytes, found a longer one",
                 self.options.renames[index].as_str()
             ),
-            "every match is replaced, by every options::rename in turn: leave out what repeats the name",
+            "remove repetitions from the replacement: every options::rename replaces every match",
         ))
     }
 
-    /// Where `model.layers.` goes, without prefix and nest: a module has no leaf whose name would tell.
-    fn place(&self, module: &str) -> Option<String> {
+    /// Returns the new name of a module such as `model.layers.`, without prefix and nesting. A module is not a leaf, so
+    /// its name is computed separately.
+    fn new_prefix(&self, module: &str) -> Option<String> {
         let mut text = module.strip_prefix(&self.root)?.to_owned();
         for prefix in &self.options.strip_prefixes {
             text.drain(..strip_len(&text, prefix));
@@ -288,15 +300,15 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(text)
     }
 
-    /// The new name of a module, both with a dot at the end where there is anything before it.
+    /// Returns the new name of a module. Old and new name have a final dot unless they are empty.
     pub fn module(&self, module: &str) -> Option<String> {
-        let place = self.place(module)?;
+        let place = self.new_prefix(module)?;
         let nest = self.options.nest.as_deref().map(|path| format!("{path}.")).unwrap_or_default();
         let prefix = self.options.add_prefix.as_deref().unwrap_or_default();
         Some(format!("{nest}{prefix}{place}"))
     }
 
-    /// What a list of parameters calls this one, where `head` is the name of the state of that optimizer.
+    /// Returns the new name of a parameter in a list of parameters. `head` is the prefix of that optimizer's state.
     pub fn parameter<'n>(&'n self, old: &'n str, head: &str) -> Cow<'n, str> {
         if let Some(new) = self.parameters.get(old) {
             return Cow::Borrowed(new);
@@ -304,11 +316,13 @@ impl<'a, 'o> Naming<'a, 'o> {
         if is_number(old) {
             return Cow::Borrowed(old);
         }
-        let places = self.place(head).zip(self.place(&format!("{head}{old}.")));
+        let places = self.new_prefix(head).zip(self.new_prefix(&format!("{head}{old}.")));
         let new = places.and_then(|(head, whole)| Some(whole.strip_prefix(&head)?.strip_suffix('.')?.to_owned()));
         new.filter(|new| !new.is_empty()).map_or(Cow::Borrowed(old), Cow::Owned)
     }
 
+    /// Checks that every prefix and rename had an effect.
+    ///
     /// # Errors
     /// `Usage` for a prefix that no name has, and for a rename without a match.
     pub fn check_used(&self) -> Result<()> {
@@ -316,15 +330,15 @@ impl<'a, 'o> Naming<'a, 'o> {
         if let Some(index) = unused(&self.strips_used) {
             let prefix = &self.options.strip_prefixes[index];
             return Err(Error::usage(
-                format!("options::strip_prefix {prefix}: no name begins with that"),
-                format!("the nearest beginnings are {}", self.nearest_heads(prefix)),
+                format!("options::strip_prefix {prefix}: no name starts with this prefix"),
+                format!("the nearest prefixes are {}", self.nearest_heads(prefix)),
             ));
         }
         if let Some(index) = unused(&self.renames_used) {
             let rename = &self.options.renames[index];
             let names: Vec<String> = self.survey.leaves.iter().map(|leaf| self.survey.named(*leaf).name).collect();
             return Err(Error::usage(
-                format!("options::rename {}: no name has a match", rename.as_str()),
+                format!("options::rename {}: no name matches", rename.as_str()),
                 format!("the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
             ));
         }
@@ -332,7 +346,7 @@ impl<'a, 'o> Naming<'a, 'o> {
     }
 }
 
-/// How much of the name goes. A prefix given without its dot, `model` of `model.w`, takes the dot along.
+/// Returns the number of bytes to strip. A prefix without its dot, as `model` of `model.w`, also strips the dot.
 fn strip_len(name: &str, prefix: &str) -> usize {
     match name.strip_prefix(prefix) {
         Some(rest) if rest.starts_with('.') && !prefix.is_empty() => prefix.len() + 1,
@@ -341,8 +355,8 @@ fn strip_len(name: &str, prefix: &str) -> usize {
     }
 }
 
-/// Put the placeholder in place of bytes `start..end` of the name, and give the keys that were there whole. `None`
-/// where the bytes begin or end within different keys.
+/// Replaces the bytes `start..end` of the name by the placeholder. Returns the keys and the complete keys that were
+/// replaced, or `None` if the bytes start and end inside different keys.
 fn mask<'a>(steps: &[Step<'a>], start: usize, end: usize) -> Option<(Vec<Step<'a>>, Vec<Step<'a>>)> {
     let mut masked = Vec::with_capacity(steps.len());
     let mut inner: Vec<Step<'a>> = Vec::new();

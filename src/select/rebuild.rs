@@ -1,9 +1,9 @@
-//! The state dict of the result: leaves put at their new keys, containers made as the source has them.
+//! Builds the state dict of the result: inserts leaves at their new keys, with containers like those of the source.
 //!
-//! A container comes into being with its first leaf, so one that loses all its leaves is gone, and one that keeps
-//! some keeps their order. It has the kind of the source's container that its leaf stepped from. A list keeps its
-//! length, with `None` where an item is gone, because positions mean something; where a new name is no position of
-//! it, the list becomes a dict.
+//! The unit is the leaf. A container is created with its first leaf, so a container without leaves disappears, and the
+//! order of leaves is kept. A container has the kind of the source's container. A list keeps its length, with `None`
+//! for removed items, because positions have a meaning. If a new name is not a position of the list, the list becomes a
+//! dict.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -13,25 +13,26 @@ use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
-/// Items that all lists together may have beyond those of the source's: renames can multiply lists.
+/// The maximum number of list items beyond those of the source, because renames can multiply lists.
 const MAX_PADDING: usize = 1 << 16;
 
+/// A state dict under construction.
 pub(super) struct Rebuild<'a> {
     survey: &'a Survey<'a>,
     nodes: Vec<RebuiltNode<'a>>,
-    /// Children by their container, text, and whether the key is text.
+    /// Children, by container, text of the key, and whether the key is a text.
     children: HashMap<(u32, Box<str>, bool), u32>,
-    /// Leaves by their new name.
+    /// Leaves, by their new name, and whether they were renamed.
     names: HashMap<String, (Leaf, bool)>,
 }
 
 struct RebuiltNode<'a> {
     content: RebuiltContent<'a>,
-    /// The source's container, whose kind it has.
+    /// The source's container, which gives the kind.
     source: Option<u32>,
-    /// The first of the source's containers in it that has attributes.
+    /// The first of the source's containers of this node that has attributes.
     attributes: Option<u32>,
-    /// Something below has another name in it than in the source's container.
+    /// True if a descendant has another name than in the source's container.
     renamed: bool,
 }
 
@@ -42,14 +43,15 @@ enum RebuiltContent<'a> {
 }
 
 impl<'a> Rebuild<'a> {
+    /// Makes an empty state dict.
     pub fn new(survey: &'a Survey<'a>) -> Self {
         Self { survey, nodes: Vec::new(), children: HashMap::new(), names: HashMap::new() }
     }
 
-    /// Put a leaf at its keys.
+    /// Inserts a leaf at its keys.
     ///
     /// # Errors
-    /// `Usage` naming both where another one is in the way.
+    /// `Usage` with both names if another leaf has the same name.
     pub fn insert(&mut self, leaf: Leaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
         let is_container = matches!(&value, Value::Dict(dict) if dict.entries.is_empty());
         if !is_container {
@@ -59,7 +61,7 @@ impl<'a> Rebuild<'a> {
             Value::Dict(dict) if dict.entries.is_empty() => RebuiltContent::Dict(Vec::new()),
             _ => RebuiltContent::Leaf(value, leaf),
         });
-        // From here on all keys are the source's.
+        // After the last new key, all keys are those of the source.
         let intact = steps.iter().rposition(|step| step.key.is_none()).map_or(0, |last| last + 1);
         let mut at = None;
         for depth in 0..=steps.len() {
@@ -73,13 +75,13 @@ impl<'a> Rebuild<'a> {
             let node = match known {
                 Some(node) if next.is_some() || is_container => {
                     if let RebuiltContent::Leaf(_, other) = self.nodes[node as usize].content {
-                        return Err(self.clash(leaf, other, &steps[..depth]));
+                        return Err(self.collision_error(leaf, other, &steps[..depth]));
                     }
                     node
                 }
                 Some(node) => {
                     let other = self.any_leaf(node);
-                    return Err(self.clash(leaf, other.unwrap_or(leaf), &steps[..depth]));
+                    return Err(self.collision_error(leaf, other.unwrap_or(leaf), &steps[..depth]));
                 }
                 None => {
                     let fresh = match next {
@@ -94,14 +96,14 @@ impl<'a> Rebuild<'a> {
                 Some(step) => step.container,
                 None => is_container.then_some(leaf.node),
             };
-            self.settle(node, source, depth < intact);
+            self.record_source(node, source, depth < intact);
             at = Some(node);
         }
         Ok(())
     }
 
-    /// Remember what of the source a container is.
-    fn settle(&mut self, node: u32, source: Option<u32>, renamed: bool) {
+    /// Records the source's container of a node.
+    fn record_source(&mut self, node: u32, source: Option<u32>, renamed: bool) {
         let Some(source) = source else { return };
         let has_attributes =
             matches!(self.survey.nodes[source as usize].value, Value::Dict(Dict { attributes: Some(_), .. }));
@@ -111,12 +113,13 @@ impl<'a> Rebuild<'a> {
         node.renamed |= renamed;
     }
 
-    /// Two leaves of one name are an error where one of them was renamed; a source may have such itself.
+    /// Registers the new name of a leaf. Two leaves with one name are an error only if one of them was renamed, because
+    /// a source may have such leaves.
     fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
         let name = steps::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
         match self.names.get(&name) {
-            Some((other, other_renamed)) if renamed || *other_renamed => Err(self.clash(leaf, *other, steps)),
+            Some((other, other_renamed)) if renamed || *other_renamed => Err(self.collision_error(leaf, *other, steps)),
             Some(_) => Ok(()),
             None => {
                 self.names.insert(name, (leaf, renamed));
@@ -125,12 +128,12 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    fn clash(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
+    fn collision_error(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
-            format!("{first} and {second} would both be called {}", steps::join(steps)),
-            "change options::rename, options::strip_prefix or options::root, or leave one of them out with options::exclude; wrapper prefixes are \
-             kept with options::keep_names",
+            format!("{first} and {second} would both be named {}", steps::join(steps)),
+            "change options::rename, options::strip_prefix or options::root, exclude one of them with options::exclude, or keep \
+             wrapper prefixes with options::keep_names",
         )
     }
 
@@ -144,10 +147,10 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// The position of a step within the source's list that it steps from.
+    /// Returns the position of a key in the source's list that contains it.
     fn position(&self, step: &Step<'_>) -> Option<usize> {
         let Value::List(items) = self.survey.nodes[step.container? as usize].value else { return None };
-        // As `str(int)` has it: `007` is a name.
+        // Only the text of `str(int)` is a position: `007` is a name.
         step.text.parse::<usize>().ok().filter(|index| *index < items.len() && index.to_string() == step.text)
     }
 
@@ -190,8 +193,10 @@ impl<'a> Rebuild<'a> {
         *content = RebuiltContent::Dict(entries);
     }
 
+    /// Builds the state dict.
+    ///
     /// # Errors
-    /// `Usage` where renames would make the state dict much larger than it is.
+    /// `Usage` if renames make the lists much larger than those of the source.
     pub fn finish(mut self, naming: &Naming<'_, '_>) -> Result<Value> {
         if self.nodes.is_empty() {
             let kind = self.survey.nodes[0].value.as_dict().map(|dict| dict.kind).unwrap_or_default();
@@ -199,8 +204,8 @@ impl<'a> Rebuild<'a> {
         }
         self.children = HashMap::new();
         self.names = HashMap::new();
-        let mut room = self.survey.list_items.saturating_add(MAX_PADDING);
-        self.value(0, &mut Vec::new(), naming, &mut room)
+        let mut remaining = self.survey.list_items.saturating_add(MAX_PADDING);
+        self.value(0, &mut Vec::new(), naming, &mut remaining)
     }
 
     fn value(
@@ -208,7 +213,7 @@ impl<'a> Rebuild<'a> {
         node: u32,
         path: &mut Vec<Box<str>>,
         naming: &Naming<'_, '_>,
-        room: &mut usize,
+        remaining: &mut usize,
     ) -> Result<Value> {
         let content = std::mem::replace(&mut self.nodes[node as usize].content, RebuiltContent::Dict(Vec::new()));
         let source = self.nodes[node as usize].source.map(|source| self.survey.nodes[source as usize].value);
@@ -220,16 +225,16 @@ impl<'a> Rebuild<'a> {
                     _ => 0,
                 };
                 let len = len.max(items.last_key_value().map_or(0, |(last, _)| last + 1));
-                *room = room.checked_sub(len).ok_or_else(|| {
+                *remaining = remaining.checked_sub(len).ok_or_else(|| {
                     Error::usage(
-                        format!("{}: renames make too many lists of one", path.join(".")),
-                        "rename the list as a whole, or not at all",
+                        format!("{}: options::rename splits this list into too many lists", path.join(".")),
+                        "rename the complete list, or leave the list out of options::rename",
                     )
                 })?;
                 let mut values = vec![Value::None; len];
                 for (index, child) in items {
                     path.push(index.to_string().into());
-                    values[index] = self.value(child, path, naming, room)?;
+                    values[index] = self.value(child, path, naming, remaining)?;
                     path.pop();
                 }
                 Value::List(values)
@@ -246,7 +251,7 @@ impl<'a> Rebuild<'a> {
                         _ => Value::Str(text.as_ref().into()),
                     };
                     path.push(text);
-                    dict.entries.push((key, self.value(child, path, naming, room)?));
+                    dict.entries.push((key, self.value(child, path, naming, remaining)?));
                     path.pop();
                 }
                 Value::Dict(dict)
@@ -254,7 +259,7 @@ impl<'a> Rebuild<'a> {
         })
     }
 
-    /// The attributes of a dict; torch keeps versions of modules there, under names relative to it.
+    /// Returns the attributes of a dict, in which torch stores versions of modules under names relative to the dict.
     fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
         let node = &self.nodes[node as usize];
         let source = node.attributes?;

@@ -1,8 +1,8 @@
-//! `--rename 'REGEX=REPL'`: names rewritten by regular expressions.
+//! Renames by regular expressions: `options::rename 'REGEX=REPL'`.
 //!
-//! A regular expression is searched for anywhere in a name and every match is replaced, as `re.sub` and `sed s///g`
-//! do. The replacement writes groups as `\1`, `${1}` or `${name}`. A bare `$1` is refused, not guessed: in the
-//! syntax of the `regex` crate `$1_w` is a group called `1_w`.
+//! The unit is the name. The regular expression may match anywhere in a name, and every match is replaced, as in
+//! `re.sub` and `sed s///g`. The replacement refers to groups as `\1`, `${1}` or `${name}`. A bare `$1` is an error,
+//! because in the syntax of the `regex` crate `$1_w` is a group called `1_w`.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use regex::{Captures, Regex};
 
 use crate::error::{Error, Result};
 
-const FORM: &str = "a rename is REGEX=REPL, such as '^model\\.=' or 'layers\\.(\\d+)=blocks.\\1'; \\= is a plain =";
+const FORM: &str = "write REGEX=REPL, such as '^model\\.=' or 'layers\\.(\\d+)=blocks.\\1'; write \\= for a literal =";
 
 /// A compiled rename.
 #[derive(Clone, Debug)]
@@ -27,17 +27,19 @@ enum ReplacementPiece {
 }
 
 impl Rename {
+    /// Compiles a rename.
+    ///
     /// # Errors
-    /// `Usage` where there is no `=`, where the regular expression is none, or where the replacement has a group that
-    /// it has not.
+    /// `Usage` if there is no `=`, the regular expression is invalid, or the replacement refers to a group that does
+    /// not exist.
     pub fn parse(text: &str) -> Result<Self> {
         Self::compile(text).map_err(|(problem, hint)| Error::usage(format!("options::rename {text}: {problem}"), hint))
     }
 
-    /// One rename a line; empty lines and lines that begin with `#` are skipped.
+    /// Compiles one rename from each line. Empty lines and lines that start with `#` are ignored.
     ///
     /// # Errors
-    /// As [`Rename::parse`], with the number of the line.
+    /// The errors of [`Rename::parse`], with the number of the line.
     pub fn parse_file(text: &str) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().map(|(index, line)| (index + 1, line.trim()));
         let renames = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')).map(|(number, line)| {
@@ -51,7 +53,7 @@ impl Rename {
     fn compile(text: &str) -> Result<Self, (String, String)> {
         let because = |problem: String| (problem, String::from(FORM));
         let cut = last_unescaped_equals(text).ok_or_else(|| because(String::from("there is no =")))?;
-        // `\=` is an `=` to the regular expression, too.
+        // The regular expression reads `\=` as `=` too.
         let pattern = &text[..cut];
         if pattern.is_empty() {
             return Err(because(String::from("the regular expression is empty")));
@@ -61,7 +63,7 @@ impl Rename {
         Ok(Self { text: text.to_owned(), regex, replacement })
     }
 
-    /// The new name, where the old one has a match.
+    /// Returns the new name, or `None` if nothing matches.
     #[must_use]
     pub fn apply(&self, name: &str) -> Option<String> {
         let replace = |groups: &Captures<'_>| {
@@ -80,12 +82,13 @@ impl Rename {
         }
     }
 
+    /// Returns the rename as the user wrote it.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// The regular expression without what is no part of a name, to look for names like it.
+    /// Returns the characters of the regular expression that may occur in a name, to search for similar names.
     #[must_use]
     pub fn likeness(&self) -> String {
         let pattern = self.regex.as_str().replace("\\d", "").replace("\\w", "");
@@ -93,18 +96,19 @@ impl Rename {
     }
 }
 
-/// An `=` after an even number of backslashes is itself, not an escaped one.
+/// Returns the position of the last `=` that is not escaped. An `=` after an even number of backslashes is not escaped.
 fn last_unescaped_equals(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let escaped = |at: usize| bytes[..at].iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1;
     (0..bytes.len()).rev().find(|&at| bytes[at] == b'=' && !escaped(at))
 }
 
-/// The crate shows syntax errors under the expression, on several lines of which the last says it.
+/// Returns a syntax error in one line. The `regex` crate formats it on several lines, the last of which has the
+/// problem.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
-    let said = text.lines().find_map(|line| line.strip_prefix("error: ")).map(str::to_owned);
-    said.unwrap_or_else(|| text.lines().map(str::trim).collect::<Vec<_>>().join(" "))
+    let problem = text.lines().find_map(|line| line.strip_prefix("error: ")).map(str::to_owned);
+    problem.unwrap_or_else(|| text.lines().map(str::trim).collect::<Vec<_>>().join(" "))
 }
 
 fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>, String> {
@@ -112,7 +116,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
         let known = digits.parse().ok().filter(|group| *group < regex.captures_len());
         known.map(ReplacementPiece::Group).ok_or_else(|| {
             let groups = regex.captures_len() - 1;
-            format!("there is no group {digits} in it, the last is {groups}")
+            format!("the regular expression has no group {digits}, only {groups}")
         })
     };
     let mut pieces = Vec::new();
@@ -133,12 +137,12 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
                 continue;
             }
             ("$", Some('{')) => {
-                let end = after.find('}').ok_or("a ${ is not closed")?;
+                let end = after.find('}').ok_or("expected } after ${")?;
                 rest = &after[end + 1..];
                 group(&after[1..end], regex, &numbered)?
             }
-            ("$", _) => return Err(String::from("a $ is written $$, a group ${1}")),
-            _ => return Err(String::from("a backslash is written \\\\, a group \\1")),
+            ("$", _) => return Err(String::from("write $$ for a literal $, or ${1} for a group")),
+            _ => return Err(String::from("write \\\\ for a literal backslash, or \\1 for a group")),
         };
         if !plain.is_empty() {
             pieces.push(ReplacementPiece::Text(std::mem::take(&mut plain)));
@@ -152,7 +156,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
     Ok(pieces)
 }
 
-/// A group by what stands between braces.
+/// Returns the group that is named between braces.
 fn group(
     name: &str,
     regex: &Regex,
@@ -165,7 +169,7 @@ fn group(
     found.map(ReplacementPiece::Group).ok_or_else(|| {
         let known: Vec<&str> = regex.capture_names().flatten().collect();
         let known = if known.is_empty() { String::from("none") } else { known.join(", ") };
-        format!("there is no group called `{name}` in it; it has {known}")
+        format!("the regular expression has no group `{name}`; its named groups: {known}")
     })
 }
 
@@ -195,19 +199,19 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_rename_says_what_is_wrong_in_one_line() {
+    fn error_of_an_invalid_rename_is_one_line() {
         for (rename, problem) in [
             ("layers", "there is no ="),
             (r"a\=b", "there is no ="),
             ("=b", "the regular expression is empty"),
             ("(a=b", "unclosed group"),
-            (r"(a)=\2", "there is no group 2 in it, the last is 1"),
-            (r"(a)=${b}", "there is no group called `b` in it; it has none"),
-            (r"(?<c>a)=${b}", "there is no group called `b` in it; it has c"),
-            (r"(a)=$1", "a $ is written $$, a group ${1}"),
-            (r"(a)=${1", "a ${ is not closed"),
-            (r"(a)=\n", r"a backslash is written \\, a group \1"),
-            (r"(a)=\99999999999999999999", "there is no group 99999999999999999999 in it, the last is 1"),
+            (r"(a)=\2", "the regular expression has no group 2, only 1"),
+            (r"(a)=${b}", "the regular expression has no group `b`; its named groups: none"),
+            (r"(?<c>a)=${b}", "the regular expression has no group `b`; its named groups: c"),
+            (r"(a)=$1", "write $$ for a literal $, or ${1} for a group"),
+            (r"(a)=${1", "expected } after ${"),
+            (r"(a)=\n", r"write \\ for a literal backslash, or \1 for a group"),
+            (r"(a)=\99999999999999999999", "the regular expression has no group 99999999999999999999, only 1"),
         ] {
             let error = Rename::parse(rename).unwrap_err();
             assert_eq!(error.to_string(), format!("options::rename {rename}: {problem}"));
@@ -218,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_one_rename_a_line() {
+    fn file_has_one_rename_on_each_line() {
         let renames = Rename::parse_file("# names\n\n  a=b \r\n^c#=d\n").unwrap();
         assert_eq!(renames.iter().map(Rename::as_str).collect::<Vec<_>>(), ["a=b", "^c#=d"]);
         let error = Rename::parse_file("a=b\n\n(c=d").unwrap_err();

@@ -1,8 +1,8 @@
-//! Scales of quantised tensors: rounding one changes every weight that it scales.
+//! Finds the scales of quantised tensors, which are not cast: rounding a scale changes every weight that it scales.
 //!
-//! A tensor is a scale where its name says so and it stands beside a quantised tensor: in the same module
-//! (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name (`q_proj.weight.absmax`). The scale of a norm,
-//! with nothing quantised beside it, is a parameter like others.
+//! The unit is the tensor. A tensor is a scale if its name contains a word for scales and it belongs to a quantised
+//! tensor: in the same module (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name
+//! (`q_proj.weight.absmax`). The scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
 //!
 //! Sources of the names: `FP8Linear` and `Mxfp4GptOssExperts` of transformers, compressed-tensors, ModelOpt, GPTQ, AWQ,
 //! bitsandbytes, HQQ, quanto, and `KVCacheMethod` of vLLM.
@@ -11,27 +11,28 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::catalog::Dtype;
 
-/// Parts of names, between underscores, that say a tensor holds scales, zero points or code books.
+/// Words in names, between underscores, of tensors with scales, zero points or code books.
 const WORDS: [&str; 14] = [
     "scale", "scales", "scaling", "zero", "zeros", "zp", "qzeros", "scb", "absmax", "amax", "map", "qmap", "offset",
     "codebook",
 ];
 
-/// Parts of names of packed integers that are weights. Other integers, such as masks and positions, are not quantised.
+/// Words in names of packed integer weights. Other integers, such as masks and positions, are not quantised weights.
 const PACKED: [&str; 5] = ["weight", "packed", "blocks", "data", "w_q"];
 
-/// Scales of the key-value cache stand in the attention module, above the projections that are quantised.
+/// Names of key-value cache scales, which are in the attention module that contains the quantised projections.
 const OF_ATTENTION: [&str; 5] = ["k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"];
 
 /// The quantised tensors of a checkpoint, by name.
 #[derive(Debug, Default)]
 pub(super) struct Quantised {
-    /// The last parts of their names, by module.
+    /// The last components of their names, by module.
     modules: HashMap<String, Vec<(String, Dtype)>>,
     names: BTreeMap<String, Dtype>,
 }
 
 impl Quantised {
+    /// Adds a tensor, if its dtype may be that of a quantised tensor.
     pub fn add(&mut self, name: &str, dtype: Dtype) {
         if dtype.itemsize() > 4 || !(is_small_float(dtype) || is_integer(dtype)) {
             return;
@@ -42,7 +43,7 @@ impl Quantised {
     }
 
     /// Returns whether the tensor of this name scales a quantised tensor.
-    pub fn has_scale(&self, name: &str) -> bool {
+    pub fn is_scale(&self, name: &str) -> bool {
         let (module, last) = split(name);
         let lower = last.to_lowercase();
         if !lower.split('_').any(|word| WORDS.contains(&word)) {
@@ -63,7 +64,7 @@ impl Quantised {
     }
 }
 
-/// The module of a name, and the rest.
+/// Splits a name into its module and its last component.
 fn split(name: &str) -> (&str, &str) {
     name.rsplit_once('.').unwrap_or(("", name))
 }
@@ -72,7 +73,7 @@ fn is_integer(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::I8 | Dtype::I16 | Dtype::I32)
 }
 
-/// Floats of 8 bits and less.
+/// Returns whether a dtype is a float of at most 8 bits.
 pub(super) fn is_small_float(dtype: Dtype) -> bool {
     dtype.is_float() && dtype.itemsize() == 1
 }
@@ -85,7 +86,7 @@ mod tests {
         let mut quantised = Quantised::default();
         tensors.iter().for_each(|(name, dtype)| quantised.add(name, *dtype));
         let floats = tensors.iter().filter(|(_, dtype)| dtype.is_float() && !is_small_float(*dtype));
-        floats.map(|(name, _)| (*name).to_owned()).filter(|name| quantised.has_scale(name)).collect()
+        floats.map(|(name, _)| (*name).to_owned()).filter(|name| quantised.is_scale(name)).collect()
     }
 
     #[test]
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn parameter_that_scales_nothing_quantised_is_none() {
+    fn scale_without_quantised_tensor_is_a_parameter() {
         for other in [
             ("l.q_proj.weight", Dtype::F8E4m3fn),
             ("l.mask", Dtype::U8),

@@ -1,8 +1,8 @@
-//! The way to a leaf as keys that still know where they come from, and how a new dotted name becomes such keys.
+//! Splits a new dotted name into keys, using the keys of the old name.
 //!
-//! A name is keys joined with dots, and keys may hold dots themselves, so a new name alone does not tell where its
-//! keys end. What it has in common with the old one keeps the old keys, from both ends, and what has as many parts as
-//! before is cut where it was:
+//! The unit is the key. A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not
+//! obvious. Common parts at both ends of the old and the new name keep the old keys. A middle part with the same number
+//! of components is split at the old positions:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight
@@ -24,6 +24,7 @@ pub(super) enum KeyRef<'a> {
 }
 
 impl<'a> KeyRef<'a> {
+    /// Returns the key as text.
     pub fn text(self) -> Cow<'a, str> {
         match self {
             Self::Entry(Value::Str(text)) => Cow::Borrowed(text),
@@ -33,22 +34,24 @@ impl<'a> KeyRef<'a> {
     }
 }
 
-/// One key on the way to a leaf.
+/// One key of the path to a leaf.
 #[derive(Clone, Debug)]
 pub(super) struct Step<'a> {
     pub text: Cow<'a, str>,
-    /// The key it was in the source, where it still is that.
+    /// The key in the source, if it is unchanged.
     pub key: Option<KeyRef<'a>>,
-    /// The source's dict or list that it steps from, as a node of the survey.
+    /// The source's dict or list that contains the key, as a node of the survey.
     pub container: Option<u32>,
 }
 
 impl Step<'_> {
+    /// Makes a new key.
     pub fn new(text: String, container: Option<u32>) -> Self {
         Self { text: Cow::Owned(text), key: None, container }
     }
 
-    /// Without wrappers; `None` where nothing else is in it. The last component of a name is no wrapper.
+    /// Removes wrapper components. Returns `None` if nothing else is left. The last component of a name is never a
+    /// wrapper.
     pub fn clean(mut self, is_last: bool) -> Option<Self> {
         if !has_wrapper(&self.text) {
             return Some(self);
@@ -68,6 +71,7 @@ impl Step<'_> {
     }
 }
 
+/// Joins keys with dots to a name.
 pub(super) fn join(steps: &[Step<'_>]) -> String {
     let mut name = String::new();
     for (index, step) in steps.iter().enumerate() {
@@ -79,7 +83,7 @@ pub(super) fn join(steps: &[Step<'_>]) -> String {
     name
 }
 
-/// Take this many bytes from the front of the name.
+/// Removes this many bytes from the front of the name.
 pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
     let whole = steps.iter().take_while(|step| {
         let goes = bytes > step.text.len();
@@ -93,7 +97,7 @@ pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
     }
 }
 
-/// The keys of a new name for the leaf that had these; `flat` tells containers whose keys are dotted names.
+/// Returns the keys of the new name of a leaf with keys `old`. `flat` returns whether a container has dotted keys.
 pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool) -> Vec<Step<'a>> {
     let mut rest = new;
     let mut start = 0;
@@ -128,8 +132,9 @@ pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool)
     steps
 }
 
-/// The keys of `text` in place of `old` ones: as long as those where there are as many parts; else one key where one
-/// was, or where keys held dots; else a key a part.
+/// Returns the keys of `text`, which replace the keys `old`. With the same number of components, each key keeps its
+/// number of components. Otherwise `text` is one key if `old` was one key or had dotted keys; else each component is a
+/// key.
 fn replace<'a>(old: &[Step<'a>], text: &str, container: Option<u32>) -> Vec<Step<'a>> {
     let parts: Vec<&str> = text.split('.').collect();
     let len = |step: &Step<'_>| step.text.split('.').count();
@@ -190,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_front_is_cut_by_bytes() {
+    fn cut_front_removes_bytes_across_keys() {
         for (bytes, left) in [(0, "model|layers.0|w"), (6, "layers.0|w"), (13, "0|w"), (15, "w"), (3, "el|layers.0|w")]
         {
             let texts = ["model", "layers.0", "w"];
@@ -201,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn wrappers_are_no_part_of_a_name() {
+    fn clean_removes_wrapper_components() {
         let clean =
             |text: &str, is_last| Step::new(text.to_owned(), None).clean(is_last).map(|step| step.text.into_owned());
         assert_eq!(clean("_orig_mod.a._fsdp_wrapped_module.w", true).as_deref(), Some("a.w"));

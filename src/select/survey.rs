@@ -1,11 +1,13 @@
-//! One walk over the source's state dict: its leaves, and what each of them is part of.
+//! Traverses the state dict of the source once, and records its leaves and whether they belong to the model or an
+//! optimizer.
 //!
-//! Leaves are those of [`crate::catalog::path`], and dicts that are empty, which have no name anybody asks for but
-//! are put back where they were. Nodes refer to their parents, so that a million leaves share their containers.
+//! The unit is the leaf. Leaves are those of [`crate::catalog::path`], and also empty dicts, which have no name but are
+//! kept in the result. Nodes refer to their parents, so that a million leaves share their containers.
 //!
-//! An optimizer is a dict with `state` and `param_groups`, or the value of a
-//! [key of optimizers](optimizer::is_optimizer_key). A model contains no optimizer. Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}` or, flattened as
-//! `torch.distributed.checkpoint.state_dict` does on request, `{"state.FQN.exp_avg": ..}`.
+//! An optimizer is a dict with `state` and `param_groups`, or the value of an [optimizer
+//! key](optimizer::is_optimizer_key). Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}`, or
+//! `{"state.FQN.exp_avg": ..}` if flattened by `torch.distributed.checkpoint.state_dict`. Invariant: a model contains
+//! no optimizer.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,16 +19,18 @@ use crate::catalog::path::{self, is_descended};
 use crate::catalog::wrappers::{clean_name, has_wrapper, with_clean};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
 
+/// A container or leaf of the state dict.
 #[derive(Debug)]
 pub(super) struct SurveyNode<'a> {
     parent: Option<u32>,
     key: Option<KeyRef<'a>>,
     pub value: &'a Value,
-    /// A dict whose keys are names with dots, or that holds nothing but leaves at the top of a model: what is put
-    /// before one of its keys becomes part of the key.
+    /// True if the dict is flat: its keys are dotted names, or it is the top of a model and has only leaves. A prefix
+    /// for one of its keys becomes part of the key.
     pub flat: bool,
 }
 
+/// The kind of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeafKind {
     Tensor,
@@ -34,10 +38,11 @@ pub(super) enum LeafKind {
     EmptyDict,
 }
 
-/// Which part of an optimizer a leaf is in.
+/// The section of an optimizer that a leaf belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OptimizerSection {
-    /// After `head` keys, and the beginning of the next one where it is flattened, follows the parameter.
+    /// The state of a parameter. The parameter's name follows `head` keys, and also `state.` if the section is
+    /// flattened.
     State {
         head: usize,
         flat: bool,
@@ -49,77 +54,87 @@ pub(super) enum OptimizerSection {
     Rest,
 }
 
+/// A leaf of the state dict.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Leaf {
     pub node: u32,
     pub kind: LeafKind,
     pub in_model: bool,
-    /// Which optimizer, by number, and where in it.
+    /// The number of the optimizer, and the section in it.
     pub optimizer: Option<(u32, OptimizerSection)>,
 }
 
 impl Leaf {
+    /// Returns whether the leaf is a tensor of the model.
     pub fn is_parameter(self) -> bool {
         self.in_model && self.kind == LeafKind::Tensor
     }
 
+    /// Returns whether the leaf is in the state of an optimizer.
     pub fn in_state(self) -> bool {
         matches!(self.optimizer, Some((_, OptimizerSection::State { .. })))
     }
 
+    /// Returns whether the leaf is in the parameter groups of an optimizer.
     pub fn in_groups(self) -> bool {
         matches!(self.optimizer, Some((_, OptimizerSection::Groups { .. })))
     }
 }
 
-/// The name of a leaf as its patterns and renames see it.
+/// The name of a leaf, as patterns and renames use it.
 #[derive(Debug)]
 pub(super) struct Named<'a> {
     pub steps: Vec<Step<'a>>,
     pub name: String,
-    /// How many bytes at the end of the name are the parameter and what of it, where a parameter's name is there.
+    /// The number of bytes at the end of the name that are the parameter and its state key; 0 if the name has no
+    /// parameter.
     pub tail: usize,
-    /// How many bytes of them are the parameter.
+    /// The number of these bytes that are the parameter.
     pub parameter: usize,
 }
 
 impl Named<'_> {
+    /// Returns the name of the parameter, if the leaf belongs to one.
     pub fn parameter(&self) -> Option<&str> {
         let start = self.name.len() - self.tail;
         (self.parameter > 0).then(|| &self.name[start..start + self.parameter])
     }
 }
 
+/// The leaves of a state dict, with their containers.
 #[derive(Debug)]
 pub(super) struct Survey<'a> {
     pub nodes: Vec<SurveyNode<'a>>,
     pub leaves: Vec<Leaf>,
-    /// Dotted; empty where the model is at the top.
+    /// The dotted path of the model; empty if the model is at the top.
     pub model_root: String,
+    /// The number of optimizers.
     pub optimizers: u32,
-    /// Items of all lists.
+    /// The number of items of all lists.
     pub list_items: usize,
-    /// Parameters of the model by their names in it (clean, where names are cleaned), as indexes of `leaves`.
+    /// The parameters of the model, as indices of `leaves`, by their names in the model (without wrappers if these are
+    /// cut).
     pub parameters: HashMap<String, u32>,
     wrappers: Wrappers,
     clean: bool,
-    /// Names are cleaned, and there is something to clean.
+    /// True if wrappers are cut and at least one name has a wrapper.
     pub wrapped: bool,
     root_keys: Vec<Arc<str>>,
 }
 
-/// Where the walk is.
+/// The position of the traversal.
 #[derive(Clone, Copy)]
 struct WalkPosition {
     node: u32,
     depth: usize,
-    /// All keys so far are the first ones of the model's root.
+    /// True if all keys so far are a prefix of the model's root.
     on_root: bool,
     in_model: bool,
     optimizer: Option<(u32, OptimizerSection)>,
 }
 
 impl<'a> Survey<'a> {
+    /// Traverses the state dict of a catalog.
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers) -> Self {
         let root = model::model_root(&catalog.state);
         let mut survey = Self {
@@ -136,7 +151,7 @@ impl<'a> Survey<'a> {
         };
         let in_model = false;
         survey.walk(WalkPosition { node: 0, depth: 0, on_root: true, in_model, optimizer: None });
-        survey.learn_parameters();
+        survey.record_parameters();
         survey
     }
 
@@ -196,9 +211,9 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// A model at the top is everything there that is not known to stand beside one.
+    /// Returns whether a key at the top starts the model, if the model is at the top.
     fn begins_model(&self, at: WalkPosition, name: &str, value: &Value) -> bool {
-        at.depth == 0 && self.root_keys.is_empty() && at.optimizer.is_none() && !model::is_beside(name, value)
+        at.depth == 0 && self.root_keys.is_empty() && at.optimizer.is_none() && !model::is_beside_model(name, value)
     }
 
     fn optimizer_below(&mut self, at: WalkPosition, name: &str, value: &Value) -> Option<(u32, OptimizerSection)> {
@@ -234,7 +249,7 @@ impl<'a> Survey<'a> {
         id
     }
 
-    fn learn_parameters(&mut self) {
+    fn record_parameters(&mut self) {
         if self.optimizers == 0 {
             return;
         }
@@ -249,13 +264,13 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// A name relative to the model, where the model is not at the top and this is a name in it.
+    /// Returns the name relative to the model, if the model is not at the top and the name is in it.
     pub fn in_model<'n>(&self, name: &'n str) -> Option<&'n str> {
         let below = name.strip_prefix(self.model_root.as_str())?.strip_prefix('.')?;
         (!self.model_root.is_empty()).then_some(below)
     }
 
-    /// The keys from the top to a node.
+    /// Returns the keys from the top to a node.
     fn keys(&self, node: u32) -> Vec<(KeyRef<'a>, u32)> {
         let mut keys = Vec::new();
         let mut at = &self.nodes[node as usize];
@@ -267,35 +282,36 @@ impl<'a> Survey<'a> {
         keys
     }
 
-    /// The name in the file, wrappers and all.
+    /// Returns the name in the file, including wrappers.
     pub fn raw_name(&self, leaf: Leaf) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(leaf.node).into_iter().map(|(key, _)| key.text()).collect();
         texts.join(".")
     }
 
-    /// The key at the top under which a leaf stands; of a leaf at the top itself, the first part of its name.
-    pub fn top(&self, leaf: Leaf) -> String {
+    /// Returns the top key of a leaf. For a leaf at the top, returns the first component of its name.
+    pub fn top_key(&self, leaf: Leaf) -> String {
         let keys = self.keys(leaf.node);
         let first = keys.first().map(|(key, _)| key.text()).unwrap_or_default();
         let whole = keys.len() > 1 || !first.contains('.');
         if whole { first.into_owned() } else { first.split('.').next().unwrap_or_default().to_owned() }
     }
 
-    /// The last key of a leaf.
+    /// Returns the last key of a leaf.
     pub fn last_key(&self, leaf: Leaf) -> Option<Cow<'a, str>> {
         self.nodes[leaf.node as usize].key.map(KeyRef::text)
     }
 
+    /// Returns the value of a leaf.
     pub fn value(&self, leaf: Leaf) -> &'a Value {
         self.nodes[leaf.node as usize].value
     }
 
-    /// The tensors in a leaf with their names in the file.
+    /// Calls `visit` for the tensors in a leaf, with their names in the file.
     pub fn tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(String, TensorId)) {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
-    /// The tensors in a leaf with their clean names.
+    /// Calls `visit` for the tensors in a leaf, with their clean names.
     pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
@@ -313,19 +329,20 @@ impl<'a> Survey<'a> {
         }
     }
 
+    /// Returns the ids of the tensors in a leaf.
     pub fn tensor_ids(&self, leaf: Leaf) -> Vec<TensorId> {
         let mut ids = Vec::new();
         path::tensors(self.value(leaf), &Path::default(), &mut |_, id| ids.push(id));
         ids
     }
 
-    /// The clean name of a node.
+    /// Returns the clean name of a node.
     pub fn container_name(&self, node: u32) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(node).into_iter().map(|(key, _)| key.text()).collect();
         self.clean(&texts.join("."))
     }
 
-    /// The names that patterns are tried on.
+    /// Returns the names that patterns are matched with.
     pub fn for_patterns(&self, mut names: Vec<String>) -> Vec<String> {
         if self.wrappers == Wrappers::Match {
             with_clean(&mut names);
@@ -333,12 +350,12 @@ impl<'a> Survey<'a> {
         names
     }
 
-    /// The name of a module, without wrappers where they are cleaned.
+    /// Returns the name of a module, without wrappers if these are cut.
     pub fn clean(&self, module: &str) -> String {
         if self.clean { clean_name(module) } else { module.to_owned() }
     }
 
-    /// `optim.state.` for what is in that optimizer.
+    /// Returns the prefix of state names of the leaf's optimizer: `optim.state.`.
     pub fn state_head(&self, leaf: Leaf) -> String {
         let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
             leaf.optimizer
@@ -350,6 +367,7 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
+    /// Returns the name of a leaf, with the position of its parameter.
     pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
@@ -379,8 +397,9 @@ impl<'a> Survey<'a> {
         named
     }
 
-    /// How much of `FQN.exp_avg` is the parameter: a key that is a number; else as much as the model has; else all but
-    /// the last part, which is the last key where there are keys.
+    /// Returns the number of bytes of `FQN.exp_avg` that are the parameter. The parameter is a numeric key, or the
+    /// longest name that the model has, or else everything except the last key (or the last component if there are no
+    /// keys).
     fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
         if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
             return first.text.len();
@@ -396,7 +415,7 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Optimizers number parameters that they know no name of.
+/// Returns whether a parameter's name is a number, as in optimizers without parameter names.
 pub(super) fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }

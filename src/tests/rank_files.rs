@@ -71,7 +71,7 @@ fn check_order(reservation: &Reservation) {
     let mut ends: BTreeMap<u32, u64> = BTreeMap::new();
     for tensor in &reservation.tensors {
         for index in 0..tensor.entry.chunks.len() {
-            let Some((file, offset)) = tensor.place(index) else { continue };
+            let Some((file, offset)) = tensor.file_offset(index) else { continue };
             let end = ends.insert(file, offset + tensor.chunk_bytes(index)).unwrap_or(0);
             assert!(offset >= end, "{} in file {file}", tensor.entry.fqn);
         }
@@ -115,7 +115,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
             assert!(kept == tile || kept.is_empty() && tile.is_empty(), "{name} on rank {rank}");
             assert_eq!(found.chunks.tile(index), reserved.entry.chunks.tile(index), "{name} on rank {rank}");
             assert_eq!(reserved.entry.chunks.rank(index), Some(rank));
-            let offset = reserved.place(index).map(|(_, offset)| offset);
+            let offset = reserved.file_offset(index).map(|(_, offset)| offset);
             let stored = (!tile.is_empty()).then(|| {
                 let index = u32::try_from(index).unwrap();
                 resolve(&written.files, found, index).unwrap().offset
@@ -253,7 +253,7 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
     let shape = safetensors::FileDivision::Folder { max_shard_bytes: 100 };
     let wanted = SelectedTensors { source: &source.catalog, dtypes: &source.catalog.dtypes() };
     let reservation = safetensors::reserve(wanted, &tensors, &ties, &shape).unwrap();
-    let text = |file: &crate::catalog::OutputFile| String::from_utf8_lossy(&file.literals[0].bytes).into_owned();
+    let text = |file: &crate::catalog::OutputFile| String::from_utf8_lossy(&file.header_bytes[0].bytes).into_owned();
     let (index, files) = reservation.files.split_last().unwrap();
     assert!(files.len() > 2 && !text(index).contains("alias"), "{}", text(index));
     for file in files {

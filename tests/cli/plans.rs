@@ -149,7 +149,7 @@ fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),
         style: style.parse::<ParallelStyle>().unwrap(),
-        said: pattern.to_owned(),
+        origin: pattern.to_owned(),
     };
     let rules = [
         ("colwise.embedding", "colwise-embedding"),
@@ -170,7 +170,7 @@ fn bind(plan: &ParallelizePlan, mesh: &DeviceMesh, truth: &Json) -> HashMap<Stri
         .map(|(name, shape)| Parameter {
             name: name.clone(),
             shape,
-            sizes: ShapeOrigin::OfWhole,
+            shape_origin: ShapeOrigin::Global,
             kind: ParameterKind::Parameter,
         })
         .collect();
@@ -216,7 +216,7 @@ fn styles_give_what_pytorch_gives() {
             // Without fully_shard the other dim is nobody's; copies lie the same.
             let given =
                 RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
-            let plan = ParallelizePlan { roles: MeshRoles::of(&mesh, &given).unwrap(), ..styles() };
+            let plan = ParallelizePlan { roles: MeshRoles::resolve(&mesh, &given).unwrap(), ..styles() };
             let laid = bind(&plan, &mesh, &truth);
             for (name, shape, bytes) in &tensors {
                 let (what, expected) = (format!("{name} on {mesh}"), &placing["tensors"][name]);
@@ -275,14 +275,14 @@ fn built_in_plans_are_found_by_names() {
             .map(|(name, shape, _)| Parameter {
                 name: name.clone(),
                 shape,
-                sizes: ShapeOrigin::OfWhole,
+                shape_origin: ShapeOrigin::Global,
                 kind: ParameterKind::Parameter,
             })
             .collect();
-        let alike = dtshard::layout::parallelize::alike(&parameters);
+        let alike = dtshard::layout::parallelize::similar_families(&parameters);
         assert!(alike.contains(&Family::named(plan).unwrap().name), "{model}: {alike:?}");
         let mesh = DeviceMesh::parse("tp=2").unwrap();
-        let roles = MeshRoles::of(&mesh, &RoleNames::default()).unwrap();
+        let roles = MeshRoles::resolve(&mesh, &RoleNames::default()).unwrap();
         let laid = ParallelizePlan { styles: Vec::new(), family: Family::named(plan), roles };
         let laid = laid.bind(&mesh, &parameters, ParameterOrder::Unknown).unwrap();
         assert!(laid.iter().all(|laid| laid.shared.is_some() && laid.uncut.is_none()), "{model}: {laid:?}");
@@ -328,7 +328,7 @@ fn built_in_plans_are_as_documented() {
     let page = fs::read_to_string(root.join("docs/reference/parallelize.md")).unwrap();
     for family in Family::all() {
         assert!(page.contains(&format!("`{}`", family.name)), "{}", family.name);
-        for row in family.layers.iter().copied().flatten().chain(family.around) {
+        for row in family.layers.iter().copied().flatten().chain(family.outside_layers) {
             let cells = format!("| `{}` | `{}` |", row.pattern, row.style);
             assert!(page.contains(&cells), "{}: {cells}", family.name);
         }

@@ -260,8 +260,8 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
                 TensorEntry::new(format!("layers.{number}").into(), Dtype::U8, [size, size].as_slice().into());
             for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
                 let tile = cut.tile(size, piece);
-                let place = FileLocation::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
-                entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+                let location = FileLocation::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
+                entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
             }
             entry
         };

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::super::source::ConversionSource;
 use super::numbering;
 use super::units::{self, OrderedModel, WrapPolicy};
-use crate::catalog::flat::{FlatLayout, usual_align};
+use crate::catalog::flat::{FlatLayout, default_align};
 use crate::catalog::model::{self, Model};
 use crate::catalog::modules::{self, module_of};
 use crate::catalog::wrappers::clean_name;
@@ -196,12 +196,12 @@ impl FlattenRequest {
         for unit in &mut layout.units {
             let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
             if let Some(dtype) = first.map(|id| wanted.tensor(*id).dtype) {
-                let mixed = unit.align_numel.filter(|align| unit.dtype.map(usual_align) != Some(*align));
-                unit.align_numel = Some(mixed.unwrap_or(usual_align(dtype)));
+                let mixed = unit.align_numel.filter(|align| unit.dtype.map(default_align) != Some(*align));
+                unit.align_numel = Some(mixed.unwrap_or(default_align(dtype)));
                 unit.dtype = Some(dtype);
             }
             if let Some(forward) = self.forward_dtype {
-                unit.align_numel = Some(usual_align(forward));
+                unit.align_numel = Some(default_align(forward));
             }
         }
     }
@@ -259,7 +259,7 @@ impl FlattenRequest {
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
     let dict = root.find(state).and_then(Value::as_dict);
-    let Some(registered) = dict.and_then(modules::registered) else { return false };
+    let Some(registered) = dict.and_then(modules::registered_modules) else { return false };
     let registered: HashSet<String> = registered.into_iter().collect();
     tensors.iter().all(|(fqn, _)| registered.contains(module_of(&clean_name(fqn.as_str()))))
 }

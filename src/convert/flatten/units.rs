@@ -159,7 +159,7 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
             let modules: Vec<String> = modules.iter().map(ToString::to_string).collect();
             return Err(Error::usage(
                 format!("options::wrap {pattern}: no module has a path like that"),
-                nearest::hint(pattern.as_str(), &modules),
+                nearest::pattern_hint(pattern.as_str(), &modules),
             ));
         }
     }
@@ -210,7 +210,7 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         let pattern = buffers[unused].as_str();
         return Err(Error::usage(
             format!("options::buffers {pattern}: no tensor of the model has a name like that"),
-            nearest::hint(pattern, &names),
+            nearest::pattern_hint(pattern, &names),
         ));
     }
     if !doubtful.is_empty() {

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::rules::MeshLayout;
-use crate::layout::shards::Held;
+use crate::layout::shards::HeldTile;
 use crate::progress::Progress;
 use crate::publish::DestinationKind;
 use crate::select::Wrappers;
@@ -137,7 +137,7 @@ struct PartLayouts<'a, 'c> {
 }
 
 impl Layouts for PartLayouts<'_, '_> {
-    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
         self.chooser.shards(&self.part.whole_path(path), entry)
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::tensor_context::{ParameterEvidence, TensorContext};
 use crate::error::{Error, Result};
 use crate::layout::PlacementSpec;
-use crate::layout::rules::{Fallback, MeshLayout, unheard};
+use crate::layout::rules::{Fallback, MeshLayout, unused_rule_warning};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -61,8 +61,8 @@ impl PlacementReport {
     pub fn check(&self, layout: &MeshLayout) -> Result<()> {
         if let Some((_, rule)) = (0..).zip(&layout.rules).find(|(index, _)| !self.used.contains(index)) {
             return Err(Error::usage(
-                format!("{}: no tensor has a name like that", rule.said),
-                nearest::hint(rule.pattern.as_str(), &self.names),
+                format!("{}: no tensor has a name like that", rule.origin),
+                nearest::pattern_hint(rule.pattern.as_str(), &self.names),
             ));
         }
         // A placement that fits no tensor at all would leave its mesh dim unused.
@@ -96,12 +96,12 @@ impl PlacementReport {
         };
         note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
         note(self.reduced, " R where Partial in SRC or options::like: values are written, not summands".into());
-        let unheard = self.used.difference(&self.heard).map(|index| unheard(&layout.rules[*index].said));
+        let unused = self.used.difference(&self.heard).map(|index| unused_rule_warning(&layout.rules[*index].origin));
         if !layout.rules.is_empty() || layout.plan.is_some() {
             let what = " of optimizer state have numbers for names: rules for parameters did not reach them";
             note(self.nameless, what.into());
         }
-        notes.extend(unheard);
+        notes.extend(unused);
         notes
     }
 }

@@ -23,7 +23,7 @@ use crate::format::torch::RankLayout;
 use crate::layout::cut::SplitChoice;
 use crate::layout::parallelize::{ParameterOrder, ParameterPlacement};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice};
-use crate::layout::shards::{Held, SharedTensor};
+use crate::layout::shards::{HeldTile, SharedTensor};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
@@ -119,12 +119,12 @@ impl<'a> PlacementResolver<'a> {
     // ------------------------------------------------------------------------------------------ for each format
 
     /// The distinct tiles of a tensor, for a format that stores those.
-    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
             Choice::Shared(ResolvedPlacements { shared, by, .. }) => self.without_summands(path, shared, by)?,
         };
-        Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::of(&entry.fqn))?)
+        Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::for_tensor(&entry.fqn))?)
     }
 
     /// How rank files of torch.save have it.
@@ -198,20 +198,20 @@ impl<'a> PlacementResolver<'a> {
 
     /// Who said how a tensor is cut whose own splits are those of somebody else, unless something is said of all.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
-        if self.layout.split.is_some() { SplitChoice::All } else { theirs }
+        if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
 
     fn by_rule(&self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
-        let shared = match self.layout.ruled(rule, &subject.names, &subject.entry.shape) {
+        let shared = match self.layout.placement_by_rule(rule, &subject.names, &subject.entry.shape) {
             // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
             Err(LayoutError::RuleMisfit { .. }) if subject.is_stray() => return Ok(None),
             shared => shared?,
         };
         Ok(Some(match shared {
             Some(shared) => {
-                let has_own = matches!(&rule.lies, PlacementChoice::Shared(spec) if !spec.splits.is_empty());
-                let cut = if has_own { SplitChoice::Rule(rule) } else { SplitChoice::All };
+                let has_own = matches!(&rule.choice, PlacementChoice::Shared(spec) if !spec.splits.is_empty());
+                let cut = if has_own { SplitChoice::Rule(rule) } else { SplitChoice::AllTensors };
                 Choice::Shared(ResolvedPlacements {
                     shared: self.sliced(shared, subject),
                     by: PlacementOrigin::CommandLine,
@@ -232,11 +232,11 @@ impl<'a> PlacementResolver<'a> {
         };
         match name.and_then(|name| planned.laid(name)) {
             Some(ParameterPlacement { shared: Some(shared), .. }) => {
-                let shared = self.layout.split_as_said(shared.clone());
+                let shared = self.layout.with_default_split(shared.clone());
                 Some(Choice::Shared(ResolvedPlacements {
                     shared,
                     by: PlacementOrigin::CommandLine,
-                    cut: SplitChoice::All,
+                    cut: SplitChoice::AllTensors,
                 }))
             }
             Some(ParameterPlacement { shared: None, .. }) => Some(Choice::Plain),
@@ -266,7 +266,7 @@ impl<'a> PlacementResolver<'a> {
             None => return Ok(Some(Choice::Plain)),
             Some(sharding) => {
                 let source = like.catalog.on_mesh(sharding);
-                self.layout.sliced(self.layout.as_in(source), source)
+                self.layout.with_source_slice(self.layout.source_placement(source), source)
             }
         };
         let (by, cut) = (PlacementOrigin::Like(found.class), self.cut_as(SplitChoice::Like));
@@ -284,7 +284,7 @@ impl<'a> PlacementResolver<'a> {
             return Choice::Plain;
         }
         let shape = &subject.entry.shape;
-        let fitted = self.layout.fitted(shape.len(), self.subjects.source(subject));
+        let fitted = self.layout.fallback_placement(shape.len(), self.subjects.source(subject));
         self.tally.fallback(subject, fitted.misfit);
         if shape.is_empty() && subject.sharding().is_none() {
             return Choice::Plain;
@@ -292,7 +292,7 @@ impl<'a> PlacementResolver<'a> {
         let (by, cut) = if as_it_is {
             (PlacementOrigin::Source, self.cut_as(SplitChoice::Source))
         } else {
-            (PlacementOrigin::CommandLine, SplitChoice::All)
+            (PlacementOrigin::CommandLine, SplitChoice::AllTensors)
         };
         Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
     }
@@ -300,7 +300,7 @@ impl<'a> PlacementResolver<'a> {
     /// What was on a slice of its mesh stays there.
     fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
-            Some(source) => self.layout.sliced(shared, source),
+            Some(source) => self.layout.with_source_slice(shared, source),
             None => shared,
         }
     }

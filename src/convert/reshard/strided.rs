@@ -3,15 +3,15 @@
 use indexmap::IndexMap;
 
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice};
-use crate::layout::strided::{UnknownSplitFactor, stray};
+use crate::layout::strided::{UnknownSplitFactor, find_unknown_split_factor};
 use crate::layout::{DeviceMesh, comma_list};
 use crate::name_list::short_list;
 
 /// One for each such factor.
 pub fn notes(layout: &MeshLayout) -> Vec<String> {
     let MeshLayout { mesh, rules, fallback, .. } = layout;
-    let of_rules = rules.iter().filter_map(|rule| match &rule.lies {
-        PlacementChoice::Shared(spec) => Some((spec.placements.as_slice(), rule.said.clone())),
+    let of_rules = rules.iter().filter_map(|rule| match &rule.choice {
+        PlacementChoice::Shared(spec) => Some((spec.placements.as_slice(), rule.origin.clone())),
         PlacementChoice::Plain => None,
     });
     let of_all = match fallback {
@@ -20,17 +20,18 @@ pub fn notes(layout: &MeshLayout) -> Vec<String> {
     };
     let mut strays: IndexMap<UnknownSplitFactor, Vec<String>> = IndexMap::new();
     for (list, said) in of_rules.chain(of_all) {
-        if let Some(stray) = stray(list, mesh) {
-            strays.entry(stray).or_default().push(said);
+        if let Some(unknown) = find_unknown_split_factor(list, mesh) {
+            strays.entry(unknown).or_default().push(said);
         }
     }
-    strays.into_iter().map(|(stray, said)| note(&stray, &said, mesh)).collect()
+    strays.into_iter().map(|(unknown, said)| note(&unknown, &said, mesh)).collect()
 }
 
-fn note(stray: &UnknownSplitFactor, said: &[String], mesh: &DeviceMesh) -> String {
+fn note(unknown: &UnknownSplitFactor, said: &[String], mesh: &DeviceMesh) -> String {
     let name = |dim: usize| mesh.names().map_or_else(|| format!("mesh dim {dim}"), |names| names[dim].clone());
-    let sizes: Vec<String> = stray.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
-    let UnknownSplitFactor { at, spec, usual, .. } = stray;
+    let sizes: Vec<String> =
+        unknown.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
+    let UnknownSplitFactor { at, spec, expected: usual, .. } = unknown;
     let (at, said, sizes) = (name(*at), short_list(said, 2), sizes.join(", "));
     format!("{said}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
 }

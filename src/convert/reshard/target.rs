@@ -111,7 +111,7 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
         plan: plan.as_deref(),
         option: "options::plan",
         layout_option: "options::layout",
-        names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), idle: Vec::new() },
+        names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), unused: Vec::new() },
     }
 }
 

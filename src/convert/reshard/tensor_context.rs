@@ -53,7 +53,7 @@ impl<'a> TensorContexts<'a> {
         let mut owners = Owners::new(catalog);
         let mut trained = HashSet::new();
         path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
-            if let Some(parameter) = owners.of(path).and_then(|owner| owner.id)
+            if let Some(parameter) = owners.owner_of(path).and_then(|owner| owner.id)
                 && catalog.tensor(parameter).shape == catalog.tensor(id).shape
             {
                 trained.insert(catalog.tensor(parameter).fqn.clone());
@@ -75,7 +75,7 @@ impl<'a> TensorContexts<'a> {
         'a: 't,
     {
         let catalog: &'a Catalog = self.catalog;
-        let owner = self.owners.of(path);
+        let owner = self.owners.owner_of(path);
         let parameter = owner.as_ref().and_then(|owner| owner.id).map(|id| catalog.tensor(id));
         let follows = parameter.filter(|parameter| parameter.shape == entry.shape);
         let is_stray = owner.is_some() && follows.is_none();
@@ -114,7 +114,7 @@ impl<'a> TensorContexts<'a> {
             Wrappers::Keep => fqn.to_string(),
             Wrappers::Cut | Wrappers::Match => clean_name(fqn.as_str()),
         };
-        Parameter { name, shape: &entry.shape, sizes: ShapeOrigin::OfWhole, kind: self.kind(entry) }
+        Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }
 
     /// What a tensor of the model is where no style names it.

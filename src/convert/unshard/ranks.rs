@@ -202,6 +202,6 @@ impl UnitPatterns {
 fn no_such_unit(pattern: &str, names: &[String]) -> Error {
     Error::usage(
         format!("options::unit {pattern}: no sharded module has a path like that"),
-        nearest::hint(pattern, names),
+        nearest::pattern_hint(pattern, names),
     )
 }

@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 use crate::error::{Error, Result};
 use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
-use crate::text::harmless;
+use crate::text::escape_invisible;
 
 /// Something that is not as it should be.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ fn lines(found: &Findings, shown: usize) -> String {
     for finding in &found.different {
         let Finding { fqn, kind, detail, .. } = finding;
         let own = detail.strip_prefix(&format!("{fqn}: ")).unwrap_or(detail);
-        text.push_str(&(harmless(&format!("{fqn}: {kind}: {own}")) + "\n"));
+        text.push_str(&(escape_invisible(&format!("{fqn}: {kind}: {own}")) + "\n"));
     }
     let lists = [
         ("removed: only in SRC", &found.only_in_src),
@@ -138,7 +138,7 @@ fn lines(found: &Findings, shown: usize) -> String {
     ];
     for (what, names) in lists {
         for name in names.iter().take(shown) {
-            text.push_str(&(harmless(&format!("{name}: {what}")) + "\n"));
+            text.push_str(&(escape_invisible(&format!("{name}: {what}")) + "\n"));
         }
         if let Some(more @ 1..) = names.len().checked_sub(shown) {
             text.push_str(&format!("{more} more {what} (-v lists all)\n"));

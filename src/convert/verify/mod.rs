@@ -164,5 +164,5 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
 /// result does not fit.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
-        && entries.iter().any(|entry| entry.summands.is_some())
+        && entries.iter().any(|entry| entry.partial_values.is_some())
 }

@@ -17,7 +17,7 @@ impl Case {
             let (shape, itemsize) = (&source.shape, tensor.dtype().itemsize());
             let mut needed = HashSet::new();
             for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
-                let Some((file, offset)) = tensor.place(index) else { continue };
+                let Some((file, offset)) = tensor.file_offset(index) else { continue };
                 for (local, element) in (0..).zip(linear_indices(shape, &chunk.tile)) {
                     let at = offset + local * itemsize;
                     if todo.overlaps(file, &(at..at + itemsize)) {
@@ -26,12 +26,12 @@ impl Case {
                 }
             }
             let mut lacking = 0;
-            let summands = source.summands.as_ref();
+            let summands = source.partial_values.as_ref();
             for summand in 0..summands.map_or(1, |of| of.reduction.count()) {
                 let mut lacked = needed.clone();
                 for (index, chunk) in source.chunks.iter().enumerate() {
-                    let is_of_it = summands.is_none_or(|of| of.of_chunk[index] == summand);
-                    if is_of_it && chunk.place.file().is_some_and(sees) {
+                    let is_of_it = summands.is_none_or(|of| of.by_chunk[index] == summand);
+                    if is_of_it && chunk.location.file().is_some_and(sees) {
                         for element in linear_indices(shape, &chunk.tile) {
                             lacked.remove(&element);
                         }
@@ -48,12 +48,12 @@ impl Case {
     pub(super) fn at_most(&self, todos: &[Extents]) -> u64 {
         let of_tensor = |tensor: &Reserved| {
             let source = self.catalog.tensor(tensor.source);
-            let whole = source.summands.as_ref().map(|summands| summands.reduction.whole());
+            let whole = source.partial_values.as_ref().map(|summands| summands.reduction.full_reduction());
             let itemsize = tensor.dtype().itemsize();
             // By tile, share and element.
             let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
             for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
-                let Some((file, offset)) = tensor.place(index) else { continue };
+                let Some((file, offset)) = tensor.file_offset(index) else { continue };
                 let share = tensor.shares.get(index).map(Arc::as_ref).or(whole.as_ref());
                 for element in 0..chunk.tile.numel() {
                     let at = offset + element * itemsize;
@@ -62,7 +62,7 @@ impl Case {
                 }
             }
             let most = ranks.iter().filter(|(_, needers)| !needers.is_empty()).map(|((_, share, _), needers)| {
-                let summands = share.map_or(1, |share| share.summands.len());
+                let summands = share.map_or(1, |share| share.partial_values.len());
                 if summands > 1 { summands + needers.len() - 1 } else { needers.len() }
             });
             most.sum::<usize>() as u64 * source.dtype.itemsize()

@@ -63,7 +63,7 @@ impl Case {
                     // Ranks that hold one summand are others than those of the next.
                     let rank = rank * usize::try_from(count).unwrap() + usize::try_from(summand).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
-                    if let FileLocation::Bytes { file, offset } = &mut chunk.place {
+                    if let FileLocation::Bytes { file, offset } = &mut chunk.location {
                         let start = usize::try_from(*offset).unwrap();
                         let len = usize::try_from(chunk.tile.numel() * from_dtype.itemsize()).unwrap();
                         *file = FileId(u32::try_from(rank).unwrap());
@@ -75,8 +75,8 @@ impl Case {
                 }
             }
             if let Some((count, op)) = summands {
-                let reduction = PartialReduction::of(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
-                entry.summands = Some(Box::new(PartialValues { reduction, of_chunk }));
+                let reduction = PartialReduction::new(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
+                entry.partial_values = Some(Box::new(PartialValues { reduction, by_chunk: of_chunk }));
             }
             let mut target = TensorEntry::new(entry.fqn.clone(), *to_dtype, shape.as_slice().into());
             for (rank, tile) in to.tiles(shape).into_iter().enumerate() {
@@ -84,13 +84,13 @@ impl Case {
                     outputs.push(OutputFile::new(format!("out{rank}")));
                 }
                 let file = &mut outputs[rank];
-                file.push_literal(vec![9; 3 + number]);
-                let mut place = FileLocation::Nowhere;
+                file.push_header(vec![9; 3 + number]);
+                let mut location = FileLocation::Empty;
                 if !tile.is_empty() {
                     let offset = file.push_payload(tile.numel() * to_dtype.itemsize());
-                    place = FileLocation::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
+                    location = FileLocation::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
                 }
-                target.chunks.push(Chunk { tile, place, strides: None, rank: None });
+                target.chunks.push(Chunk { tile, location, strides: None, rank: None });
             }
             targets.push(Reserved::new(id, target));
             entries.push(entry);
@@ -113,19 +113,21 @@ impl Case {
             let shares = |of_chunk: &dyn Fn(usize) -> Share| {
                 (0..tensor.entry.chunks.len()).map(|chunk| Arc::new(of_chunk(chunk))).collect()
             };
-            tensor.shares = match &source.summands {
+            tensor.shares = match &source.partial_values {
                 Some(summands) => {
                     let sizes: Dims = source.shape.iter().map(|size| size.div_ceil(2)).collect();
                     let part = Tile::from_region(&Region::new(smallvec::smallvec![0; sizes.len()], sizes));
-                    let whole = summands.reduction.whole();
+                    let whole = summands.reduction.full_reduction();
                     let own = |chunk: usize| chunk as u64 % summands.reduction.count();
                     shares(&|chunk| match chunk % 3 {
                         0 => Share { within: Some(part.clone()), ..whole.clone() },
-                        1 => Share { summands: vec![own(chunk)], divisor: 1, within: None },
+                        1 => Share { partial_values: vec![own(chunk)], divisor: 1, within: None },
                         _ => whole.clone(),
                     })
                 }
-                None if source.dtype.is_float() => shares(&|_| Share { summands: vec![0], divisor: 4, within: None }),
+                None if source.dtype.is_float() => {
+                    shares(&|_| Share { partial_values: vec![0], divisor: 4, within: None })
+                }
                 None => continue,
             };
         }

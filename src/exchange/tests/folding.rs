@@ -92,7 +92,7 @@ impl Case {
 
 /// The bytes of a chunk in the files it is written to.
 fn place(tensor: &Reserved, chunk: usize) -> Option<(usize, std::ops::Range<usize>)> {
-    let (file, offset) = tensor.place(chunk)?;
+    let (file, offset) = tensor.file_offset(chunk)?;
     let at = |offset: u64| usize::try_from(offset).unwrap();
     Some((file as usize, at(offset)..at(offset + tensor.chunk_bytes(chunk))))
 }

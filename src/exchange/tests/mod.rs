@@ -109,11 +109,11 @@ proptest! {
         let of_all = |of: fn(&Load) -> u64| loads.iter().map(of).sum::<u64>();
         let received = of_all(Load::received);
         prop_assert!(of_all(Load::sent) <= received && received <= case.at_most(&todos));
-        if shares || case.catalog.tensors.iter().any(|entry| entry.summands.is_some()) {
+        if shares || case.catalog.tensors.iter().any(|entry| entry.partial_values.is_some()) {
             return Ok(());
         }
         let stored = case.catalog.tensors.iter().map(|entry| {
-            entry.numel() * entry.dtype.itemsize() * entry.summands.as_ref().map_or(1, |of| of.reduction.count())
+            entry.numel() * entry.dtype.itemsize() * entry.partial_values.as_ref().map_or(1, |of| of.reduction.count())
         });
         match &parties.sight {
             // Every byte is read once, whoever reads it.

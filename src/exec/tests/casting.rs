@@ -66,19 +66,20 @@ impl Source {
 fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("out");
-    file.push_literal(vec![0xAA; 11]);
+    file.push_header(vec![0xAA; 11]);
     let shape = source.entry().shape.clone();
     for layout in layouts {
         let mut chunks = ChunkTable::new(shape.len());
         for tile in layout.tiles(&shape) {
             let len = tile.numel() * to.itemsize();
             let offset = file.push_payload(len);
-            let place = if len == 0 { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
+            let location = if len == 0 { FileLocation::Empty } else { FileLocation::Bytes { file: FileId(0), offset } };
             if len > 0 {
-                file.sums.push(ChecksumSpan { range: offset..offset + len, sites: [file.len].into_iter().collect() });
+                file.checksums
+                    .push(ChecksumSpan { range: offset..offset + len, crc_offsets: [file.len].into_iter().collect() });
             }
-            file.push_literal(vec![0; 4]);
-            chunks.push(Chunk { tile, place, strides: None, rank: None });
+            file.push_header(vec![0; 4]);
+            chunks.push(Chunk { tile, location, strides: None, rank: None });
         }
         let entry = TensorEntry { chunks, ..TensorEntry::new("t".into(), to, shape.clone()) };
         reservation.tensors.push(Reserved::new(TensorId(0), entry));
@@ -108,7 +109,7 @@ fn check(source: &Source, reservation: &Reservation, folder: &Path) {
     let from = source.entry().dtype;
     for Reserved { entry, .. } in &reservation.tensors {
         for chunk in entry.chunks.iter() {
-            let FileLocation::Bytes { offset, .. } = chunk.place else { continue };
+            let FileLocation::Bytes { offset, .. } = chunk.location else { continue };
             let indices = linear_indices(&entry.shape, &chunk.tile);
             let stored: Vec<u8> = indices.iter().flat_map(|index| element_of(from, *index)).collect();
             let expected = cast(from, entry.dtype, &stored).0;
@@ -211,12 +212,15 @@ fn scratch_memory_of_a_long_cast_is_bounded() {
 #[test]
 fn records_that_are_cast_are_checked_against_their_crc() {
     let source = Source::new(&[300, 1000], Dtype::F32, &whole(), false, IoMode::Read);
-    let FileLocation::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
+    let FileLocation::Bytes { offset: start, .. } = source.entry().chunks.location(0) else { unreachable!() };
     let data: Vec<u8> = (0..300_000).flat_map(|index| element_of(Dtype::F32, index)).collect();
     let (len, crc) = (data.len() as u64, crc32fast::hash(&data));
     for (crc, sound) in [(crc, true), (crc ^ 1, false)] {
         let resolve = move |files: &Files, entry: &TensorEntry, chunk: u32| -> Result<StridedLocation> {
-            Ok(StridedLocation { summed: Some(ChecksummedRange { start, len, crc }), ..resolve(files, entry, chunk)? })
+            Ok(StridedLocation {
+                checksum: Some(ChecksummedRange { start, len, crc }),
+                ..resolve(files, entry, chunk)?
+            })
         };
         let input = Input { resolve: &resolve, ..source.input() };
         for block_bytes in [100_000, 4 << 20] {
@@ -268,7 +272,7 @@ fn cast_copy_equals_its_source_and_a_flipped_bit_is_found() {
 
     let path = folder.path().join("out");
     let mut bytes = fs::read(&path).unwrap();
-    let FileLocation::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
+    let FileLocation::Bytes { offset, .. } = target.chunks.location(1) else { unreachable!() };
     // Flips the sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements
     // further.
     bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;

@@ -20,23 +20,23 @@ fn reservation(entries: &[TensorEntry]) -> Reservation {
     let mut reservation = Reservation::default();
     for number in 0..2_u32 {
         let mut file = OutputFile::new(format!("sub{number}/file"));
-        file.push_literal(vec![1; 13 + number as usize]);
+        file.push_header(vec![1; 13 + number as usize]);
         for (index, entry) in entries.iter().enumerate().filter(|(index, _)| index % 2 == number as usize) {
             let dtype = if index % 3 == 0 { Dtype::F16 } else { Dtype::F32 };
             let start = file.len;
             let offset = file.push_payload(entry.numel() * dtype.itemsize());
             let range = start..file.len;
-            file.push_literal(vec![2; 5 + index]);
-            file.sums.push(ChecksumSpan { range, sites: smallvec::smallvec![file.len] });
-            file.push_literal(vec![0; 4]);
+            file.push_header(vec![2; 5 + index]);
+            file.checksums.push(ChecksumSpan { range, crc_offsets: smallvec::smallvec![file.len] });
+            file.push_header(vec![0; 4]);
             let target = TensorEntry::whole(entry.fqn.clone(), dtype, entry.shape.clone(), FileId(number), offset);
             reservation.tensors.push(Reserved::new(TensorId(u32::try_from(index).unwrap()), target));
         }
-        for sum in 0..file.sums.len() {
-            file.push_literal(vec![3; 7]);
+        for sum in 0..file.checksums.len() {
+            file.push_header(vec![3; 7]);
             let site = file.len;
-            file.sums[sum].sites.push(site);
-            file.push_literal(vec![0; 4]);
+            file.checksums[sum].crc_offsets.push(site);
+            file.push_header(vec![0; 4]);
         }
         reservation.files.push(file);
     }

@@ -31,7 +31,7 @@ impl Source {
         let folder = tempfile::tempdir().unwrap();
         let mut files = Files::new(io);
         let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
-        let reduction = PartialReduction::of(&[PARTIAL_VALUES], &[Placement::Partial(ReduceOp::Sum)])
+        let reduction = PartialReduction::new(&[PARTIAL_VALUES], &[Placement::Partial(ReduceOp::Sum)])
             .unwrap()
             .expect("it is Partial");
         let mut of_chunk = Vec::new();
@@ -41,14 +41,14 @@ impl Source {
             let (_, stored) = store_values(&SHAPE, Dtype::F32, layout, transpose, io, &path, &value);
             let file = files.add(&path).unwrap();
             for mut chunk in stored.chunks.iter() {
-                if let FileLocation::Bytes { file: own, .. } = &mut chunk.place {
+                if let FileLocation::Bytes { file: own, .. } = &mut chunk.location {
                     *own = file;
                 }
                 entry.chunks.push(chunk);
                 of_chunk.push(number);
             }
         }
-        entry.summands = Some(Box::new(PartialValues { reduction, of_chunk }));
+        entry.partial_values = Some(Box::new(PartialValues { reduction, by_chunk: of_chunk }));
         Self { folder, files, catalog: Catalog { tensors: vec![entry], ..Catalog::empty() } }
     }
 
@@ -79,9 +79,9 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
     for tile in layout.tiles(&SHAPE) {
         let offset = file.push_payload(tile.numel() * 4);
-        let place =
-            if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: FileId(0), offset } };
-        entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+        let location =
+            if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file: FileId(0), offset } };
+        entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
     }
     let tensor = Reserved { shares, ..Reserved::new(TensorId(0), entry) };
     Reservation { files: vec![file], tensors: vec![tensor], ..Reservation::default() }
@@ -134,7 +134,8 @@ fn chunks_contain_their_shares() {
     let source = Source::new(&layout(Placement::Shard(TensorDim(0)), 4), false, IoMode::Read);
     let copies = layout(Placement::Replicate, 3);
     let left = Tile::from_region(&crate::layout::Region::new([0, 0].as_slice(), [300, 350].as_slice()));
-    let share = |summands: &[u64], divisor, within| Arc::new(Share { summands: summands.to_vec(), divisor, within });
+    let share =
+        |summands: &[u64], divisor, within| Arc::new(Share { partial_values: summands.to_vec(), divisor, within });
     let shares = vec![share(&[1], 1, None), share(&[0, 2], 4, None), share(&[2], 1, Some(left))];
     let reservation = reserve(&copies, shares);
     let target = tempfile::tempdir().unwrap();
@@ -186,7 +187,10 @@ fn reduction_memory_is_bounded_and_records_are_checked() {
         .collect();
     let summed = move |files: &Files, entry: &TensorEntry, chunk: u32| -> crate::error::Result<StridedLocation> {
         let crc = sums[chunk as usize];
-        Ok(StridedLocation { summed: Some(ChecksummedRange { start: 13, len, crc }), ..resolve(files, entry, chunk)? })
+        Ok(StridedLocation {
+            checksum: Some(ChecksummedRange { start: 13, len, crc }),
+            ..resolve(files, entry, chunk)?
+        })
     };
     let input = Input { resolve: &summed, ..source.input() };
     let target = tempfile::tempdir().unwrap();

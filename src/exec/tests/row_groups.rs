@@ -18,7 +18,7 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
     let mut reservation = Reservation::default();
     for rank in 0..layout.mesh.iter().product::<u64>() {
         let mut file = OutputFile::new(format!("rank{rank}"));
-        file.push_literal(vec![0xAA; bytes(1000 + rank * 8)]);
+        file.push_header(vec![0xAA; bytes(1000 + rank * 8)]);
         reservation.files.push(file);
     }
     for (index, entry) in (0..).zip(entries) {
@@ -26,13 +26,13 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
         for (rank, tile) in (0..).zip(layout.tiles(&entry.shape)) {
             let file = &mut reservation.files[rank as usize];
             let len = tile.numel() * entry.dtype.itemsize();
-            let place = if len == 0 {
-                FileLocation::Nowhere
+            let location = if len == 0 {
+                FileLocation::Empty
             } else {
                 FileLocation::Bytes { file: FileId(rank), offset: file.push_payload(len) }
             };
-            file.push_literal(vec![0xBB; bytes(entry.dtype.itemsize() * u64::from(rank + 2))]);
-            chunks.push(Chunk { tile, place, strides: None, rank: None });
+            file.push_header(vec![0xBB; bytes(entry.dtype.itemsize() * u64::from(rank + 2))]);
+            chunks.push(Chunk { tile, location, strides: None, rank: None });
         }
         let target = TensorEntry { chunks, ..TensorEntry::new(entry.fqn.clone(), entry.dtype, entry.shape.clone()) };
         reservation.tensors.push(Reserved::new(TensorId(index), target));
@@ -53,13 +53,13 @@ fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, block_bytes: 
     let written: Vec<Vec<u8>> =
         reservation.files.iter().map(|file| fs::read(folder.path().join(&file.path)).unwrap()).collect();
     for (file, content) in reservation.files.iter().zip(&written) {
-        for header in &file.literals {
+        for header in &file.header_bytes {
             assert_eq!(content[bytes(header.offset)..][..header.bytes.len()], header.bytes[..]);
         }
     }
     for Reserved { entry, .. } in &reservation.tensors {
         for chunk in entry.chunks.iter() {
-            let FileLocation::Bytes { file, offset } = chunk.place else { continue };
+            let FileLocation::Bytes { file, offset } = chunk.location else { continue };
             let size = bytes(entry.dtype.itemsize());
             let found = written[file.0 as usize][bytes(offset)..].chunks_exact(size);
             for (index, found) in linear_indices(&entry.shape, &chunk.tile).into_iter().zip(found) {
@@ -126,8 +126,8 @@ fn copies_are_read_once_for_all_files() {
         let (_, entry) = store(shape, Dtype::I64, &sharded(0, 4), false, IoMode::Read, &path);
         let file = files.add(&path).unwrap();
         let chunks = entry.chunks.iter().fold(ChunkTable::new(shape.len()), |mut chunks, chunk| {
-            let FileLocation::Bytes { offset, .. } = chunk.place else { panic!("none is empty") };
-            chunks.push(Chunk { place: FileLocation::Bytes { file, offset }, ..chunk.clone() });
+            let FileLocation::Bytes { offset, .. } = chunk.location else { panic!("none is empty") };
+            chunks.push(Chunk { location: FileLocation::Bytes { file, offset }, ..chunk.clone() });
             chunks
         });
         entries.push(TensorEntry { chunks, fqn: format!("t{number}").as_str().into(), ..entry });

@@ -25,7 +25,7 @@ fn noise(len: usize) -> Vec<u8> {
 fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("summed");
-    file.push_literal(vec![1; 30]);
+    file.push_header(vec![1; 30]);
     let mut place = |catalog: &mut Catalog, file: &mut OutputFile, len: u64| {
         let name = format!("t{}", catalog.tensors.len());
         let at = catalog.tensors.len() as u64 * 13;
@@ -38,19 +38,19 @@ fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation
     for index in 0..TENSORS {
         let start = file.len;
         place(catalog, &mut file, 100 + index);
-        file.push_literal(vec![2; 9]);
+        file.push_header(vec![2; 9]);
         let site = (file.len + 10).next_multiple_of(BLOCK_BYTES) - (index + shift) % 6;
         let rest = site - file.len;
         place(catalog, &mut file, rest);
-        file.sums.push(ChecksumSpan { range: start..file.len, sites: smallvec![site] });
-        file.push_literal(vec![0; 4 + 17]);
+        file.checksums.push(ChecksumSpan { range: start..file.len, crc_offsets: smallvec![site] });
+        file.push_header(vec![0; 4 + 17]);
     }
-    for index in 0..file.sums.len() {
+    for index in 0..file.checksums.len() {
         // At varying distances from borders, and once per directory entry on a border.
         let before = (file.len + 8).next_multiple_of(BLOCK_BYTES / 16) - (index as u64 + shift) % 6 - file.len;
-        file.push_literal(vec![3; usize::try_from(before).unwrap()]);
-        file.sums[index].sites.push(file.len);
-        file.push_literal(vec![0; 4]);
+        file.push_header(vec![3; usize::try_from(before).unwrap()]);
+        file.checksums[index].crc_offsets.push(file.len);
+        file.push_header(vec![0; 4]);
     }
     reservation.files.push(file);
     reservation
@@ -74,15 +74,15 @@ fn checksums_are_correct_for_any_block_border() {
             fs::read(out.join("summed")).unwrap()
         });
         let file = &reservation.files[0];
-        for sum in &file.sums {
+        for sum in &file.checksums {
             let range = |start: u64, end: u64| usize::try_from(start).unwrap()..usize::try_from(end).unwrap();
             let expected = crc32fast::hash(&blocks[range(sum.range.start, sum.range.end)]);
-            for &site in &sum.sites {
+            for &site in &sum.crc_offsets {
                 assert_eq!(blocks[range(site, site + 4)], expected.to_le_bytes(), "shift {shift}, {sum:?} at {site}");
             }
         }
         let ends_in_site = |end: u64| {
-            let mut sites = file.sums.iter().flat_map(|sum| &sum.sites);
+            let mut sites = file.checksums.iter().flat_map(|sum| &sum.crc_offsets);
             sites.any(|&site| site < end && end < site + 4)
         };
         assert!((1..file.len / BLOCK_BYTES).any(|number| ends_in_site(number * BLOCK_BYTES)));

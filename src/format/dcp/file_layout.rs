@@ -67,9 +67,9 @@ impl<'a> FileLayout<'a> {
             let tile = tables[tensor].tile(index as usize);
             let dtype = self.source.tensor(self.tensors[tensor].1).dtype;
             let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
-            let place =
-                if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file: id, offset: at } };
-            self.chunks[tensor].push(Chunk { tile, place, strides: None, rank: Some(rank) });
+            let location =
+                if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file: id, offset: at } };
+            self.chunks[tensor].push(Chunk { tile, location, strides: None, rank: Some(rank) });
             self.stored[tensor].push(StorageInfo { file: number, offset, len });
         }
         self.reservation.files.push(file);

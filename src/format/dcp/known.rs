@@ -55,7 +55,7 @@ pub fn recall(files: &Files, stretch: FileRange, dtype: Dtype, sizes: &Dims) -> 
                     file: stretch.file,
                     offset,
                     strides,
-                    summed: ChecksummedRange::of_record(record, data),
+                    checksum: ChecksummedRange::of_record(record, data),
                 }));
             }
         }
@@ -88,7 +88,7 @@ mod tests {
         let mut met = HashMap::new();
         for entry in tensors {
             for chunk in 0..entry.chunks.len() {
-                let FileLocation::Item(stretch) = entry.chunks.place(chunk) else { continue };
+                let FileLocation::Item(stretch) = entry.chunks.location(chunk) else { continue };
                 let chunk = u32::try_from(chunk).unwrap();
                 let key = (entry.dtype, entry.chunks.sizes(chunk as usize), stretch.len);
                 if let Some(first) = met.insert(key, (entry, chunk, stretch)) {

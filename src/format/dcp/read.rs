@@ -166,15 +166,15 @@ impl MetadataFile<'_> {
         }
         let place = match chunk.stored {
             Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),
-            None if region.is_empty() => FileLocation::Nowhere,
+            None if region.is_empty() => FileLocation::Empty,
             None => {
                 let expected = format!("a place in storage_data for the chunk at {region}");
                 return Err(Error::malformed(self.path, entry.fqn.as_str(), expected, "none"));
             }
         };
         // An empty chunk may be stored, but there is nothing in it to read.
-        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
-        entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
+        let location = if region.is_empty() { FileLocation::Empty } else { place };
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None });
         Ok(())
     }
 

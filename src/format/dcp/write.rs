@@ -15,11 +15,11 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
-use crate::layout::shards::Held;
+use crate::layout::shards::HeldTile;
 use crate::layout::{Rank, Region, Tile};
 
 /// The distinct tiles of a tensor in the target layout.
-pub type Shards = Vec<Held>;
+pub type Shards = Vec<HeldTile>;
 
 /// Lay out `state` on the ranks that `shards` gives for each tensor.
 ///
@@ -114,14 +114,14 @@ impl Assignment {
         let load = self.of_rank.entry(rank).or_default();
         load.boxes.push((tensor, number(table.len())));
         load.bytes += bytes;
-        table.push(Chunk { tile: Tile::from_region(region), place: FileLocation::Nowhere, strides: None, rank: None });
+        table.push(Chunk { tile: Tile::from_region(region), location: FileLocation::Empty, strides: None, rank: None });
     }
 }
 
 /// Adds `.metadata` to the files, and gives all of them.
 fn finish(mut layout: FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Reservation {
     let mut file = OutputFile::new(".metadata");
-    file.push_literal(write_metadata::pickle(&layout, leaves));
+    file.push_header(write_metadata::pickle(&layout, leaves));
     layout.reservation.files.push(file);
     for ((fqn, id), chunks) in layout.tensors.iter().zip(layout.chunks) {
         let entry = layout.source.tensor(*id);

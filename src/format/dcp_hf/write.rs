@@ -149,16 +149,16 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
     let header = write_header(name.as_ref(), &metadata, written, "write a DCP directory (options::to dcp)")?;
     let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
     let mut file = OutputFile::of_rank(rank, name);
-    file.push_literal(header);
+    file.push_header(header);
     let data_start = file.push_payload(data_bytes);
     for (part, begin) in in_file {
         let tile = Tile::from_region(&part.region);
-        let place = if tile.is_empty() {
-            FileLocation::Nowhere
+        let location = if tile.is_empty() {
+            FileLocation::Empty
         } else {
             FileLocation::Bytes { file: id, offset: data_start + begin }
         };
-        tensors[part.tensor].entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+        tensors[part.tensor].entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
     }
     reservation.files.push(file);
     Ok(())
@@ -189,7 +189,7 @@ mod tests {
     use crate::format::local::LocalLayout;
     use crate::format::safetensors::{parse_header, read_header};
     use crate::format::torch::RankLayout;
-    use crate::layout::shards::{Held, MeshPlacement, SharedTensor, shards};
+    use crate::layout::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
     use crate::layout::{DeviceMesh, Placement, TensorDim};
     use crate::storage::{Files, IoMode};
 
@@ -197,7 +197,7 @@ mod tests {
     struct OfFixture(DeviceMesh);
 
     impl Layouts for OfFixture {
-        fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+        fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
             let placement = match path.to_string().as_str() {
                 "model.up.weight" => Placement::Shard(TensorDim(1)),
                 "model.norm.weight" | "model.mask" => Placement::Replicate,
@@ -247,7 +247,7 @@ mod tests {
             let id = files.add(&path).unwrap();
             let expected = read_header(&files, id).unwrap();
             assert_eq!(file.len, files.len_bytes(id), "{}", path.display());
-            let found = parse_header(&path, &file.literals[0].bytes[8..], file.len).unwrap();
+            let found = parse_header(&path, &file.header_bytes[0].bytes[8..], file.len).unwrap();
             assert_eq!(format!("{found:?}"), format!("{expected:?}"), "{}", path.display());
         }
     }
@@ -256,7 +256,7 @@ mod tests {
     fn empty_parts_have_no_place() {
         let reservation = reserve_like_fixture();
         let few = reservation.tensors.iter().find(|tensor| tensor.entry.fqn.as_str() == "model.few.weight").unwrap();
-        assert_eq!([0, 1, 2].map(|index| few.place(index).is_some()), [true, true, false]);
+        assert_eq!([0, 1, 2].map(|index| few.file_offset(index).is_some()), [true, true, false]);
         assert!(few.entry.tilings().is_ok());
     }
 }

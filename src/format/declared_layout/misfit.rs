@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::{CatalogError, Error};
 use crate::layout::shards::SharedTensor;
-use crate::layout::whole::{PartError, RankPart, nearest};
+use crate::layout::whole::{PartError, RankPart, nearest_fit};
 use crate::layout::{DeviceMesh, Split, comma_list};
 
 /// A tensor that is not as it is told to be.
@@ -35,7 +35,7 @@ impl LayoutMisfit<'_> {
         };
         let said = self.said;
         match error {
-            PartError::Sizes { rank, expected, found, shape } => conflict(
+            PartError::WrongSizes { rank, expected, found, shape } => conflict(
                 "the local shape",
                 format!("rank {rank} and {said}"),
                 format!(
@@ -46,12 +46,12 @@ impl LayoutMisfit<'_> {
                     file.display()
                 ),
             ),
-            PartError::Absent { rank } => conflict(
+            PartError::Missing { rank } => conflict(
                 "presence",
                 format!("rank {rank} and {said}"),
                 format!("expected a part on every rank that shares it ({placements}), rank {rank} has no such tensor"),
             ),
-            PartError::Outside { rank } => conflict(
+            PartError::OutsideMesh { rank } => conflict(
                 "presence",
                 format!("rank {rank} and the mesh {}", self.mesh),
                 format!("{} holds a part of it and is no rank of the mesh", file.display()),
@@ -72,7 +72,7 @@ impl LayoutMisfit<'_> {
 
     /// What would fit.
     fn hint(&self) -> String {
-        let Some(near) = nearest(self.mesh, self.shared, self.held) else {
+        let Some(near) = nearest_fit(self.mesh, self.shared, self.held) else {
             return String::from(
                 "these sizes are what no rule gives: sizes of their own are said in a layout file (options::src_layout); or \
                  check which ranks the mesh has where (options::src_mesh_ranks), and that all the files come from one save of \

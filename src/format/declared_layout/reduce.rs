@@ -5,7 +5,7 @@
 //! floats that are not optimizer state, random state or what trainers put beside a model. Integers are never summed: they
 //! count something that is the same on all ranks, and are compared.
 
-use crate::catalog::model::{self, gradients_root, is_beside, is_random_state, model_root};
+use crate::catalog::model::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dtype, Key, Path, Value};
@@ -62,7 +62,7 @@ impl ReduceRules {
         }
         let placements: Vec<Placement> =
             ops.iter().map(|op| op.map_or(Placement::Replicate, Placement::Partial)).collect();
-        PartialReduction::of(mesh.shape(), &placements)?;
+        PartialReduction::new(mesh.shape(), &placements)?;
         let said: Vec<String> =
             reduce.iter().map(|reduce| format!("{} over {}", reduce.op, reduce.dims.join(", "))).collect();
         let root = model_root(state);
@@ -125,7 +125,8 @@ impl ReduceScope {
         let siblings = root.0.len().saturating_sub(1);
         let dict = Path(root.0[..siblings].to_vec()).find(state).and_then(Value::as_dict);
         let entries = dict.into_iter().flat_map(|dict| &dict.entries).map(|(key, value)| (key_text(key), value));
-        let beside = entries.filter(|(name, value)| is_beside(name, value)).map(|(name, _)| Key::Name(name)).collect();
+        let beside =
+            entries.filter(|(name, value)| is_beside_model(name, value)).map(|(name, _)| Key::Name(name)).collect();
         Self::Floats { siblings, beside }
     }
 

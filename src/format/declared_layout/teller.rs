@@ -23,9 +23,9 @@ use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
-use crate::layout::rules::{MeshLayout, Rule, unheard};
+use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
 use crate::layout::shards::{MeshPlacement, SharedTensor};
-use crate::layout::whole::{PartError, RankPart, whole};
+use crate::layout::whole::{PartError, RankPart, assemble};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
@@ -161,7 +161,7 @@ impl<'a> LayoutResolver<'a> {
             Parameter {
                 name: if self.told.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
                 shape: &entry.shape,
-                sizes: ShapeOrigin::OfPart,
+                shape_origin: ShapeOrigin::LocalShard,
                 kind: if entry.dtype.is_float() && is_trained {
                     ParameterKind::Parameter
                 } else {
@@ -186,7 +186,7 @@ impl<'a> LayoutResolver<'a> {
             Some(shared) if !self.told.reduce.is_empty() => SharedTensor { slice: None, ..shared.clone() },
             Some(shared) => shared.clone(),
         };
-        Some((self.layout.split_as_said(shared), laid.by))
+        Some((self.layout.with_default_split(shared), laid.by))
     }
 
     fn check_rules(&self, meant: &[(TensorId, &TensorEntry, TensorNames)]) -> Result<()> {
@@ -195,8 +195,8 @@ impl<'a> LayoutResolver<'a> {
         let Some(rule) = unused else { return Ok(()) };
         let names: Vec<String> = names.by_ref().cloned().collect();
         Err(Error::usage(
-            format!("{}: no plain tensor has a name like that", rule.said),
-            nearest::hint(rule.pattern.as_str(), &names),
+            format!("{}: no plain tensor has a name like that", rule.origin),
+            nearest::pattern_hint(rule.pattern.as_str(), &names),
         ))
     }
 
@@ -209,8 +209,8 @@ impl<'a> LayoutResolver<'a> {
             heard.extend(for_it.next());
             late.extend(for_it);
         }
-        let said = |at: &usize| &self.layout.rules[*at].said;
-        late.difference(&heard).map(|at| unheard(said(at))).collect()
+        let said = |at: &usize| &self.layout.rules[*at].origin;
+        late.difference(&heard).map(|at| unused_rule_warning(said(at))).collect()
     }
 
     fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &TensorNames) -> Result<TensorEntry> {
@@ -220,7 +220,7 @@ impl<'a> LayoutResolver<'a> {
         let held = held(entry);
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
-        let found = whole(mesh, &shared, &held, &is_missing).map_err(|error| {
+        let found = assemble(mesh, &shared, &held, &is_missing).map_err(|error| {
             let file = self.file(entry, rank_of(&error));
             let name = known.names.last().map_or(entry.fqn.as_str(), String::as_str);
             LayoutMisfit { entry, name, shared: &shared, said: &said, held: &held, mesh }.error(error, &file)
@@ -238,20 +238,20 @@ impl<'a> LayoutResolver<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = PartialValues::of(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
+        let summands = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
         let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
-        Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
+        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values: summands, chunks, ..entry.clone() })
     }
 
     fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &TensorNames) -> Result<(SharedTensor, String)> {
         let layout = self.layout;
         if let Some(rule) = layout.rules.iter().find(|rule| known.is_meant_by(rule)) {
-            match layout.ruled(rule, &known.names, &entry.shape) {
+            match layout.placement_by_rule(rule, &known.names, &entry.shape) {
                 Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {}
-                shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.said.clone())),
+                shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.origin.clone())),
             }
         }
         if let Some((shared, by)) = self.planned(id, known) {
@@ -259,10 +259,10 @@ impl<'a> LayoutResolver<'a> {
             return Ok((shared, format!("the plan ({by})")));
         }
         let (shared, said) = match (&known.stray, &self.told.fallback) {
-            (Some(_), _) => (layout.split_as_said(layout.replicated()), UNSAID),
+            (Some(_), _) => (layout.with_default_split(layout.replicated()), UNSAID),
             (None, said) => {
                 let said = said.as_ref().map_or(UNSAID, |(_, said)| said.as_str());
-                (layout.fitted(entry.shape.len(), None).shared, said)
+                (layout.fallback_placement(entry.shape.len(), None).shared, said)
             }
         };
         let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
@@ -291,7 +291,7 @@ impl<'a> LayoutResolver<'a> {
             parameter: None,
         };
         for path in self.paths[id.0 as usize].clone() {
-            let owner = self.owners.of(&path);
+            let owner = self.owners.owner_of(&path);
             let parameter = owner.as_ref().and_then(|owner| owner.id);
             let follows = parameter.filter(|parameter| self.lie_alike(*parameter, id));
             let is_stray = parameter.is_some() && follows.is_none();
@@ -328,7 +328,7 @@ impl<'a> LayoutResolver<'a> {
     /// The file of a rank, where it has a chunk that is anywhere.
     fn file(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
         let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
-        let file = own.find_map(|chunk| chunk.place.file());
+        let file = own.find_map(|chunk| chunk.location.file());
         file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
     }
 }
@@ -362,7 +362,9 @@ fn list_rank(chunk: &Chunk) -> String {
 
 fn rank_of(error: &PartError) -> Option<Rank> {
     match error {
-        PartError::Sizes { rank, .. } | PartError::Absent { rank } | PartError::Outside { rank } => Some(*rank),
+        PartError::WrongSizes { rank, .. } | PartError::Missing { rank } | PartError::OutsideMesh { rank } => {
+            Some(*rank)
+        }
         PartError::Overflow { .. } | PartError::Layout { .. } => None,
     }
 }

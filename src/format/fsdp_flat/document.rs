@@ -108,7 +108,7 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
         table.entry("version").or_insert(json!(VERSION));
     }
     let document = FlatDocument::deserialize(document)
-        .map_err(|error| flat.wrong(error, "docs/how-to/fsdp1.md tells what a flat layout says"))?;
+        .map_err(|error| flat.error(error, "docs/how-to/fsdp1.md tells what a flat layout says"))?;
     checked(path, document)
 }
 

@@ -116,8 +116,8 @@ impl<'a> Assembly<'a> {
             if tile.is_empty() && described.class == Class::ShardedTensor {
                 continue;
             }
-            let place = if tile.is_empty() { FileLocation::Nowhere } else { FileLocation::Bytes { file, offset } };
-            entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+            let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
         }
         // The first by name, so that it is the same one every time.
         match stored.into_keys().min() {
@@ -133,8 +133,8 @@ impl<'a> Assembly<'a> {
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let Some(sharding) = &described.sharding else { continue };
             let lies = MeshPlacement { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
-            let summands = PartialValues::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
-            entry.summands = summands.map(Box::new);
+            let summands = PartialValues::new(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+            entry.partial_values = summands.map(Box::new);
         }
         Ok(self.catalog)
     }

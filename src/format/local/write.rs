@@ -81,7 +81,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
         }));
     }
     let mut file = OutputFile::new(FILE_NAME);
-    file.push_literal(plan.document(mesh, world_size, state).render(&tree).into_bytes());
+    file.push_header(plan.document(mesh, world_size, state).render(&tree).into_bytes());
     reservation.files.push(file);
     Ok(reservation)
 }
@@ -197,7 +197,7 @@ impl LocalPlan {
         let tile = match (sharding, mesh.coordinate(rank)) {
             (None, _) => Some(Tile::from_region(&Region::whole(shape))),
             (Some(sharding), Some(at)) => {
-                Some(sharding.shared.part(shape, mesh, &at).map_err(LayoutError::of(&names[0]))?)
+                Some(sharding.shared.part(shape, mesh, &at).map_err(LayoutError::for_tensor(&names[0]))?)
             }
             (Some(_), None) => None,
         };
@@ -252,18 +252,18 @@ impl FileWriter<'_> {
         let header = Arc::new(header);
         self.headers.insert(Arc::clone(&header));
         let mut output = OutputFile::of_rank(rank, name);
-        output.push_literal(Arc::clone(self.headers.get(&header).expect("it was put there")));
+        output.push_header(Arc::clone(self.headers.get(&header).expect("it was put there")));
         let start = output.push_payload(end);
         for (at, source, tile, begin) in parts {
             let offset = start + begin;
-            let place = if tile.is_empty() {
-                FileLocation::Nowhere
+            let location = if tile.is_empty() {
+                FileLocation::Empty
             } else {
                 FileLocation::Bytes { file: FileId(rank.0), offset }
             };
             let table = || ChunkTable::new(self.plan.of(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
-            chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+            chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
         }
         Ok(output)
     }

@@ -255,7 +255,7 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(F
         let mut text = serde_json::to_string_pretty(&index).expect("strings and numbers serialise");
         text.push('\n');
         let mut file = OutputFile::new(INDEX_NAME);
-        file.push_literal(text.into_bytes());
+        file.push_header(text.into_bytes());
         reservation.files.push(file);
     }
     Ok(reservation)
@@ -302,7 +302,7 @@ fn reserve_file(
     });
     let header = write_header(&name, &metadata, written, "split the model with options::max_shard_size")?;
     let mut file = OutputFile::new(name);
-    file.push_literal(header);
+    file.push_header(header);
     let data_start = file.len;
     file.push_payload(data_bytes);
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();

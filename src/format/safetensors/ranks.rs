@@ -29,7 +29,7 @@ pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog
         for (name, stored) in header.tensors {
             let tile = Tile::from_region(&Region::whole(&stored.shape));
             let place = FileLocation::Bytes { file, offset: stored.offset };
-            let place = if tile.is_empty() { FileLocation::Nowhere } else { place };
+            let location = if tile.is_empty() { FileLocation::Empty } else { place };
             let entry = TensorEntry::new(Fqn::from(name.clone()), stored.dtype, stored.shape);
             let (first, id) = match names.get(&name) {
                 Some(known) => known.clone(),
@@ -42,7 +42,7 @@ pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog
                 let detail = format!("{} and {}", text(known), text(&entry));
                 return Err(known.fqn.disagreement("dtype or number of dims", between, detail));
             }
-            known.chunks.push(Chunk { tile, place, strides: None, rank: Some(Rank(*rank)) });
+            known.chunks.push(Chunk { tile, location, strides: None, rank: Some(Rank(*rank)) });
             names.insert(name, (first, id));
         }
         notes.extend(header.metadata.into_iter().map(|(key, value)| (shared.clone(), key, value)));

@@ -154,9 +154,9 @@ pub fn tensor(shards: &[TensorShard]) -> Result<TensorEntry> {
     let mut entry = TensorEntry::new(fqn, dtype, shape);
     for (shard, region) in shards.iter().zip(regions) {
         let place = FileLocation::Bytes { file: shard.file, offset: shard.stored.offset };
-        let place = if region.is_empty() { FileLocation::Nowhere } else { place };
+        let location = if region.is_empty() { FileLocation::Empty } else { place };
         let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
-        entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank });
     }
     Ok(entry)
 }

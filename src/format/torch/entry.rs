@@ -149,7 +149,7 @@ fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[Path
     let named = model::all_tensors(&catalog.state);
     let file_of = |id: TensorId| {
         let chunks = &catalog.tensor(id).chunks;
-        chunks.iter().find_map(|chunk| chunk.place.file()).map(|file| files.path(file))
+        chunks.iter().find_map(|chunk| chunk.location.file()).map(|file| files.path(file))
     };
     let holders: HashMap<&str, Option<&Path>> = named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id))).collect();
     let stored = named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id)));

@@ -70,7 +70,7 @@ pub fn dropped(files: &[ranks::RankFile]) -> Vec<String> {
 /// A chunk of `tile` that is the view.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
-    Chunk { tile, place: contents.place(view), strides, rank }
+    Chunk { tile, location: contents.place(view), strides, rank }
 }
 
 /// The chunk of a view that is a whole tensor.

@@ -17,7 +17,7 @@ use crate::catalog::{
     checked_len_bytes, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, Result};
-use crate::layout::partial::{PartialReduction, summand};
+use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
@@ -298,7 +298,7 @@ impl Merger<'_> {
                 let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
-            let reduction = PartialReduction::of(mesh.mesh.shape(), placements).map_err(|error| {
+            let reduction = PartialReduction::new(mesh.mesh.shape(), placements).map_err(|error| {
                 let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
                 Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
             })?;
@@ -306,8 +306,8 @@ impl Merger<'_> {
             match &entry.sharding {
                 None => {
                     entry.sharding = Some(sharding);
-                    entry.summands =
-                        reduction.map(|reduction| Box::new(PartialValues { reduction, of_chunk: Vec::new() }));
+                    entry.partial_values =
+                        reduction.map(|reduction| Box::new(PartialValues { reduction, by_chunk: Vec::new() }));
                 }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known)
@@ -316,7 +316,7 @@ impl Merger<'_> {
                 {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
-                Some(_) if entry.summands.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
+                Some(_) if entry.partial_values.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) => {}
@@ -338,8 +338,8 @@ impl Merger<'_> {
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
             // Where ranks know only a slice each, those of another slice hold replicas.
-            if let Some(summands) = &mut entry.summands {
-                summands.of_chunk.push(summand(mesh.mesh.shape(), placements, &at));
+            if let Some(summands) = &mut entry.partial_values {
+                summands.by_chunk.push(partial_index(mesh.mesh.shape(), placements, &at));
             }
         }
         Ok(entry)

@@ -50,7 +50,7 @@ impl ArchiveContents {
             Some(record) if !view.sizes.contains(&0) => {
                 FileLocation::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
             }
-            _ => FileLocation::Nowhere,
+            _ => FileLocation::Empty,
         }
     }
 
@@ -82,7 +82,7 @@ impl ArchiveContents {
             file: self.stretch.file,
             offset,
             strides: view.strides.clone(),
-            summed: ChecksummedRange::of_record(record, data),
+            checksum: ChecksummedRange::of_record(record, data),
         })
     }
 }

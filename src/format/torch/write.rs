@@ -54,9 +54,9 @@ impl SavedTensor {
         let mut entry = TensorEntry::new(fqn.clone(), *dtype, shape.clone());
         let mut offset = self.offset;
         for region in order.cut_row_major(shape, 0..entry.numel()) {
-            let place = FileLocation::Bytes { file, offset };
+            let location = FileLocation::Bytes { file, offset };
             offset += region.numel() * dtype.itemsize();
-            entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
+            entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None });
         }
         Reserved::new(self.id, entry)
     }
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn an_order_of_memory_is_written_as_boxes() {
         let (tensor, reserved) = written(entry(&[2, 3, 2, 2], &[12, 1, 6, 3]));
-        let chunks: Vec<_> = reserved.entry.chunks.iter().map(|chunk| (chunk.tile, chunk.place)).collect();
+        let chunks: Vec<_> = reserved.entry.chunks.iter().map(|chunk| (chunk.tile, chunk.location)).collect();
         assert_eq!(chunks.len(), 8);
         let (last, place) = chunks.last().unwrap();
         assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");

@@ -100,7 +100,7 @@ fn check_chunks(
     cut: SplitChoice<'_>,
 ) -> Result<()> {
     for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
-        let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
+        let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::for_tensor(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
         if own != chunk {
             let splits = comma_list(&shared.splits);
@@ -109,7 +109,7 @@ fn check_chunks(
                 format!(
                     "DTensors and ShardedTensors are cut by torch.chunk: {}, or write plain local tensors with \
                      options::tensor_class local, options::to local or options::to dcp",
-                    cut.to_chunks()
+                    cut.hint_for_chunk_split()
                 ),
             ));
         }
@@ -211,8 +211,8 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)
         {
             if let (true, Some(tile)) = (*stored, tile) {
-                let place = offset.map_or(FileLocation::Nowhere, |offset| FileLocation::Bytes { file: id, offset });
-                chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+                let location = offset.map_or(FileLocation::Empty, |offset| FileLocation::Bytes { file: id, offset });
+                chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
             }
         }
         reservation.files.push(output);
@@ -295,7 +295,7 @@ impl PlannedTensor {
                 local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
             }
             RankLayout::Local(shared) => {
-                shared.part(&entry.shape, mesh, coordinate).map_err(LayoutError::of(&self.fqn))?
+                shared.part(&entry.shape, mesh, coordinate).map_err(LayoutError::for_tensor(&self.fqn))?
             }
             RankLayout::Sharded { dim } => {
                 let placements = [Placement::Shard(TensorDim(0))];

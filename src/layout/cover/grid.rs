@@ -1,8 +1,8 @@
-//! Tiles that are all combinations of a few classes per dim.
+//! Covers whose tiles are all combinations of a few classes for each dim.
 //!
-//! Counts elements, and cells: one combination of classes is a cell. Invariant: the classes of an
-//! axis are disjoint and together the whole dim, and every cell is held by one tile. So tiles
-//! are disjoint and leave nothing out, whatever the classes look like; interleaved ones too:
+//! Counts elements and cells. A class is a set of indices of one dim, and a cell is one combination of classes.
+//! Invariant: the classes of a dim are disjoint and cover the dim, and every cell is exactly one tile. So the tiles are
+//! disjoint and leave no gap, even if the classes are interleaved:
 //!
 //! ```text
 //!     axis 0: {0:1+2:3, 1:2+3:4}, axis 1: {0:2, 2:4}        a a b b
@@ -11,17 +11,16 @@
 //!                                                           c c d d
 //! ```
 //!
-//! That every `DTensor` layout is such a product follows from the per-dim rules in
-//! `torch/distributed/tensor/_utils.py`.
+//! Every `DTensor` layout is such a product, because `torch/distributed/tensor/_utils.py` splits each dim separately.
 
 use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{CoverError, Found, Numbered, gap, start};
+use super::{CoverError, IndexedTile, TileIndices, gap, start};
 use crate::layout::{Dims, Intervals, Tile, unravel};
 
-/// One tile for every combination of one class per axis.
+/// A cover with one tile for every combination of classes.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
     axes: SmallVec<[GridAxis; 4]>,
@@ -30,8 +29,8 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// `None` when the tiles are no grid, complete or not, and some other proof is needed.
-    pub(super) fn prove(shape: &[u64], tiles: &[Numbered<'_>]) -> Option<Result<Self, CoverError>> {
+    /// Proves that the tiles are a complete grid. Returns `None` if they are not a grid and another proof is needed.
+    pub(super) fn prove(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Option<Result<Self, CoverError>> {
         let mut axes: SmallVec<[GridAxis; 4]> = SmallVec::new();
         let mut cells: Vec<(u64, usize)> = (0..tiles.len()).map(|at| (0, at)).collect();
         let mut count: u64 = 1;
@@ -42,7 +41,7 @@ impl Grid {
             cells.iter_mut().zip(classes).for_each(|((cell, _), class)| *cell = *cell * extent + u64::from(class));
             axes.push(axis);
         }
-        // By the number in the list of tiles where cells are the same.
+        // Equal cells are sorted by the index of their tile.
         cells.sort_unstable();
 
         if let Some([(_, first), (_, second)]) = cells.array_windows().find(|[a, b]| a.0 == b.0) {
@@ -50,8 +49,8 @@ impl Grid {
             let region = tile.first_region().expect("empty tiles were left out");
             return Some(Err(CoverError::Overlap { first, second, region }));
         }
-        // No cell twice, so the first one out of step is the first one missing. Classes are in
-        // order of their first index, which makes it the first in row-major order as well.
+        // Cells are distinct, so the first unexpected cell shows the first missing one. Classes are sorted by their
+        // first index, so it is also the first gap in row-major order.
         let missing = (0..count).zip(&cells).find(|(expected, (cell, _))| expected != cell);
         let missing = missing.map_or(cells.len() as u64, |(cell, _)| cell);
         if missing < count {
@@ -59,16 +58,16 @@ impl Grid {
             let classes = axes.iter().zip(unravel(missing, &extent));
             let cell = Tile::new(classes.map(|(axis, class)| axis.class(class).clone()));
             let region = cell.first_region().expect("no class is empty");
-            return Some(Err(CoverError::Gap { region: gap::grown(region, shape, tiles) }));
+            return Some(Err(CoverError::Gap { region: gap::grow(region, shape, tiles) }));
         }
         Some(Ok(Self { axes, cells: cells.into_iter().map(|(_, at)| tiles[at].0).collect() }))
     }
 
-    /// Appends the tiles that hold some of `tile`.
-    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Found) {
-        let mut cells: Found = smallvec![0];
+    /// Appends the tiles that overlap `tile`.
+    pub(super) fn overlapping(&self, tile: &Tile, found: &mut TileIndices) {
+        let mut cells: TileIndices = smallvec![0];
         for (axis, dim) in self.axes.iter().zip(tile.dims()) {
-            let classes: Found = axis.overlapping(dim).collect();
+            let classes: TileIndices = axis.overlapping(dim).collect();
             let rows = cells.iter().map(|cell| cell * axis.classes.len());
             cells = rows.flat_map(|row| classes.iter().map(move |class| row + class)).collect();
         }
@@ -76,28 +75,28 @@ impl Grid {
     }
 }
 
-/// The classes of one dim, by their first index.
+/// The classes of one dim, sorted by their first index.
 #[derive(Clone, Debug)]
 struct GridAxis {
     classes: Vec<Intervals>,
-    /// Whether every class is one interval, so that their ends ascend as well.
+    /// True if every class is one interval, so that the ends of the classes ascend too.
     single: bool,
 }
 
 impl GridAxis {
-    /// The classes, and which of them each tile has; `None` when two of the classes are different and not disjoint. What
-    /// no class holds of the dim becomes one more class, whose cells will be found to be missing.
-    fn new<'a>(n: u64, held: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
-        let held: Vec<&Intervals> = held.collect();
-        let mut order: Vec<(u64, u32)> = held.iter().map(|class| start(class)).zip(0..).collect();
+    /// Returns the classes, and the class of each tile, or `None` if two different classes overlap. Indices in no class
+    /// become one more class, whose cells are then missing.
+    fn new<'a>(n: u64, tile_dims: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
+        let tile_dims: Vec<&Intervals> = tile_dims.collect();
+        let mut order: Vec<(u64, u32)> = tile_dims.iter().map(|class| start(class)).zip(0..).collect();
         order.sort_unstable();
         let mut classes: Vec<Intervals> = Vec::new();
-        let mut class_of = vec![0; held.len()];
-        // Classes that are disjoint hold no more than the dim. Asked first, because a few wide ones that overlap may
-        // have very many intervals.
+        let mut class_of = vec![0; tile_dims.len()];
+        // Disjoint classes have at most the elements of the dim. This check comes first, because overlapping classes
+        // may have very many intervals.
         let mut left = n;
         for (first, at) in order {
-            let class = held[at as usize];
+            let class = tile_dims[at as usize];
             if classes.last().map(start) != Some(first) {
                 left = left.checked_sub(class.len())?;
                 classes.push(class.clone());
@@ -123,21 +122,22 @@ impl GridAxis {
         &self.classes[index as usize]
     }
 
-    /// The classes that hold some of `dim`.
+    /// Returns the classes that overlap `dim`.
     fn overlapping<'a>(&'a self, dim: &'a Intervals) -> impl Iterator<Item = usize> + 'a {
-        let wanted = dim.bounds();
+        let target = dim.bounds();
         let from =
-            if self.single { self.classes.partition_point(|class| class.bounds().end <= wanted.start) } else { 0 };
+            if self.single { self.classes.partition_point(|class| class.bounds().end <= target.start) } else { 0 };
         let both_single = self.single && dim.as_single().is_some();
-        let within = self.classes[from..].iter().take_while(move |class| start(class) < wanted.end);
+        let within = self.classes[from..].iter().take_while(move |class| start(class) < target.end);
         let common = move |class: &Intervals| both_single || class.first_common(dim).is_some();
         (from..).zip(within).filter(move |(_, class)| common(class)).map(|(at, _)| at)
     }
 }
 
-/// What of a dim of size `n` no class holds, which are sorted by their first index; `None` where two overlap.
+/// Returns the indices of a dim of size `n` in no class, or `None` if two classes overlap. Classes are sorted by their
+/// first index.
 fn rest(n: u64, classes: &[Intervals], single: bool) -> Option<Intervals> {
-    // A stable sort merges ascending runs, which is what the classes are.
+    // Each class is an ascending run, which a stable sort merges efficiently.
     let mut intervals: Vec<Range<u64>> = classes.iter().flat_map(Intervals::iter).collect();
     if !single {
         intervals.sort_by_key(|interval| interval.start);

@@ -1,18 +1,17 @@
-//! The proof that tiles hold every element of a tensor exactly once, kept as a look-up.
+//! Proves that tiles hold every element of a tensor exactly once, and keeps the proof as an index of the tiles.
 //!
-//! Counts elements. A hole, an overlap or a tile out of bounds means a damaged or a misread
-//! checkpoint, and must be an error that names the place: zeros in a hole look like weights.
-//! Whoever holds a [`Cover`] need not ask again, and can find the tiles under a region without
-//! trying them all. Replicas are not overlaps; the caller picks one holder of each tile first.
+//! Counts elements. A gap, an overlap or a tile out of bounds means that a checkpoint is damaged or misread. It must be
+//! an error that names the place, because zeros in a gap look like weights. A [`Cover`] exists only for tiles that
+//! passed the proof, and finds the tiles that overlap a region without testing all of them. Replicas are not overlaps:
+//! the caller first picks one holder of each tile.
 //!
-//! There are two ways to the proof, neither of them by pairs:
+//! There are two proofs, and neither compares all pairs of tiles:
 //!
-//! - a [`Grid`]: along each dim the tiles fall into a few disjoint classes of
-//!   intervals, and every combination of classes is one tile. Every `DTensor` layout is one,
-//!   also when it interleaves, because `torch/distributed/tensor/_utils.py` splits each dim by
-//!   itself.
-//! - [`Slabs`]: any other boxes, as flat parameters and hand-made chunks give them.
-//!   Cut the tensor where no tile is cut, and go on within each slab.
+//! - [`Grid`]: along each dim the tiles fall into a few disjoint classes of intervals, and every combination of classes
+//!   is one tile. Every `DTensor` layout is a grid, even an interleaved one, because
+//!   `torch/distributed/tensor/_utils.py` splits each dim separately.
+//! - [`Slabs`]: any other boxes, such as those of flat parameters. The tensor is split where no tile is split, and then
+//!   each slab again.
 //!
 //! ```text
 //!     grid             slabs
@@ -21,7 +20,7 @@
 //!     c c | d d        c | d d d
 //! ```
 //!
-//! Invariant: disjoint, within bounds, and as many elements as the tensor; hence a tiling.
+//! Invariant: the tiles are disjoint, within bounds, and have as many elements as the tensor, so they cover it.
 
 mod gap;
 mod grid;
@@ -33,21 +32,21 @@ use super::{Intervals, Region, Tile, numel};
 use grid::Grid;
 use slabs::Slabs;
 
-/// Why tiles do not cover a tensor exactly once.
+/// The reason why tiles do not cover a tensor exactly once.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CoverError {
     #[error("tile {tile} at {region} reaches beyond the tensor")]
     OutOfBounds { tile: usize, region: Region },
     #[error("tiles {first} and {second} both hold {region}")]
     Overlap { first: usize, second: usize, region: Region },
-    /// The region begins at the first element, in row-major order, that no tile holds.
+    /// The region starts at the first element, in row-major order, that no tile holds.
     #[error("no tile holds {region}")]
     Gap { region: Region },
     #[error("tile {tile}: expected {expected} dims, found {found}")]
     Ndim { tile: usize, expected: usize, found: usize },
 }
 
-/// Tiles that are known to cover a shape exactly once, and where each lies.
+/// An index of tiles that cover a shape exactly once.
 #[derive(Clone, Debug)]
 pub struct Cover {
     index: CoverIndex,
@@ -56,43 +55,44 @@ pub struct Cover {
 #[derive(Clone, Debug)]
 enum CoverIndex {
     /// A tensor without elements needs no tiles.
-    Nothing,
-    /// One tile holds everything.
+    Empty,
+    /// One tile is the complete tensor.
     Whole(usize),
     Grid(Grid),
     Slabs(Slabs),
 }
 
-/// A tile that is not empty, with its index in the caller's list.
-type Numbered<'a> = (usize, &'a Tile);
+/// A non-empty tile, with its index in the caller's list.
+type IndexedTile<'a> = (usize, &'a Tile);
 
-/// Tiles that were found: a handful, for most targets.
-type Found = SmallVec<[usize; 8]>;
+/// Indices of tiles; a few, for most targets.
+type TileIndices = SmallVec<[usize; 8]>;
 
 impl Cover {
-    /// Proves that `tiles` hold every element of `shape` exactly once. Empty tiles hold nothing
-    /// and are ignored, wherever they claim to be.
+    /// Proves that `tiles` hold every element of `shape` exactly once. Empty tiles are ignored, even if they are out of
+    /// bounds.
     ///
     /// # Errors
-    /// The first violation found, in the order: dims, bounds, overlaps, gaps.
+    /// The first violation, in this order: number of dims, bounds, overlaps, gaps.
     pub fn prove(shape: &[u64], tiles: &[Tile]) -> Result<Self, CoverError> {
-        let held: SmallVec<[Numbered<'_>; 1]> = tiles.iter().enumerate().filter(|(_, tile)| !tile.is_empty()).collect();
-        for &(index, tile) in &held {
+        let non_empty: SmallVec<[IndexedTile<'_>; 1]> =
+            tiles.iter().enumerate().filter(|(_, tile)| !tile.is_empty()).collect();
+        for &(index, tile) in &non_empty {
             check_bounds(shape, index, tile)?;
         }
         let index = match numel(shape) {
-            Some(0) => CoverIndex::Nothing,
+            Some(0) => CoverIndex::Empty,
             Some(_)
-                if let [(index, tile)] = held.as_slice()
+                if let [(index, tile)] = non_empty.as_slice()
                     && is_whole(shape, tile) =>
             {
                 CoverIndex::Whole(*index)
             }
-            Some(numel) => match Grid::prove(shape, &held) {
+            Some(numel) => match Grid::prove(shape, &non_empty) {
                 Some(grid) => CoverIndex::Grid(grid?),
-                None => CoverIndex::Slabs(Slabs::prove(shape, numel, &held)?),
+                None => CoverIndex::Slabs(Slabs::prove(shape, numel, &non_empty)?),
             },
-            // No storage holds 2^64 elements, so whatever the tiles claim, most of it is missing.
+            // No storage holds 2^64 elements, so most of the tensor is missing.
             None => {
                 return Err(CoverError::Gap { region: Region::whole(shape) });
             }
@@ -100,11 +100,11 @@ impl Cover {
         Ok(Self { index })
     }
 
-    /// The tiles that hold some of `tile`, as indices into the list that was proved, ascending.
+    /// Returns the tiles that overlap `tile`, as ascending indices into the list of tiles given to [`Cover::prove`].
     pub fn overlapping<'a>(&'a self, tile: &Tile) -> impl Iterator<Item = usize> + use<'a> {
-        let mut found = Found::new();
+        let mut found = TileIndices::new();
         match &self.index {
-            CoverIndex::Nothing => {}
+            CoverIndex::Empty => {}
             _ if tile.is_empty() => {}
             CoverIndex::Whole(index) => found.push(*index),
             CoverIndex::Grid(grid) => grid.overlapping(tile, &mut found),
@@ -115,7 +115,7 @@ impl Cover {
     }
 }
 
-/// Whether a tile within the shape is all of it.
+/// Returns whether a tile within the shape is the complete tensor.
 fn is_whole(shape: &[u64], tile: &Tile) -> bool {
     tile.dims().iter().zip(shape).all(|(dim, &size)| dim.len() == size)
 }
@@ -131,7 +131,7 @@ fn check_bounds(shape: &[u64], index: usize, tile: &Tile) -> Result<(), CoverErr
     Ok(())
 }
 
-/// The first index that a dim of a tile holds, which is not empty.
+/// Returns the first index of a non-empty dim of a tile.
 fn start(dim: &Intervals) -> u64 {
     dim.bounds().start
 }

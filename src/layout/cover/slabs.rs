@@ -1,29 +1,28 @@
-//! Tiles of any shape, found by cutting the tensor where no tile is cut.
+//! Covers of irregular tiles: the tensor is split recursively at places where no tile is split.
 //!
-//! Counts elements. A set of tiles is sorted along a dim; wherever all tiles so far have ended
-//! before the next begins, there is a cut, and the slabs on its two sides can be told apart by that
-//! dim alone. Each slab goes on along the other dims. What cannot be cut (a pinwheel, interleaved
-//! tiles, or an overlap) stays together and is swept.
+//! Counts elements. Tiles are sorted along a dim. Where all tiles so far have ended before the next starts, the tensor
+//! is split into two slabs, which are disjoint in that dim. Each slab is split again along the other dims. Tiles that
+//! cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf, and a sweep compares them.
 //!
 //! ```text
-//!     a a b       a pinwheel: every straight line cuts a tile, so five tiles are one leaf
+//!     a a b       a pinwheel: every straight line splits a tile, so five tiles are one leaf
 //!     d e b
 //!     d c c
 //! ```
 //!
-//! Invariant: tiles in different slabs are disjoint by construction, those in one leaf because they
-//! were compared; and together they have as many elements as the tensor.
+//! Invariant: tiles in different slabs are disjoint by construction, and tiles in one leaf were compared. Together they
+//! have as many elements as the tensor.
 
 use std::ops::Range;
 
-use super::{CoverError, Found, Numbered, gap, start};
+use super::{CoverError, IndexedTile, TileIndices, gap, start};
 use crate::layout::Tile;
 
-/// How deep slabs may lie within slabs. Real tilings need one or two levels per dim; a tiling made
-/// to need thousands is swept from here on instead of exhausting the stack.
+/// The maximum depth of nested slabs. Real tilings need one or two levels for each dim. A hostile tiling that needs
+/// thousands of levels is swept from this depth on, so it does not overflow the stack.
 const MAX_DEPTH: usize = 32;
 
-/// Slabs within slabs, down to tiles.
+/// A tree of slabs, with tiles at the leaves.
 #[derive(Clone, Debug)]
 pub(super) struct Slabs {
     root: SlabNode,
@@ -33,30 +32,31 @@ pub(super) struct Slabs {
 enum SlabNode {
     /// One tile, which fills its slab.
     One(usize),
-    /// Tiles that no cut separates.
+    /// Tiles that no split separates.
     Swept(Vec<(usize, Tile)>),
     /// Slabs along a dim, ascending and disjoint.
     Cut { dim: usize, slabs: Vec<(Range<u64>, SlabNode)> },
 }
 
 impl Slabs {
-    pub(super) fn prove(shape: &[u64], numel: u64, tiles: &[Numbered<'_>]) -> Result<Self, CoverError> {
+    /// Proves that non-empty tiles within bounds cover the shape exactly once.
+    pub(super) fn prove(shape: &[u64], numel: u64, tiles: &[IndexedTile<'_>]) -> Result<Self, CoverError> {
         let root = SlabNode::build(shape.len(), &mut tiles.to_vec(), 0)?;
-        // Disjoint and within bounds, so the sum is at most the tensor's own.
+        // The tiles are disjoint and within bounds, so the sum cannot exceed the number of elements of the tensor.
         if tiles.iter().map(|(_, tile)| tile.numel()).sum::<u64>() < numel {
-            return Err(CoverError::Gap { region: gap::first(shape, tiles) });
+            return Err(CoverError::Gap { region: gap::first_gap(shape, tiles) });
         }
         Ok(Self { root })
     }
 
-    /// Appends the tiles that hold some of `tile`.
-    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Found) {
+    /// Appends the tiles that overlap `tile`.
+    pub(super) fn overlapping(&self, tile: &Tile, found: &mut TileIndices) {
         self.root.overlapping(tile, found);
     }
 }
 
 impl SlabNode {
-    fn build(ndim: usize, tiles: &mut [Numbered<'_>], depth: usize) -> Result<Self, CoverError> {
+    fn build(ndim: usize, tiles: &mut [IndexedTile<'_>], depth: usize) -> Result<Self, CoverError> {
         if let [(index, _)] = tiles {
             return Ok(Self::One(*index));
         }
@@ -80,19 +80,19 @@ impl SlabNode {
         Ok(Self::Swept(tiles.iter().map(|&(index, tile)| (index, tile.clone())).collect()))
     }
 
-    fn overlapping(&self, tile: &Tile, found: &mut Found) {
+    fn overlapping(&self, tile: &Tile, found: &mut TileIndices) {
         match self {
             Self::One(index) => found.push(*index),
             Self::Swept(tiles) => {
-                let common = tiles.iter().filter(|(_, held)| held.first_common(tile).is_some());
+                let common = tiles.iter().filter(|(_, other)| other.first_common(tile).is_some());
                 found.extend(common.map(|(index, _)| *index));
             }
             Self::Cut { dim, slabs } => {
                 let dim = &tile.dims()[*dim];
-                let wanted = dim.bounds();
-                let from = slabs.partition_point(|(slab, _)| slab.end <= wanted.start);
-                let within = slabs[from..].iter().take_while(|(slab, _)| slab.start < wanted.end);
-                for (_, node) in within.filter(|(slab, _)| dim.meets(slab)) {
+                let target = dim.bounds();
+                let from = slabs.partition_point(|(slab, _)| slab.end <= target.start);
+                let within = slabs[from..].iter().take_while(|(slab, _)| slab.start < target.end);
+                for (_, node) in within.filter(|(slab, _)| dim.intersects(slab)) {
                     node.overlapping(tile, found);
                 }
             }
@@ -100,9 +100,9 @@ impl SlabNode {
     }
 }
 
-/// Where tiles that are sorted along `dim` can be cut: after how many of them, and at which index.
-/// The last cut is the end of them all.
-fn cuts(tiles: &[Numbered<'_>], dim: usize) -> Vec<(usize, u64)> {
+/// Returns the splits of tiles that are sorted along `dim`: the number of tiles before each split, and its index. The
+/// last split is the end of all tiles.
+fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     let mut cuts = Vec::new();
     let mut end = 0;
     for (before, (_, tile)) in tiles.iter().enumerate() {
@@ -116,9 +116,8 @@ fn cuts(tiles: &[Numbered<'_>], dim: usize) -> Vec<(usize, u64)> {
     cuts
 }
 
-/// Compares every tile with those that are still open where it begins, along the dim on which
-/// tiles are most apart.
-fn sweep(ndim: usize, tiles: &mut [Numbered<'_>]) -> Result<(), CoverError> {
+/// Compares every tile with the tiles that have not ended where it starts, along the dim with the most distinct starts.
+fn sweep(ndim: usize, tiles: &mut [IndexedTile<'_>]) -> Result<(), CoverError> {
     let distinct = |dim: usize| {
         let mut starts: Vec<u64> = tiles.iter().map(|(_, tile)| start(&tile.dims()[dim])).collect();
         starts.sort_unstable();
@@ -129,7 +128,7 @@ fn sweep(ndim: usize, tiles: &mut [Numbered<'_>]) -> Result<(), CoverError> {
         return Ok(());
     };
     tiles.sort_by_key(|(_, tile)| start(&tile.dims()[dim]));
-    let mut open: Vec<Numbered<'_>> = Vec::new();
+    let mut open: Vec<IndexedTile<'_>> = Vec::new();
     for &(index, tile) in tiles.iter() {
         let begin = start(&tile.dims()[dim]);
         open.retain(|(_, other)| other.dims()[dim].bounds().end > begin);

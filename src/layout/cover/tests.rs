@@ -14,7 +14,7 @@ fn grid(rows: u64, columns: u64) -> Vec<Tile> {
     cells.map(|(row, column)| tile(&[3 * row, 2 * column], &[3, 2])).collect()
 }
 
-/// Five tiles that no straight line tells apart.
+/// Five tiles that no straight line separates.
 fn pinwheel() -> Vec<Tile> {
     vec![
         tile(&[0, 0], &[1, 2]),
@@ -30,7 +30,7 @@ fn error(shape: &[u64], tiles: &[Tile]) -> CoverError {
 }
 
 #[test]
-fn scalars_are_covered_by_exactly_one_tile() {
+fn scalar_needs_exactly_one_tile() {
     let scalar = tile(&[], &[]);
     let cover = Cover::prove(&[], std::slice::from_ref(&scalar)).unwrap();
     assert_eq!(cover.overlapping(&scalar).collect::<Vec<_>>(), [0]);
@@ -41,7 +41,7 @@ fn scalars_are_covered_by_exactly_one_tile() {
 }
 
 #[test]
-fn tensors_without_elements_need_no_tiles() {
+fn tensor_without_elements_needs_no_tiles() {
     let empty = tile(&[7, 0], &[0, 0]);
     assert!(Cover::prove(&[3, 0], &[]).is_ok());
     let cover = Cover::prove(&[3, 0], &[empty.clone(), empty.clone()]).unwrap();
@@ -50,7 +50,7 @@ fn tensors_without_elements_need_no_tiles() {
 }
 
 #[test]
-fn bounds_and_dims_come_first() {
+fn bounds_and_dims_are_checked_first() {
     let beyond = error(&[4], &[tile(&[0], &[4]), tile(&[3], &[2])]);
     assert_eq!(beyond, CoverError::OutOfBounds { tile: 1, region: region(&[3], &[2]) });
     let flat = error(&[4, 4], &[tile(&[0], &[4])]);
@@ -59,7 +59,7 @@ fn bounds_and_dims_come_first() {
 }
 
 #[test]
-fn hostile_numbers_are_errors() {
+fn huge_numbers_are_errors() {
     const MAX: u64 = u64::MAX;
     let huge = tile(&[MAX - 1, MAX], &[MAX, MAX]);
     assert!(Cover::prove(&[4, 4], &[huge.clone(), tile(&[0, 0], &[4, 4])]).is_ok(), "it saturates to nothing");
@@ -72,7 +72,7 @@ fn hostile_numbers_are_errors() {
 }
 
 #[test]
-fn a_hole_in_a_grid_is_named() {
+fn gap_in_a_grid_is_named() {
     let mut tiles = grid(3, 4);
     assert!(matches!(Cover::prove(&[9, 8], &tiles).unwrap().index, CoverIndex::Grid(_)));
     tiles.remove(6);
@@ -84,7 +84,7 @@ fn a_hole_in_a_grid_is_named() {
 }
 
 #[test]
-fn an_overlap_names_both_tiles_and_the_place() {
+fn overlap_names_both_tiles_and_the_region() {
     let mut tiles = grid(3, 4);
     tiles.push(tiles[5].clone());
     let region = region(&[3, 2], &[3, 2]);
@@ -96,7 +96,7 @@ fn an_overlap_names_both_tiles_and_the_place() {
 }
 
 #[test]
-fn a_pinwheel_is_swept() {
+fn pinwheel_is_one_leaf() {
     let mut tiles = pinwheel();
     let cover = Cover::prove(&[3, 3], &tiles).unwrap();
     assert!(matches!(cover.index, CoverIndex::Slabs(_)));
@@ -117,8 +117,8 @@ fn interleaved_tiles_are_a_grid() {
 }
 
 #[test]
-fn a_staircase_does_not_exhaust_the_stack() {
-    // Each step cuts one row and one column off, so the slabs lie thousands deep.
+fn deep_staircase_does_not_overflow_the_stack() {
+    // Each step removes one row and one column, so the slabs are nested thousands deep.
     let n = 2_000;
     let steps = (0..n).flat_map(|i| [tile(&[i, i], &[1, n - i]), tile(&[i + 1, i], &[n - i - 1, 1])]);
     let tiles: Vec<Tile> = steps.collect();
@@ -128,13 +128,13 @@ fn a_staircase_does_not_exhaust_the_stack() {
 
 #[test]
 fn large_covers_are_not_quadratic() {
-    // All pairs of these would be 10^10.
+    // There are 10^10 pairs of these tiles.
     let pieces: Vec<Tile> = (0..100_000).map(|i| tile(&[7 * i], &[7])).collect();
     assert!(Cover::prove(&[700_000], &pieces).is_ok());
     let mut cells = grid(128, 128);
     let cover = Cover::prove(&[384, 256], &cells).unwrap();
     assert_eq!(cover.overlapping(&tile(&[2, 1], &[2, 2])).collect::<Vec<_>>(), [0, 1, 128, 129]);
-    // One tile cut in two makes the grid irregular.
+    // Splitting one tile in two makes the grid irregular.
     cells[77] = tile(&[0, 154], &[1, 2]);
     cells.push(tile(&[1, 154], &[2, 2]));
     let cover = Cover::prove(&[384, 256], &cells).unwrap();

@@ -1,107 +1,117 @@
-//! What a table of a layout file says, key by key, and what is wrong with it, with its place.
+//! Reads the keys of a table of a layout file, and makes errors with their position.
+//!
+//! Lines count from 1. Invariant: a table with an unknown key is an error.
 
 use std::fmt::Display;
 
 use super::node::{FileEntry, FileNode, FileValue};
 use crate::layout::LayoutError;
 
-/// The place of something in a layout file, for messages.
+/// A position in a layout file, for messages.
 #[derive(Clone, Copy, Debug)]
 pub struct FilePosition<'a> {
-    /// Of the file.
+    /// The name of the file.
     pub name: &'a str,
     pub line: usize,
-    /// `rules "**.norm"`; empty for the file itself.
-    pub what: &'a str,
+    /// The table or key, such as `rules "**.norm"`; empty for the file itself.
+    pub section: &'a str,
 }
 
 impl FilePosition<'_> {
-    /// `layout.toml line 12: rules "**.norm"`
-    pub fn said(&self) -> String {
-        let what = if self.what.is_empty() { String::new() } else { format!(": {}", self.what) };
-        format!("{} line {}{what}", self.name, self.line)
+    /// Returns the position for messages: `layout.toml line 12: rules "**.norm"`.
+    pub fn describe(&self) -> String {
+        let section = if self.section.is_empty() { String::new() } else { format!(": {}", self.section) };
+        format!("{} line {}{section}", self.name, self.line)
     }
 
-    pub fn on(self, line: usize) -> Self {
+    /// Returns the same position on another line.
+    pub fn at_line(self, line: usize) -> Self {
         Self { line, ..self }
     }
 
-    pub fn wrong(&self, problem: impl Display, hint: Option<String>) -> LayoutError {
-        let (file, said) = (self.name.to_owned(), self.said());
-        LayoutError::File { file, said, problem: problem.to_string(), hint }
+    /// Makes an error at this position.
+    pub fn error(&self, problem: impl Display, hint: Option<String>) -> LayoutError {
+        let (file, position) = (self.name.to_owned(), self.describe());
+        LayoutError::File { file, position, problem: problem.to_string(), hint }
     }
 
-    /// Another error, which happened here.
-    pub fn within(&self) -> impl Fn(LayoutError) -> LayoutError {
+    /// Returns a function for `map_err` that adds this position to an error.
+    pub fn wrap(&self) -> impl Fn(LayoutError) -> LayoutError {
         |error| match error {
             LayoutError::File { .. } => error,
-            error => self.wrong(error, None),
+            error => self.error(error, None),
         }
     }
 
     fn expected(&self, expected: &str, found: &FileValue) -> LayoutError {
-        self.wrong(format!("expected {expected}, found {}", found.kind()), None)
+        self.error(format!("expected {expected}, found {}", found.kind()), None)
     }
 }
 
-/// A table of which every key is known.
+/// The entries of a table that has only known keys.
 pub struct Fields<'a> {
     pub at: FilePosition<'a>,
     entries: &'a [FileEntry],
 }
 
 impl<'a> Fields<'a> {
+    /// Reads a table.
+    ///
     /// # Errors
-    /// Where it is no table, or has a key that is none of `keys`.
-    pub fn of(at: FilePosition<'a>, node: &'a FileNode, keys: &[&str]) -> Result<Self, LayoutError> {
+    /// If the value is not a table, or a key is not one of `keys`.
+    pub fn new(at: FilePosition<'a>, node: &'a FileNode, keys: &[&str]) -> Result<Self, LayoutError> {
         let entries = table(at, node)?;
         match entries.iter().find(|entry| !keys.contains(&entry.key.as_str())) {
             None => Ok(Self { at, entries }),
             Some(entry) => {
-                let problem = format!("there is no key `{}`", entry.key);
-                Err(at.on(entry.line).wrong(problem, Some(did_you_mean(&entry.key, keys))))
+                let problem = format!("unknown key `{}`", entry.key);
+                Err(at.at_line(entry.line).error(problem, Some(did_you_mean(&entry.key, keys))))
             }
         }
     }
 
+    /// Returns the entry of a key.
     pub fn get(&self, key: &str) -> Option<&'a FileEntry> {
         self.entries.iter().find(|entry| entry.key == key)
     }
 
-    /// A text, and its place.
+    /// Returns the text of a key, with its position.
     pub fn text(&self, key: &'a str) -> Result<Option<(FilePosition<'a>, &'a str)>, LayoutError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
-        let what = if self.at.what.is_empty() { key } else { self.at.what };
-        let at = FilePosition { what, ..self.at }.on(entry.line);
+        let section = if self.at.section.is_empty() { key } else { self.at.section };
+        let at = FilePosition { section, ..self.at }.at_line(entry.line);
         text(at, &entry.value, key).map(|text| Some((at, text)))
     }
 }
 
-/// The entries of a table.
+/// Returns the entries of a table.
 pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEntry], LayoutError> {
     match &node.value {
         FileValue::Table(entries) => Ok(entries),
-        other => Err(at.on(node.line).expected("a table", other)),
+        other => Err(at.at_line(node.line).expected("a table", other)),
     }
 }
 
+/// Returns the items of a list; `of` names the kind of the items in errors.
 pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], LayoutError> {
     match &node.value {
         FileValue::List(items) => Ok(items),
-        other => Err(at.on(node.line).expected(&format!("a list of {of}"), other)),
+        other => Err(at.at_line(node.line).expected(&format!("a list of {of}"), other)),
     }
 }
 
+/// Returns the numbers of a list; `of` names the kind of the numbers in errors.
 pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, LayoutError> {
     let number = |item: &FileNode| match &item.value {
         FileValue::Number(number) => number
             .as_u64()
-            .ok_or_else(|| at.on(item.line).wrong(format!("expected a list of {of}, found {number} in it"), None)),
-        other => Err(at.on(item.line).expected(&format!("a list of {of}"), other)),
+            .ok_or_else(|| at.at_line(item.line).error(format!("expected a list of {of}, found {number} in it"), None)),
+        other => Err(at.at_line(item.line).expected(&format!("a list of {of}"), other)),
     };
     list(at, node, of)?.iter().map(number).collect()
 }
 
+/// Returns the text of a value.
 pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&'a str, LayoutError> {
     match &node.value {
         FileValue::Text(text) => Ok(text),
@@ -109,15 +119,15 @@ pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&
     }
 }
 
-/// The nearest of some names where half of its letters are right, and all of them.
+/// Returns a hint with the nearest name, if at least half of its letters match, and with all names.
 #[must_use]
 pub fn did_you_mean(word: &str, names: &[&str]) -> String {
     let distance = |name: &&&str| strsim::damerau_levenshtein(word, name);
     let is_near = |name: &&&str| 2 * distance(name) <= word.chars().count().max(name.chars().count());
     let all = names.join(", ");
     match names.iter().min_by_key(distance) {
-        None => String::from("there are none"),
-        Some(nearest) if is_near(&nearest) => format!("did you mean `{nearest}`? there are {all}"),
-        Some(_) => format!("there are {all}"),
+        None => String::from("no names exist"),
+        Some(nearest) if is_near(&nearest) => format!("did you mean `{nearest}`? use one of {all}"),
+        Some(_) => format!("use one of {all}"),
     }
 }

@@ -1,34 +1,34 @@
-//! The layout file: mesh, rules, styles and flat units, as people write them down.
+//! Layout files: the mesh, rules, styles and flat units that a user writes.
 //!
-//! One grammar in TOML and JSON, the same keys in both. All of them may be left out:
+//! TOML and JSON have the same keys, and every key is optional:
 //!
 //! ```toml
 //! version = 1
-//! mesh = "dp=2,tp=2"               # outermost dim first; a list of sizes, [2, 2], where dims have no names
+//! mesh = "dp=2,tp=2"               # outermost dim first; for dims without names, a list of sizes: [2, 2]
 //! mesh_ranks = [0, 2, 1, 3]        # row-major order of the cells
-//! placements = "S(0),R"            # of every tensor without a rule; R where it does not fit
+//! placements = "S(0),R"            # for every tensor without a rule; R if it does not fit
 //! split = "chunk"                  # chunk, balanced or makani, for all tensors
-//! plan = "llama"                   # a built-in plan, behind the styles below
+//! plan = "llama"                   # a built-in plan, tried after the styles below
 //! tp = "tp"                        # mesh dims of plan and styles; also fsdp, replicate
 //!
-//! [styles]                         # of modules; tables nest, keys join with dots; the first match wins
+//! [styles]                         # styles of modules; tables nest, keys join with dots; the first match wins
 //! tok_embeddings = "rowwise-embedding"
 //! [styles."layers.*"]
 //! "attention.{wq,wk,wv}" = "colwise"
 //!
 //! [[rules]]                        # before styles; the first match wins
 //! tensors = "**.norm.weight"       # a pattern
-//! placements = "S(0),R"            # or "plain": whole on every rank, no DTensor
-//! slice = "dp"                     # dims of the tensor's own mesh, where that is to be a slice
-//! split = "makani"                 # one, or one a mesh dim: "chunk,makani"
-//! sizes = { dp = [3, 1] }          # one a coordinate of that dim
+//! placements = "S(0),R"            # or "plain": complete on every rank, no DTensor
+//! slice = "dp"                     # mesh dims of the tensor's own mesh, if that is a slice
+//! split = "makani"                 # one for all mesh dims, or one for each: "chunk,makani"
+//! sizes = { dp = [3, 1] }          # one size for each coordinate of that mesh dim
 //!
 //! [flat]                           # the document of flat_layout.json
 //! ```
 //!
-//! A file is read in two steps: [`LayoutFile::parse`] knows no mesh but its own, [`LayoutFile::rules`] the one that all
-//! is said of. Invariant: what is wrong is told with file, line and rule, and a text of any content gives an error or a
-//! layout. The grammar is ours; plans are those of `parallelize_module`.
+//! A file is read in two steps: [`LayoutFile::parse`] knows only the mesh in the file, and [`LayoutFile::rules`]
+//! applies the rules to the mesh in use. Sizes count elements. Invariant: any text gives a layout or an error, and
+//! errors name file, line and rule. The grammar is dtshard's own; plans are those of PyTorch's `parallelize_module`.
 
 mod fields;
 mod node;
@@ -43,103 +43,104 @@ use serde_json::Value as Json;
 
 use super::parallelize::StyleRule;
 use super::rules::Rule;
-use super::strided::follow;
+use super::strided::adapt_split_factors;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
 use fields::FilePosition;
 pub use fields::did_you_mean;
 pub use print::{document, toml};
-use written::WrittenLayout;
+use written::WrittenRule;
 
-/// Files beyond this are not layouts.
+/// The maximum size of a layout file in bytes.
 pub const MAX_BYTES: u64 = 16 << 20;
 
-/// What a layout file says.
+/// The content of a layout file.
 #[derive(Clone, Debug)]
 pub struct LayoutFile {
-    /// Of the file, for messages.
+    /// The name of the file, for messages.
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// How dims are cut where no rule says otherwise; the command line may put another one here.
+    /// The split of tensors without a rule of their own. The command line may replace it.
     pub split: Option<Split>,
-    rules: Vec<WrittenLayout>,
+    rules: Vec<WrittenRule>,
+    /// The plan and its styles.
     pub plan: DeclaredPlan,
-    /// The document of `flat_layout.json`, and where it stands.
+    /// The document of `flat_layout.json`, with its position.
     pub flat: Option<Positioned<Json>>,
 }
 
-/// What is said of a parallelize plan.
+/// A parallelize plan, as a layout file declares it.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredPlan {
-    /// A built-in plan.
+    /// The name of a built-in plan.
     pub name: Option<Positioned<String>>,
-    /// Before those of the built-in plan.
+    /// The styles, which are tried before those of the built-in plan.
     pub styles: Vec<StyleRule>,
-    /// Names of mesh dims.
+    /// The name of the mesh dim of tensor parallelism.
     pub tp: Option<Positioned<String>>,
     pub fsdp: Option<Positioned<String>>,
     pub replicate: Option<Positioned<String>>,
 }
 
 impl DeclaredPlan {
+    /// Returns whether the file declares no plan, styles or roles.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self { name, styles, tp, fsdp, replicate } = self;
-        styles.is_empty() && [name, tp, fsdp, replicate].iter().all(|said| said.is_none())
+        styles.is_empty() && [name, tp, fsdp, replicate].iter().all(|value| value.is_none())
     }
 }
 
-/// Something that is said, and where.
+/// A value from a layout file, with its position.
 #[derive(Clone, Debug)]
 pub struct Positioned<T> {
     pub value: T,
     name: String,
     line: usize,
-    what: &'static str,
+    section: &'static str,
 }
 
 impl<T> Positioned<T> {
-    /// `layout.toml line 3: tp`
+    /// Returns the position for messages: `layout.toml line 3: tp`.
     #[must_use]
-    pub fn place(&self) -> String {
-        self.at().said()
+    pub fn describe(&self) -> String {
+        self.at().describe()
     }
 
     fn at(&self) -> FilePosition<'_> {
-        FilePosition { name: &self.name, line: self.line, what: self.what }
+        FilePosition { name: &self.name, line: self.line, section: self.section }
     }
 
-    /// An error about it, with its place.
+    /// Makes an error about the value, with its position.
     #[must_use]
-    pub fn wrong(&self, problem: impl std::fmt::Display, hint: impl Into<String>) -> LayoutError {
-        self.at().wrong(problem, Some(hint.into()))
+    pub fn error(&self, problem: impl std::fmt::Display, hint: impl Into<String>) -> LayoutError {
+        self.at().error(problem, Some(hint.into()))
     }
 }
 
 impl LayoutFile {
-    /// What a text says. `name` is that of the file: `.json` and `.toml` tell the syntax, else the text does.
+    /// Parses a layout file. The suffix of `name`, `.json` or `.toml`, selects the syntax; otherwise the text does.
     ///
     /// # Errors
-    /// `File` naming place and problem.
+    /// `File` with the position and the problem.
     pub fn parse(name: &str, text: &str) -> Result<Self, LayoutError> {
-        let at = FilePosition { name, line: 1, what: "" };
+        let at = FilePosition { name, line: 1, section: "" };
         if text.len() as u64 > MAX_BYTES {
-            return Err(at.wrong(format!("expected at most {MAX_BYTES} bytes, found {}", text.len()), None));
+            return Err(at.error(format!("expected at most {MAX_BYTES} bytes, found {}", text.len()), None));
         }
-        // Editors of Windows put a mark before the text.
+        // Editors on Windows write a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         if text.trim().is_empty() {
-            return Err(at.wrong("expected a layout, found an empty file", None));
+            return Err(at.error("expected a layout, found an empty file", None));
         }
-        let parsed = if is_json(name, text) { node::of_json(text) } else { node::of_toml(text) };
-        parse::layout(name, &parsed.map_err(|fault| at.on(fault.line).wrong(fault.problem, None))?)
+        let parsed = if is_json(name, text) { node::parse_json(text) } else { node::parse_toml(text) };
+        parse::layout(name, &parsed.map_err(|fault| at.at_line(fault.line).error(fault.problem, None))?)
     }
 
-    /// The mesh, where the file or somebody beside it says one. One that is given takes the place of the file's, and has
-    /// dims of the same names.
+    /// Returns the mesh: the given one, or else that of the file.
     ///
     /// # Errors
-    /// `File` where it has not.
+    /// `File` if both exist and differ in the names of their dims.
     pub fn mesh(&self, given: Option<DeviceMesh>) -> Result<Option<DeviceMesh>, LayoutError> {
         let (Some(own), Some(given)) = (&self.mesh, &given) else {
             return Ok(given.or_else(|| self.mesh.as_ref().map(|own| own.value.clone())));
@@ -147,23 +148,23 @@ impl LayoutFile {
         if own.value.names() == given.names() && own.value.ndim() == given.ndim() {
             return Ok(Some(given.clone()));
         }
-        let problem = format!("the mesh is {}, and {given}, which is given beside it, has other dims", own.value);
-        Err(own.wrong(problem, "give the same dims, in their order, in other sizes; or change the mesh of the file"))
+        let problem = format!("the mesh of the file is {}, and the given mesh {given} has other dims", own.value);
+        Err(own.error(problem, "give a mesh with the same dims in the same order, or change the mesh of the file"))
     }
 
-    /// What every tensor without a rule gets, also on a mesh that takes the place of the file's.
+    /// Returns the placements of tensors without a rule. On a given mesh, split factors are adapted to its sizes.
     #[must_use]
     pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
         let list = &self.fallback.as_ref()?.value;
         Some(match (&self.mesh, given) {
-            (Some(own), Some(given)) => follow(list, &own.value, given),
+            (Some(own), Some(given)) => adapt_split_factors(list, &own.value, given),
             _ => list.clone(),
         })
     }
 
-    /// Whether it says nothing of tensors that are laid out one by one.
+    /// Returns whether the file has a flat layout and nothing else.
     #[must_use]
-    pub fn is_flat_alone(&self) -> bool {
+    pub fn has_only_flat(&self) -> bool {
         self.flat.is_some()
             && self.mesh.is_none()
             && self.fallback.is_none()
@@ -172,32 +173,32 @@ impl LayoutFile {
             && self.plan.is_empty()
     }
 
-    /// Whether it says how modules are cut, and nothing else.
+    /// Returns whether the file has a plan or styles, and nothing else.
     #[must_use]
-    pub fn is_plan_alone(&self) -> bool {
+    pub fn has_only_plan(&self) -> bool {
         let Self { mesh, fallback, split, rules, plan, flat, .. } = self;
         let more = mesh.is_some() || fallback.is_some() || split.is_some() || !rules.is_empty() || flat.is_some();
         !more && !plan.is_empty()
     }
 
-    /// The rules on a mesh, in their order.
+    /// Returns the rules, applied to a mesh, in the order of the file.
     ///
     /// # Errors
-    /// `File` where something does not fit the mesh: numbers of placements and sizes, names of dims.
+    /// `File` if the number of placements or sizes, or the name of a dim, does not fit the mesh.
     pub fn rules(&self, mesh: &DeviceMesh) -> Result<Vec<Rule>, LayoutError> {
         if let Some(fallback) = &self.fallback {
             written::check(fallback.at(), &fallback.value.clone().into(), mesh)?;
         }
         let DeclaredPlan { tp, fsdp, replicate, .. } = &self.plan;
-        for said in [tp, fsdp, replicate].into_iter().flatten() {
-            written::dim(said.at(), &said.value, mesh)?;
+        for role in [tp, fsdp, replicate].into_iter().flatten() {
+            written::dim(role.at(), &role.value, mesh)?;
         }
         let own = self.mesh.as_ref().map_or(mesh, |own| &own.value);
-        self.rules.iter().map(|rule| rule.on(&self.name, own, mesh, self.split.as_ref())).collect()
+        self.rules.iter().map(|rule| rule.resolve(&self.name, own, mesh, self.split.as_ref())).collect()
     }
 }
 
-/// By the suffix of the file, else by how the text begins.
+/// Returns whether a file is JSON, by its suffix, or else by its first character.
 fn is_json(name: &str, text: &str) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix.to_ascii_lowercase());
     match suffix.as_deref() {

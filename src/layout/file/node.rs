@@ -1,6 +1,7 @@
-//! A document as a tree in which everything knows its line, so that what is said of it can point there.
+//! Parses TOML or JSON to a tree of values with line numbers, so that errors can name a line.
 //!
-//! TOML and JSON give the same tree. Entries of a table stand in the order of the text, and no key is there twice.
+//! Both syntaxes give the same tree. Lines count from 1. Invariant: the entries of a table are in the order of the
+//! text, and keys are distinct.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
@@ -9,27 +10,29 @@ use serde_json::{Number, Value as Json};
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
-/// More than any layout has: tables of styles nest as modules do.
+/// The maximum nesting depth. Tables of styles nest like modules, and no model is nested this deep.
 const MAX_DEPTH: usize = 64;
 
-/// Something that is said, and where.
+/// A value, and the line where it starts.
 #[derive(Clone, Debug)]
 pub struct FileNode {
-    /// From 1.
+    /// The line, counted from 1.
     pub line: usize,
     pub value: FileValue,
 }
 
+/// A value in a layout file.
 #[derive(Clone, Debug)]
 pub enum FileValue {
     Text(String),
     Number(Number),
-    Truth(bool),
+    Bool(bool),
     Null,
     List(Vec<FileNode>),
     Table(Vec<FileEntry>),
 }
 
+/// A key of a table, with its value.
 #[derive(Clone, Debug)]
 pub struct FileEntry {
     pub line: usize,
@@ -37,7 +40,7 @@ pub struct FileEntry {
     pub value: FileNode,
 }
 
-/// Why a text is no document.
+/// A syntax error.
 #[derive(Debug)]
 pub struct ParseFault {
     pub line: usize,
@@ -45,12 +48,12 @@ pub struct ParseFault {
 }
 
 impl FileValue {
-    /// For `expected text, found a list`.
+    /// Returns the kind of the value for messages: `expected text, found a list`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) => "text",
             Self::Number(_) => "a number",
-            Self::Truth(_) => "true or false",
+            Self::Bool(_) => "true or false",
             Self::Null => "null",
             Self::List(_) => "a list",
             Self::Table(_) => "a table",
@@ -59,27 +62,29 @@ impl FileValue {
 }
 
 impl FileNode {
-    /// Without lines.
-    pub fn json(&self) -> Json {
+    /// Converts the value to JSON, without line numbers.
+    pub fn to_json(&self) -> Json {
         match &self.value {
             FileValue::Text(text) => Json::String(text.clone()),
             FileValue::Number(number) => Json::Number(number.clone()),
-            FileValue::Truth(truth) => Json::Bool(*truth),
+            FileValue::Bool(truth) => Json::Bool(*truth),
             FileValue::Null => Json::Null,
-            FileValue::List(items) => items.iter().map(FileNode::json).collect(),
-            FileValue::Table(entries) => entries.iter().map(|entry| (entry.key.clone(), entry.value.json())).collect(),
+            FileValue::List(items) => items.iter().map(FileNode::to_json).collect(),
+            FileValue::Table(entries) => {
+                entries.iter().map(|entry| (entry.key.clone(), entry.value.to_json())).collect()
+            }
         }
     }
 }
 
-/// Where lines begin.
+/// The positions of line ends in a text.
 struct LineIndex<'t> {
     text: &'t str,
     ends: Vec<usize>,
 }
 
 impl<'t> LineIndex<'t> {
-    fn of(text: &'t str) -> Self {
+    fn new(text: &'t str) -> Self {
         Self { text, ends: text.match_indices('\n').map(|(at, _)| at).collect() }
     }
 
@@ -87,15 +92,15 @@ impl<'t> LineIndex<'t> {
         self.ends.partition_point(|end| *end < offset) + 1
     }
 
-    /// The line of a slice of the text.
-    fn of_part(&self, part: &str) -> usize {
+    /// Returns the line of a slice of the text.
+    fn line_of(&self, part: &str) -> usize {
         self.at(part.as_ptr() as usize - self.text.as_ptr() as usize)
     }
 }
 
-/// The tree of a TOML document.
-pub fn of_toml(text: &str) -> Result<FileNode, ParseFault> {
-    let lines = LineIndex::of(text);
+/// Parses a TOML document.
+pub fn parse_toml(text: &str) -> Result<FileNode, ParseFault> {
+    let lines = LineIndex::new(text);
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| lines.at(span.start));
         ParseFault { line, problem: error.message().replace('\n', ", ") }
@@ -123,9 +128,9 @@ fn toml_node(lines: &LineIndex<'_>, value: Spanned<DeValue<'_>>) -> Result<FileN
         DeValue::Integer(number) => FileValue::Number(integer(&number).ok_or_else(|| none("a number beyond 64 bits"))?),
         DeValue::Float(number) => {
             let number = number.as_str().parse().ok().and_then(Number::from_f64);
-            FileValue::Number(number.ok_or_else(|| none("a number that is none"))?)
+            FileValue::Number(number.ok_or_else(|| none("nan or an infinity"))?)
         }
-        DeValue::Boolean(truth) => FileValue::Truth(truth),
+        DeValue::Boolean(truth) => FileValue::Bool(truth),
         DeValue::Datetime(_) => return Err(none("a date")),
         DeValue::Array(items) => {
             FileValue::List(items.into_iter().map(|item| toml_node(lines, item)).collect::<Result<_, _>>()?)
@@ -141,9 +146,9 @@ fn integer(number: &DeInteger<'_>) -> Option<Number> {
     natural.or_else(|_| i64::from_str_radix(text, radix).map(Number::from)).ok()
 }
 
-/// The tree of a JSON document.
-pub fn of_json(text: &str) -> Result<FileNode, ParseFault> {
-    let lines = LineIndex::of(text);
+/// Parses a JSON document.
+pub fn parse_json(text: &str) -> Result<FileNode, ParseFault> {
+    let lines = LineIndex::new(text);
     let whole: &RawValue = serde_json::from_str(text).map_err(|error| fault(1, &error))?;
     json_node(&lines, whole, MAX_DEPTH)
 }
@@ -154,10 +159,10 @@ fn fault(first_line: usize, error: &serde_json::Error) -> ParseFault {
     ParseFault { line: first_line + error.line().saturating_sub(1), problem: text[..end].to_owned() }
 }
 
-/// Level by level: what is borrowed raw tells where it stands.
+/// Parses one level of JSON. The levels below stay raw slices of the text, whose addresses give their lines.
 fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<FileNode, ParseFault> {
     let source = raw.get();
-    let line = lines.of_part(source);
+    let line = lines.line_of(source);
     let fault = |error| fault(line, &error);
     let deeper = depth.checked_sub(1).ok_or(ParseFault { line, problem: format!("nested more than {MAX_DEPTH} deep") });
     let value = match source.as_bytes().first() {
@@ -167,10 +172,10 @@ fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<File
             let mut seen = std::collections::HashSet::new();
             let deeper = deeper?;
             for (key, value) in raw {
-                let line = lines.of_part(key.get());
+                let line = lines.line_of(key.get());
                 let key: String = serde_json::from_str(key.get()).map_err(fault)?;
                 if !seen.insert(key.clone()) {
-                    return Err(ParseFault { line, problem: format!("`{key}` is said twice") });
+                    return Err(ParseFault { line, problem: format!("duplicate key `{key}`") });
                 }
                 entries.push(FileEntry { line, key, value: json_node(lines, value, deeper)? });
             }
@@ -184,14 +189,14 @@ fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<File
         _ => match serde_json::from_str(source).map_err(fault)? {
             Json::String(text) => FileValue::Text(text),
             Json::Number(number) => FileValue::Number(number),
-            Json::Bool(truth) => FileValue::Truth(truth),
+            Json::Bool(truth) => FileValue::Bool(truth),
             _ => FileValue::Null,
         },
     };
     Ok(FileNode { line, value })
 }
 
-/// An object as it stands in the text.
+/// A JSON object whose keys and values are slices of the text.
 struct RawObject<'t>(Vec<(&'t RawValue, &'t RawValue)>);
 
 impl<'t> Deserialize<'t> for RawObject<'t> {

@@ -1,8 +1,10 @@
-//! From the tree of a document to what it says, key by key. Everything that needs no mesh is checked here.
+//! Parses the tree of a document to a [`LayoutFile`], key by key.
+//!
+//! Sizes count elements. Invariant: everything that does not depend on the mesh in use is checked here.
 
 use super::fields::{Fields, FilePosition, list, numbers, table, text};
 use super::node::{FileEntry, FileNode, FileValue};
-use super::written::{WrittenLayout, WrittenPlacements, WrittenSpec};
+use super::written::{WrittenPlacements, WrittenRule, WrittenSpec};
 use super::{DeclaredPlan, LayoutFile, Positioned, did_you_mean};
 use crate::layout::parallelize::{ParallelStyle, StyleRule};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Pattern, PlacementSpec, Rank, Split, parse_placements};
@@ -24,56 +26,57 @@ const KEYS: [&str; 12] = [
 
 const RULE_KEYS: [&str; 5] = ["tensors", "placements", "slice", "split", "sizes"];
 
-/// What a tensor is that no mesh shares.
+/// The value of `placements` for a plain tensor.
 const PLAIN: &str = "plain";
 
 const VERSION: u64 = 1;
 
+/// Parses the top level of a layout file.
 pub fn layout(name: &str, node: &FileNode) -> Result<LayoutFile, LayoutError> {
-    let top = FilePosition { name, line: node.line, what: "" };
-    let fields = Fields::of(top, node, &KEYS)?;
+    let top = FilePosition { name, line: node.line, section: "" };
+    let fields = Fields::new(top, node, &KEYS)?;
     if let Some(entry) = fields.get("version") {
-        version(FilePosition { what: "version", ..top }.on(entry.line), &entry.value)?;
+        version(FilePosition { section: "version", ..top }.at_line(entry.line), &entry.value)?;
     }
-    let said = |key: &'static str| -> Result<Option<Positioned<String>>, LayoutError> {
+    let text_of = |key: &'static str| -> Result<Option<Positioned<String>>, LayoutError> {
         let text = fields.text(key)?;
         Ok(text.map(|(at, text)| Positioned {
             value: text.to_owned(),
             name: name.to_owned(),
             line: at.line,
-            what: key,
+            section: key,
         }))
     };
     let styles = match fields.get("styles") {
         None => Vec::new(),
-        Some(entry) => styles(FilePosition { what: "styles", ..top }, entry)?,
+        Some(entry) => styles(FilePosition { section: "styles", ..top }, entry)?,
     };
     let rules = match fields.get("rules") {
         None => Vec::new(),
         Some(entry) => {
-            let items = list(FilePosition { what: "rules", ..top }, &entry.value, "tables")?;
+            let items = list(FilePosition { section: "rules", ..top }, &entry.value, "tables")?;
             items.iter().map(|item| rule(top, item)).collect::<Result<_, _>>()?
         }
     };
     let flat = match fields.get("flat") {
         None => None,
         Some(entry) => {
-            table(FilePosition { what: "flat", ..top }, &entry.value)?;
-            Some(Positioned { value: entry.value.json(), name: name.to_owned(), line: entry.line, what: "flat" })
+            table(FilePosition { section: "flat", ..top }, &entry.value)?;
+            Some(Positioned { value: entry.value.to_json(), name: name.to_owned(), line: entry.line, section: "flat" })
         }
     };
     Ok(LayoutFile {
         name: name.to_owned(),
         mesh: mesh(&fields)?,
         fallback: fallback(&fields)?,
-        split: fields.text("split")?.map(|(at, text)| split_of_all(at, text)).transpose()?,
+        split: fields.text("split")?.map(|(at, text)| default_split(at, text)).transpose()?,
         rules,
         plan: DeclaredPlan {
-            name: said("plan")?,
+            name: text_of("plan")?,
             styles,
-            tp: said("tp")?,
-            fsdp: said("fsdp")?,
-            replicate: said("replicate")?,
+            tp: text_of("tp")?,
+            fsdp: text_of("fsdp")?,
+            replicate: text_of("replicate")?,
         },
         flat,
     })
@@ -83,10 +86,10 @@ fn version(at: FilePosition<'_>, node: &FileNode) -> Result<(), LayoutError> {
     match &node.value {
         FileValue::Number(number) if number.as_u64() == Some(VERSION) => Ok(()),
         FileValue::Number(number) => {
-            let problem = format!("version {number} of the layout file; this version of dtshard knows {VERSION}");
-            Err(at.wrong(problem, Some(String::from("write version = 1, or use a newer dtshard"))))
+            let problem = format!("expected layout file version {VERSION}, found {number}");
+            Err(at.error(problem, Some(String::from("write version = 1, or use a newer dtshard"))))
         }
-        other => Err(at.wrong(format!("expected {VERSION}, found {}", other.kind()), None)),
+        other => Err(at.error(format!("expected {VERSION}, found {}", other.kind()), None)),
     }
 }
 
@@ -96,85 +99,90 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Positioned<DeviceMesh>>, LayoutErr
         return match ranks {
             None => Ok(None),
             Some(entry) => {
-                let at = FilePosition { what: "mesh_ranks", ..fields.at }.on(entry.line);
-                Err(at.wrong("there is no mesh", Some(String::from("say its dims: mesh = \"dp=2,tp=2\""))))
+                let at = FilePosition { section: "mesh_ranks", ..fields.at }.at_line(entry.line);
+                Err(at.error(
+                    "expected `mesh` too, found only `mesh_ranks`",
+                    Some(String::from("add the mesh dims: mesh = \"dp=2,tp=2\"")),
+                ))
             }
         };
     };
-    let at = FilePosition { what: "mesh", ..fields.at }.on(entry.line);
+    let at = FilePosition { section: "mesh", ..fields.at }.at_line(entry.line);
     let mut mesh = match &entry.value.value {
-        FileValue::Text(text) => DeviceMesh::parse(text).map_err(at.within())?,
+        FileValue::Text(text) => DeviceMesh::parse(text).map_err(at.wrap())?,
         FileValue::List(_) => unnamed(at, &entry.value)?,
         other => {
             let hint = String::from("name the dims, outermost first: mesh = \"dp=2,tp=2\"");
-            return Err(at.wrong(format!("expected text, found {}", other.kind()), Some(hint)));
+            return Err(at.error(format!("expected text, found {}", other.kind()), Some(hint)));
         }
     };
     if let Some(entry) = ranks {
-        let at = FilePosition { what: "mesh_ranks", ..fields.at }.on(entry.line);
-        let beyond = |_| at.wrong("expected ranks below 2^32", None);
+        let at = FilePosition { section: "mesh_ranks", ..fields.at }.at_line(entry.line);
+        let beyond = |_| at.error("expected ranks below 2^32", None);
         let ranks = numbers(at, &entry.value, "ranks")?.into_iter().map(|rank| u32::try_from(rank).map(Rank));
         let ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(beyond)?;
-        mesh = mesh.with_ranks(ranks).map_err(at.within())?;
+        mesh = mesh.with_ranks(ranks).map_err(at.wrap())?;
     }
-    Ok(Some(Positioned { value: mesh, name: fields.at.name.to_owned(), line: entry.line, what: "mesh" }))
+    Ok(Some(Positioned { value: mesh, name: fields.at.name.to_owned(), line: entry.line, section: "mesh" }))
 }
 
-/// A mesh of which only the sizes are said.
+/// Parses a mesh that is given by its sizes only.
 fn unnamed(at: FilePosition<'_>, node: &FileNode) -> Result<DeviceMesh, LayoutError> {
     let sizes = Dims::from(numbers(at, node, "sizes")?);
     let numbered: Vec<(String, u64)> = sizes.iter().enumerate().map(|(dim, size)| (dim.to_string(), *size)).collect();
-    let named = DeviceMesh::row_major(&numbered).map_err(at.within())?;
-    DeviceMesh::new(sizes, named.ranks().to_vec(), None).map_err(at.within())
+    let named = DeviceMesh::row_major(&numbered).map_err(at.wrap())?;
+    DeviceMesh::new(sizes, named.ranks().to_vec(), None).map_err(at.wrap())
 }
 
 fn fallback(fields: &Fields<'_>) -> Result<Option<Positioned<Vec<PlacementSpec>>>, LayoutError> {
     let Some((at, text)) = fields.text("placements")? else { return Ok(None) };
     if text == PLAIN {
-        let hint = String::from("a rule may have it: tensors = \"**\" and placements = \"plain\"");
-        return Err(at.wrong("plain is for rules", Some(hint)));
+        let hint = String::from("use a rule with tensors = \"**\" and placements = \"plain\"");
+        return Err(at.error("plain is allowed in rules only", Some(hint)));
     }
-    let value = parse_placements(text).map_err(at.within())?;
-    Ok(Some(Positioned { value, name: at.name.to_owned(), line: at.line, what: "placements" }))
+    let value = parse_placements(text).map_err(at.wrap())?;
+    Ok(Some(Positioned { value, name: at.name.to_owned(), line: at.line, section: "placements" }))
 }
 
-fn split_of_all(at: FilePosition<'_>, text: &str) -> Result<Split, LayoutError> {
+fn default_split(at: FilePosition<'_>, text: &str) -> Result<Split, LayoutError> {
     match text.parse() {
         Ok(Split::Sizes(_)) | Err(_) => {
             let problem = format!("expected chunk, balanced or makani, found `{text}`");
-            Err(at.wrong(problem, Some(String::from("sizes are those of some tensors: say them in rules"))))
+            Err(at.error(problem, Some(String::from("use a rule with sizes: explicit sizes fit only some tensors"))))
         }
         Ok(split) => Ok(split),
     }
 }
 
-fn rule(top: FilePosition<'_>, node: &FileNode) -> Result<WrittenLayout, LayoutError> {
-    // Where it can be, a rule is called by its pattern, also where it has other faults.
-    let entries = table(FilePosition { what: "rules", ..top }, node)?;
+fn rule(top: FilePosition<'_>, node: &FileNode) -> Result<WrittenRule, LayoutError> {
+    // Errors name the rule by its pattern if possible, even if other keys are invalid.
+    let entries = table(FilePosition { section: "rules", ..top }, node)?;
     let named = entries.iter().find(|entry| entry.key == "tensors");
-    let (line, what) = match named.map(|entry| (entry.line, &entry.value.value)) {
+    let (line, section) = match named.map(|entry| (entry.line, &entry.value.value)) {
         Some((line, FileValue::Text(tensors))) => (line, format!("rules \"{tensors}\"")),
         _ => (node.line, String::from("rules")),
     };
-    let fields = Fields::of(FilePosition { what: &what, ..top }.on(line), node, &RULE_KEYS)?;
+    let fields = Fields::new(FilePosition { section: &section, ..top }.at_line(line), node, &RULE_KEYS)?;
     let Some((at, tensors)) = fields.text("tensors")? else {
-        return Err(fields.at.wrong("expected `tensors`, the pattern of their names", None));
+        return Err(fields.at.error("expected `tensors`, a pattern for names", None));
     };
-    let pattern = Pattern::parse(tensors).map_err(at.within())?;
-    let lies = match fields.text("placements")? {
-        None => return Err(fields.at.wrong("expected `placements`, as in \"S(0),R\", or \"plain\"", None)),
+    let pattern = Pattern::parse(tensors).map_err(at.wrap())?;
+    let placements = match fields.text("placements")? {
+        None => return Err(fields.at.error("expected `placements`, as in \"S(0),R\", or \"plain\"", None)),
         Some((at, PLAIN)) => match ["slice", "split", "sizes"].into_iter().find(|key| fields.get(key).is_some()) {
-            Some(key) => return Err(at.wrong(format!("plain tensors are whole, and have no {key}"), None)),
+            Some(key) => {
+                return Err(at.error(format!("plain tensors are not sharded, so `{key}` is not allowed"), None));
+            }
             None => WrittenPlacements::Plain,
         },
         Some((at, text)) => WrittenPlacements::Shared(WrittenSpec {
-            placements: parse_placements(text).map_err(at.within())?,
+            placements: parse_placements(text).map_err(at.wrap())?,
             slice: fields.text("slice")?.map(|(at, text)| (at.line, names(text))),
             split: fields.text("split")?.map(|(at, text)| splits(at, text)).transpose()?,
             sizes: fields.get("sizes").map(|entry| sizes(fields.at, entry)).transpose()?.unwrap_or_default(),
         }),
     };
-    Ok(WrittenLayout { line, what, pattern, lies })
+    Ok(WrittenRule { line, section, pattern, placements })
 }
 
 fn names(text: &str) -> Vec<String> {
@@ -182,23 +190,23 @@ fn names(text: &str) -> Vec<String> {
 }
 
 fn splits(at: FilePosition<'_>, text: &str) -> Result<(usize, Vec<Split>), LayoutError> {
-    let splits = text.split(',').map(|split| split.trim().parse()).collect::<Result<_, _>>().map_err(at.within())?;
+    let splits = text.split(',').map(|split| split.trim().parse()).collect::<Result<_, _>>().map_err(at.wrap())?;
     Ok((at.line, splits))
 }
 
 fn sizes(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<(usize, String, Vec<u64>)>, LayoutError> {
     let one = |entry: &FileEntry| {
-        let at = at.on(entry.line);
+        let at = at.at_line(entry.line);
         Ok((entry.line, entry.key.clone(), numbers(at, &entry.value, "sizes")?))
     };
-    table(at.on(entry.line), &entry.value)?.iter().map(one).collect()
+    table(at.at_line(entry.line), &entry.value)?.iter().map(one).collect()
 }
 
-/// Patterns of modules, with those of the tables around them before them.
+/// Parses styles. The keys of nested tables are joined with dots to patterns.
 fn styles(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<StyleRule>, LayoutError> {
     let mut found = Vec::new();
     collect_styles(at, &entry.value, "", &mut found)?;
-    // The order in which they are written, also where a table is opened again.
+    // Keep the order of the text, even if a table is opened again.
     found.sort_by_key(|(line, _)| *line);
     Ok(found.into_iter().map(|(_, style)| style).collect())
 }
@@ -212,7 +220,7 @@ fn collect_styles(
     for entry in table(at, node)? {
         let key = if prefix.is_empty() { entry.key.clone() } else { format!("{prefix}.{}", entry.key) };
         let what = format!("styles \"{key}\"");
-        let at = FilePosition { what: &what, ..at }.on(entry.line);
+        let at = FilePosition { section: &what, ..at }.at_line(entry.line);
         if matches!(entry.value.value, FileValue::Table(_)) {
             collect_styles(at, &entry.value, &key, found)?;
             continue;
@@ -220,10 +228,10 @@ fn collect_styles(
         let name = text(at, &entry.value, &key)?;
         let style = name.parse().map_err(|error: LayoutError| {
             let word = name.split('(').next().unwrap_or_default();
-            at.wrong(error, Some(did_you_mean(word, &ParallelStyle::NAMES)))
+            at.error(error, Some(did_you_mean(word, &ParallelStyle::NAMES)))
         })?;
-        let pattern = Pattern::parse(&key).map_err(at.within())?;
-        found.push((entry.line, StyleRule { pattern, style, said: at.said() }));
+        let pattern = Pattern::parse(&key).map_err(at.wrap())?;
+        found.push((entry.line, StyleRule { pattern, style, origin: at.describe() }));
     }
     Ok(())
 }

@@ -1,4 +1,6 @@
-//! A layout as a document, and a document as TOML. What is printed is read as the same layout.
+//! Writes a layout as a JSON document, and a JSON document as TOML.
+//!
+//! Sizes count elements. Invariant: reading the output gives an equal layout.
 
 use std::fmt::Write as _;
 
@@ -7,7 +9,7 @@ use serde_json::{Map, Value as Json, json};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::{DeviceMesh, comma_list};
 
-/// A layout in the grammar. A fallback that is the source's is not said.
+/// Returns the document of a layout. A fallback to the source's placements has no key, so it is left out.
 #[must_use]
 pub fn document(layout: &MeshLayout) -> Json {
     let mut document = Map::new();
@@ -24,7 +26,7 @@ pub fn document(layout: &MeshLayout) -> Json {
         document.insert("split".into(), json!(split.to_string()));
     }
     if !layout.rules.is_empty() {
-        document.insert("rules".into(), layout.rules.iter().map(|said| rule(said, mesh)).collect());
+        document.insert("rules".into(), layout.rules.iter().map(|one| rule(one, mesh)).collect());
     }
     Json::Object(document)
 }
@@ -32,7 +34,7 @@ pub fn document(layout: &MeshLayout) -> Json {
 fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
     let mut document = Map::new();
     document.insert("tensors".into(), json!(rule.pattern.as_str()));
-    let PlacementChoice::Shared(PlacementList { placements: list, splits, slice }) = &rule.lies else {
+    let PlacementChoice::Shared(PlacementList { placements: list, splits, slice }) = &rule.choice else {
         document.insert("placements".into(), json!("plain"));
         return Json::Object(document);
     };
@@ -53,10 +55,10 @@ fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
     Json::Object(document)
 }
 
-/// A document as TOML: what is plain first, then its tables.
+/// Converts a document to TOML, plain values before tables.
 ///
 /// # Panics
-/// Where the document is no table.
+/// If the document is not an object.
 #[must_use]
 pub fn toml(document: &Json) -> String {
     let mut text = String::new();
@@ -68,10 +70,10 @@ pub fn toml(document: &Json) -> String {
 fn write_table(text: &mut String, path: &str, table: &Map<String, Json>) {
     let (tables, plain): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| is_section(path, value));
     for (key, value) in plain {
-        let _ = writeln!(text, "{} = {}", bare(key), inline(value, true));
+        let _ = writeln!(text, "{} = {}", key_text(key), inline(value, true));
     }
     for (key, value) in tables {
-        let path = if path.is_empty() { bare(key) } else { format!("{path}.{}", bare(key)) };
+        let path = if path.is_empty() { key_text(key) } else { format!("{path}.{}", key_text(key)) };
         let (header, items) = match value {
             Json::Array(items) => (format!("[[{path}]]"), items.as_slice()),
             one => (format!("[{path}]"), std::slice::from_ref(one)),
@@ -84,7 +86,7 @@ fn write_table(text: &mut String, path: &str, table: &Map<String, Json>) {
     }
 }
 
-/// Whether something has a header of its own. Below that, it is in one line.
+/// Returns whether a value gets a header of its own. Values nested deeper are written inline.
 fn is_section(path: &str, value: &Json) -> bool {
     let shallow = path.matches('.').count() == 0;
     match value {
@@ -94,7 +96,7 @@ fn is_section(path: &str, value: &Json) -> bool {
     }
 }
 
-/// A value behind its key; lists of more than numbers, an item a line.
+/// Formats a value after its key. Lists with items other than numbers have one item on each line.
 fn inline(value: &Json, may_break: bool) -> String {
     match value {
         Json::Array(items) => {
@@ -108,21 +110,21 @@ fn inline(value: &Json, may_break: bool) -> String {
         }
         Json::Object(table) => {
             let entries: Vec<String> =
-                table.iter().map(|(key, value)| format!("{} = {}", bare(key), inline(value, false))).collect();
+                table.iter().map(|(key, value)| format!("{} = {}", key_text(key), inline(value, false))).collect();
             if entries.is_empty() { String::from("{}") } else { format!("{{ {} }}", entries.join(", ")) }
         }
         Json::String(text) => quoted(text),
-        // TOML knows no null; no document has one.
+        // TOML has no null, and layout documents contain none.
         other => other.to_string(),
     }
 }
 
-fn bare(key: &str) -> String {
+fn key_text(key: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
     if !key.is_empty() && key.chars().all(plain) { key.to_owned() } else { quoted(key) }
 }
 
-/// Names come from checkpoints: what a terminal or a reader may take for something else is escaped.
+/// Quotes a text and escapes characters that a terminal may interpret, because names come from untrusted checkpoints.
 fn quoted(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {

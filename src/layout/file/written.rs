@@ -1,72 +1,85 @@
-//! Rules as they are written, and what they mean on a mesh: names of dims become dims, sizes become splits.
+//! Rules of a layout file, and their application to a mesh: names of mesh dims become indices, and sizes become splits.
+//!
+//! Sizes count elements. Invariant: a rule that was applied to a mesh has one placement for each mesh dim.
 
 use super::fields::{FilePosition, did_you_mean};
 use crate::layout::rules::{PlacementChoice, PlacementList, Rule};
-use crate::layout::strided::follow;
+use crate::layout::strided::adapt_split_factors;
 use crate::layout::{DeviceMesh, LayoutError, MeshDim, Pattern, PlacementSpec, Split};
 
+/// A rule of a layout file, before it is applied to a mesh.
 #[derive(Clone, Debug)]
-pub struct WrittenLayout {
+pub struct WrittenRule {
     pub line: usize,
-    /// `rules "**.norm.weight"`
-    pub what: String,
+    /// The name of the rule in messages: `rules "**.norm.weight"`.
+    pub section: String,
     pub pattern: Pattern,
-    pub lies: WrittenPlacements,
+    pub placements: WrittenPlacements,
 }
 
+/// The placements of a rule.
 #[derive(Clone, Debug)]
 pub enum WrittenPlacements {
     Plain,
+    /// A DTensor with these placements.
     Shared(WrittenSpec),
 }
 
-/// With the lines of what may not fit a mesh.
+/// The placements of a DTensor, with the lines of the keys that may not fit a mesh.
 #[derive(Clone, Debug)]
 pub struct WrittenSpec {
     pub placements: Vec<PlacementSpec>,
+    /// The line, and the names of the mesh dims of the slice.
     pub slice: Option<(usize, Vec<String>)>,
-    /// One for all mesh dims, or one each.
+    /// One split for all mesh dims, or one for each mesh dim.
     pub split: Option<(usize, Vec<Split>)>,
-    /// Names of mesh dims, and a size for each of their coordinates.
+    /// Lines, names of mesh dims, and a size for each of their coordinates.
     pub sizes: Vec<(usize, String, Vec<u64>)>,
 }
 
-impl WrittenLayout {
-    /// On a mesh, which takes the place of the file's `own`. Tensors without a split of their own have that of the layout.
-    pub fn on(
+impl WrittenRule {
+    /// Applies the rule to a mesh, which replaces the mesh `own` of the file. Sizes of a rule without a split are
+    /// combined with the split of the layout.
+    pub fn resolve(
         &self,
         name: &str,
         own: &DeviceMesh,
         mesh: &DeviceMesh,
         split: Option<&Split>,
     ) -> Result<Rule, LayoutError> {
-        let at = FilePosition { name, line: self.line, what: &self.what };
-        let lies = match &self.lies {
+        let at = FilePosition { name, line: self.line, section: &self.section };
+        let choice = match &self.placements {
             WrittenPlacements::Plain => PlacementChoice::Plain,
             WrittenPlacements::Shared(spec) => {
-                let mut spec = spec.on(at, mesh, split)?;
-                spec.placements = follow(&spec.placements, own, mesh);
+                let mut spec = spec.resolve(at, mesh, split)?;
+                spec.placements = adapt_split_factors(&spec.placements, own, mesh);
                 PlacementChoice::Shared(spec)
             }
         };
-        Ok(Rule { pattern: self.pattern.clone(), lies, said: at.said() })
+        Ok(Rule { pattern: self.pattern.clone(), choice, origin: at.describe() })
     }
 }
 
 impl WrittenSpec {
-    fn on(&self, at: FilePosition<'_>, mesh: &DeviceMesh, split: Option<&Split>) -> Result<PlacementList, LayoutError> {
-        let slice = self.slice.as_ref().map(|(line, names)| slice(at.on(*line), names, mesh)).transpose()?;
+    fn resolve(
+        &self,
+        at: FilePosition<'_>,
+        mesh: &DeviceMesh,
+        split: Option<&Split>,
+    ) -> Result<PlacementList, LayoutError> {
+        let slice = self.slice.as_ref().map(|(line, names)| slice(at.at_line(*line), names, mesh)).transpose()?;
         let spec = PlacementList { placements: self.placements.clone(), splits: self.splits(at, mesh, split)?, slice };
         check(at, &spec, mesh)?;
         for (line, name, sizes) in &self.sizes {
-            let dim = dim(at.on(*line), name, mesh)?;
+            let dim = dim(at.at_line(*line), name, mesh)?;
             let placement = spec.placements[dim.0];
             if !matches!(placement, PlacementSpec::Shard(_) | PlacementSpec::StridedShard { .. }) {
-                let problem = format!("sizes {sizes:?} for {name}, on which it is {placement}: nothing is cut");
-                return Err(at.on(*line).wrong(problem, None));
+                let problem =
+                    format!("sizes {sizes:?} for {name}: expected S or _S on this mesh dim, found {placement}");
+                return Err(at.at_line(*line).error(problem, None));
             }
         }
-        // A slice of all dims is the mesh itself.
+        // A slice with all dims is the mesh itself.
         let slice = spec.slice.filter(|dims| dims.len() < mesh.ndim());
         Ok(PlacementList { slice, ..spec })
     }
@@ -84,16 +97,16 @@ impl WrittenSpec {
             Some((line, splits)) if splits.len() != mesh.ndim() => {
                 let problem =
                     format!("expected one split, or one for each dim of the mesh {mesh}, found {}", splits.len());
-                return Err(at.on(*line).wrong(problem, None));
+                return Err(at.at_line(*line).error(problem, None));
             }
             Some((_, splits)) => splits.clone(),
         };
         for (line, name, sizes) in &self.sizes {
-            let (at, dim) = (at.on(*line), dim(at.on(*line), name, mesh)?);
+            let (at, dim) = (at.at_line(*line), dim(at.at_line(*line), name, mesh)?);
             if sizes.len() as u64 != mesh.shape()[dim.0] {
                 let problem =
                     format!("sizes {sizes:?} for {name}: expected {} on the mesh {mesh}", mesh.shape()[dim.0]);
-                return Err(at.wrong(problem, None));
+                return Err(at.error(problem, None));
             }
             splits[dim.0] = Split::Sizes(sizes.as_slice().into());
         }
@@ -101,8 +114,9 @@ impl WrittenSpec {
     }
 }
 
+/// Checks that placements fit a mesh.
 pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
-    spec.check(mesh).map_err(at.within())
+    spec.check(mesh).map_err(at.wrap())
 }
 
 fn slice(at: FilePosition<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Vec<MeshDim>, LayoutError> {
@@ -111,16 +125,17 @@ fn slice(at: FilePosition<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Ve
         return Ok(dims);
     }
     let problem = format!("slice `{}`: expected dims in the order of the mesh {mesh}, each once", names.join(","));
-    Err(at.wrong(problem, None))
+    Err(at.error(problem, None))
 }
 
+/// Returns the mesh dim of this name.
 pub fn dim(at: FilePosition<'_>, name: &str, mesh: &DeviceMesh) -> Result<MeshDim, LayoutError> {
     mesh.dim_by_name(name).ok_or_else(|| {
         let names: Vec<&str> = mesh.names().unwrap_or_default().iter().map(String::as_str).collect();
         let hint = match names.as_slice() {
-            [] => String::from("name its dims: mesh = \"dp=2,tp=2\""),
+            [] => String::from("name the mesh dims: mesh = \"dp=2,tp=2\""),
             names => did_you_mean(name, names),
         };
-        at.wrong(format!("the mesh {mesh} has no dim `{name}`"), Some(hint))
+        at.error(format!("the mesh {mesh} has no dim `{name}`"), Some(hint))
     })
 }

@@ -1,21 +1,19 @@
-//! What one shard holds of one tensor dim: an ascending list of disjoint half-open intervals.
+//! The indices of one tensor dim that a shard holds: an ascending list of disjoint half-open intervals.
 //!
-//! Counts elements along that dim. A plain shard is one interval, but `_StridedShard` (FSDP2 over
-//! TP on one dim, or an interleaved fused weight) holds many: PyTorch carries them as an index
-//! tensor, `_StridedShard.local_shard_size_and_offset` in
-//! `torch/distributed/tensor/placement_types.py`. Here equal intervals at equal distances are one
-//! *run*, so a shard of 10^5 interleaved pieces costs as much as a plain one:
+//! Counts elements along that dim. A plain shard is one interval, but a `_StridedShard` (FSDP2 over TP on one dim, or
+//! an interleaved fused weight) has many. PyTorch stores them as an index tensor:
+//! `_StridedShard.local_shard_size_and_offset` in `torch/distributed/tensor/placement_types.py`. Here, equal intervals
+//! at equal distances are one *run*, so a shard of 10^5 interleaved pieces costs as much as a plain shard:
 //!
 //! ```text
 //!     0:2 + 4:6 + 8:10 + 11:12   =   Run {start 0, step 4, count 3, len 2}, Run {start 11, ..}
 //! ```
 //!
-//! Invariants: intervals are not empty and do not touch (adjacent ones are one), and runs are
-//! what greedy compression from the left gives. So the representation is a function of the
-//! set, and `==` and `Hash` are those of the set.
+//! Invariants: intervals are not empty and do not touch (adjacent intervals are merged), and runs are the result of
+//! greedy compression from the left. So equal sets have equal representations, and `==` and `Hash` compare sets.
 //!
-//! Two coordinates matter and are never mixed: the *index* along the global dim, and the
-//! *position* in the list, which is the index along the local tensor's dim.
+//! There are two coordinates: the *index* along the global dim, and the *position* in the list, which is the index
+//! along the dim of the local tensor.
 
 mod walk;
 
@@ -26,9 +24,9 @@ use smallvec::{SmallVec, smallvec};
 pub use walk::{CommonRange, Segments};
 pub(super) use walk::{Piece, Pieces};
 
-/// `count` intervals of `len` elements, the first at `start`, one every `step`.
+/// A run: `count` intervals of `len` elements, the first at `start`, one every `step`.
 ///
-/// `step > len`, and 0 where there is only one interval.
+/// `step` is larger than `len`, or 0 if there is only one interval.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct IntervalRun {
     start: u64,
@@ -51,7 +49,7 @@ impl IntervalRun {
         self.count * self.len
     }
 
-    /// Whether `interval` is the next one of this run, once the run has a rhythm.
+    /// Returns whether `interval` continues this run. A run of one interval has no step yet, so nothing continues it.
     fn continues_with(&self, interval: &Range<u64>) -> bool {
         self.count > 1
             && self.last().start.checked_add(self.step) == Some(interval.start)
@@ -59,19 +57,20 @@ impl IntervalRun {
     }
 }
 
-/// What a shard holds of one dim: disjoint intervals in ascending order, compressed into runs.
+/// The indices of one dim that a shard holds: disjoint intervals in ascending order, compressed into runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Intervals {
     runs: SmallVec<[IntervalRun; 1]>,
 }
 
 impl Intervals {
+    /// Makes an empty list.
     #[must_use]
     pub fn empty() -> Self {
         Self { runs: SmallVec::new() }
     }
 
-    /// One interval. Its end saturates, so that hostile numbers stay numbers.
+    /// Makes a list of one interval. Its end saturates, so untrusted numbers do not overflow.
     #[must_use]
     pub fn single(start: u64, len: u64) -> Self {
         match len.min(u64::MAX - start) {
@@ -80,13 +79,14 @@ impl Intervals {
         }
     }
 
-    /// All of a dim of size `n`.
+    /// Makes the list of all indices of a dim of size `n`.
     #[must_use]
     pub fn full(n: u64) -> Self {
         Self::single(0, n)
     }
 
-    /// `count` intervals of `len <= step` elements, one every `step`; the last ends within `u64`.
+    /// Makes a list of `count` intervals of `len <= step` elements, one every `step`. The last interval must end within
+    /// `u64`.
     #[must_use]
     pub(super) fn progression(start: u64, step: u64, count: u64, len: u64) -> Self {
         debug_assert!(len <= step, "intervals of a progression are disjoint");
@@ -97,36 +97,37 @@ impl Intervals {
         Self { runs }
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.runs.iter().map(IntervalRun::numel).sum()
     }
 
+    /// Returns whether the list is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// The first index.
+    /// Returns the first index.
     #[must_use]
     pub fn start(&self) -> Option<u64> {
         self.runs.first().map(|run| run.start)
     }
 
-    /// One past the last index.
+    /// Returns the last index plus 1.
     #[must_use]
     pub fn end(&self) -> Option<u64> {
         self.runs.last().map(|run| run.last().end)
     }
 
-    /// The smallest interval that holds all of them; `0..0` for none.
+    /// Returns the smallest interval that contains all indices; `0..0` for an empty list.
     #[must_use]
     pub fn bounds(&self) -> Range<u64> {
         self.start().unwrap_or(0)..self.end().unwrap_or(0)
     }
 
-    /// The interval, where it is exactly one.
+    /// Returns the interval, if there is exactly one.
     #[must_use]
     pub fn as_single(&self) -> Option<Range<u64>> {
         match self.runs.as_slice() {
@@ -135,9 +136,10 @@ impl Intervals {
         }
     }
 
-    /// How many of the elements have a smaller index: the position of `index`, or of the next one that is held.
+    /// Returns the number of elements with a smaller index. This is the position of `index`, or of the next larger
+    /// index in the list.
     #[must_use]
-    pub fn before(&self, index: u64) -> u64 {
+    pub fn count_before(&self, index: u64) -> u64 {
         let of_run = |run: &IntervalRun| {
             let Some(past) = index.checked_sub(run.start) else { return 0 };
             let whole = past.checked_div(run.step).unwrap_or(0).min(run.count - 1);
@@ -146,19 +148,19 @@ impl Intervals {
         self.runs.iter().map(of_run).sum()
     }
 
-    /// Tell everything it is in numbers, which no other list has.
-    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
-        tell(self.runs.len() as u64);
-        self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(tell);
+    /// Passes an encoding of the list to `emit`. Different lists have different encodings.
+    pub fn encode(&self, emit: &mut impl FnMut(u64)) {
+        emit(self.runs.len() as u64);
+        self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(emit);
     }
 
-    /// The number of maximal intervals.
+    /// Returns the number of maximal intervals.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.runs.iter().map(|run| run.count).sum()
     }
 
-    /// The maximal intervals, ascending.
+    /// Returns the maximal intervals, ascending.
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.pieces().map(|piece| piece.range)
     }
@@ -167,17 +169,16 @@ impl Intervals {
         Pieces::new(&self.runs)
     }
 
-    /// Appends an interval; an empty one changes nothing.
+    /// Appends an interval. An empty interval changes nothing.
     ///
     /// # Panics
-    /// When the interval begins before the end of the list: a list in another order would be
-    /// another tensor.
+    /// If the interval starts before the end of the list, because another order would be another tensor.
     pub fn push(&mut self, mut interval: Range<u64>) {
         if interval.is_empty() {
             return;
         }
         let end = self.end().unwrap_or(0);
-        assert!(interval.start >= end, "{interval:?} pushed behind {end}: intervals ascend");
+        assert!(interval.start >= end, "{interval:?} pushed after {end}: intervals ascend");
         if interval.start == end && !self.is_empty() {
             interval.start = self.pop().start;
         }
@@ -192,7 +193,7 @@ impl Intervals {
         }
     }
 
-    /// Takes the last interval off again, which leaves exactly what was there before its push.
+    /// Removes the last interval, which restores the list before its push.
     fn pop(&mut self) -> Range<u64> {
         let run = self.runs.last_mut().expect("only a list with an interval is popped");
         let last = run.last();
@@ -205,7 +206,7 @@ impl Intervals {
         last
     }
 
-    /// Pushes every interval of a run, all but the first few at once.
+    /// Appends every interval of a run; all but the first few in one step.
     fn push_run(&mut self, run: &IntervalRun) {
         for k in 0..run.count {
             let interval = run.interval(k);
@@ -219,15 +220,15 @@ impl Intervals {
         }
     }
 
-    /// Appends a list that begins where this one ends, or later.
+    /// Appends a list that starts at the end of this list, or later.
     ///
     /// # Panics
-    /// As [`push`](Self::push) does.
+    /// If the other list starts before the end of this list.
     pub fn concat(&mut self, other: &Self) {
         other.runs.iter().for_each(|run| self.push_run(run));
     }
 
-    /// The elements at `positions` of the list; what lies beyond its end is left out.
+    /// Returns the elements at `positions` of the list. Positions beyond its end are ignored.
     #[must_use]
     pub fn slice(&self, positions: Range<u64>) -> Self {
         let mut taken = Self::empty();
@@ -253,7 +254,7 @@ impl Intervals {
         taken
     }
 
-    /// The elements at all of these positions, which exist: [`slice`](Self::slice) by a list.
+    /// Returns the elements at a list of positions, all of which must exist. [`slice`](Self::slice) takes one range.
     #[must_use]
     pub(super) fn select(&self, positions: &Self) -> Self {
         debug_assert!(positions.bounds().end <= self.len(), "positions in the list");
@@ -268,15 +269,15 @@ impl Intervals {
             return taken;
         }
         let mut pieces = self.pieces().peekable();
-        for wanted in positions.iter() {
+        for range in positions.iter() {
             while let Some(piece) = pieces.peek() {
                 let len = piece.range.end - piece.range.start;
-                let from = wanted.start.saturating_sub(piece.position);
-                let to = wanted.end.saturating_sub(piece.position).min(len);
+                let from = range.start.saturating_sub(piece.position);
+                let to = range.end.saturating_sub(piece.position).min(len);
                 if from < to {
                     taken.push(piece.range.start + from..piece.range.start + to);
                 }
-                if piece.position + len > wanted.end {
+                if piece.position + len > range.end {
                     break;
                 }
                 pieces.next();
@@ -287,8 +288,10 @@ impl Intervals {
 }
 
 impl FromIterator<Range<u64>> for Intervals {
+    /// Collects ascending ranges.
+    ///
     /// # Panics
-    /// As [`Intervals::push`] does, when the ranges do not ascend.
+    /// If the ranges do not ascend.
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Self {
         let mut intervals = Self::empty();
         ranges.into_iter().for_each(|range| intervals.push(range));
@@ -296,7 +299,7 @@ impl FromIterator<Range<u64>> for Intervals {
     }
 }
 
-/// `0:2+4:6`, abridged where there are too many to read; `0:0` for none.
+/// Displays the list as `0:2+4:6`, shortened if it is long, and an empty list as `0:0`.
 impl fmt::Display for Intervals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: u64 = 8;
@@ -323,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_intervals_at_equal_distances_are_one_run() {
+    fn equally_spaced_intervals_are_one_run() {
         let many: Intervals = (0..100_000).map(|i| 10 * i..10 * i + 3).collect();
         assert_eq!(many.runs.len(), 1);
         assert_eq!((many.count(), many.len(), many.end()), (100_000, 300_000, Some(999_993)));
@@ -332,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_set_is_the_same_value() {
+    fn equal_sets_have_equal_values() {
         assert_eq!(list(&[0..2, 2..4, 4..5]), Intervals::full(5));
         assert_eq!(list(&[0..1, 4..5, 8..9, 9..10]), list(&[0..1, 4..5, 8..10]));
         assert_eq!(list(&[3..3, 7..7]), Intervals::empty());
@@ -353,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_intervals_saturate() {
+    fn huge_intervals_saturate() {
         assert!(Intervals::single(u64::MAX, 7).is_empty());
         let mut list = Intervals::single(u64::MAX - 1, 7);
         assert_eq!(list.as_single(), Some(u64::MAX - 1..u64::MAX));
@@ -366,7 +369,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "intervals ascend")]
-    fn order_is_kept() {
+    fn descending_intervals_panic() {
         list(&[4..5, 0..1]);
     }
 }

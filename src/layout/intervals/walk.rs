@@ -1,8 +1,8 @@
-//! Walking interval lists in step: the intersection of two of them.
+//! The intersection of two interval lists.
 //!
-//! A walk yields pieces in ascending order and knows each one's position in its list. It can
-//! also *seek*: within a run the next piece that matters is a division away, so intersecting one
-//! interval with a run of 10^5 costs as much as there is to find, not as much as there is to skip.
+//! Counts elements. An iterator yields the pieces of a list in ascending order, each with its position in the list. It
+//! can also *seek*: within a run, the next relevant piece is found by a division. So the cost of intersecting one
+//! interval with a run of 10^5 depends on the number of results, not on the number of skipped pieces.
 
 use std::ops::Range;
 
@@ -10,18 +10,20 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{IntervalRun, Intervals};
 
-/// A stretch that two lists have in common: where it lies in each, and how long it is.
+/// A range that two lists share: its position in each list, and its length.
 ///
-/// In `0:2+4:6` and `1:5` the common indices 1 and 4 are two segments, `{left: 1, right: 0,
-/// len: 1}` and `{left: 2, right: 3, len: 1}`.
+/// In `0:2+4:6` and `1:5` the common indices 1 and 4 are two ranges: `{left: 1, right: 0, len: 1}` and
+/// `{left: 2, right: 3, len: 1}`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommonRange {
+    /// The position in the first list.
     pub left: u64,
+    /// The position in the second list.
     pub right: u64,
     pub len: u64,
 }
 
-/// Segments that ascend in both lists. Most often there is one, which needs no allocation.
+/// Common ranges, ascending in both lists. Usually there is one, which is stored without allocation.
 pub type Segments = SmallVec<[CommonRange; 1]>;
 
 /// A maximal interval and the position of its first element in the list.
@@ -31,11 +33,11 @@ pub(in crate::layout) struct Piece {
     pub range: Range<u64>,
 }
 
-/// The pieces of a list from some point on.
+/// An iterator over the pieces of a list.
 #[derive(Clone, Debug)]
 pub(in crate::layout) struct Pieces<'a> {
     runs: &'a [IntervalRun],
-    /// The next interval of the first run.
+    /// The number of the next interval in the first run.
     next: u64,
     position: u64,
 }
@@ -82,12 +84,12 @@ impl Iterator for Pieces<'_> {
 }
 
 impl Intervals {
-    /// The intervals with the position of each in the list.
+    /// Returns the intervals, each with its position in the list.
     pub(in crate::layout) fn positioned(&self) -> Pieces<'_> {
         self.pieces()
     }
 
-    /// What two lists have in common, ascending; segments which are contiguous in both are one.
+    /// Returns the ranges that two lists share, ascending. Ranges that are contiguous in both lists are merged.
     #[must_use]
     pub fn intersect(&self, other: &Self) -> Segments {
         if let (Some(a), Some(b)) = (self.as_single(), other.as_single()) {
@@ -96,7 +98,7 @@ impl Intervals {
             return (start < end).then(common).into_iter().collect();
         }
         if self == other {
-            // One segment, however many intervals it is made of.
+            // Equal lists share one range, however many intervals they have.
             let all = CommonRange { left: 0, right: 0, len: self.len() };
             return if self.is_empty() { smallvec![] } else { smallvec![all] };
         }
@@ -112,13 +114,13 @@ impl Intervals {
         segments
     }
 
-    /// The first stretch of indices that two lists have in common.
+    /// Returns the first range of indices that two lists share.
     pub(in crate::layout) fn first_common(&self, other: &Self) -> Option<Range<u64>> {
         self.common(other).next().map(|(range, _)| range)
     }
 
-    /// Whether any of the indices in `range` is in the list.
-    pub(in crate::layout) fn meets(&self, range: &Range<u64>) -> bool {
+    /// Returns whether any index in `range` is in the list.
+    pub(in crate::layout) fn intersects(&self, range: &Range<u64>) -> bool {
         let mut pieces = self.pieces();
         pieces.seek(range.start);
         pieces.next().is_some_and(|piece| piece.range.start < range.end)
@@ -136,7 +138,7 @@ impl Intervals {
                     let right = b.position + (start - b.range.start);
                     (start..end, CommonRange { left, right, len: end - start })
                 });
-                // The piece that ends first is done, and so is all of its list before the other's.
+                // The piece that ends first is finished. Its list can skip to the start of the other piece.
                 if a.range.end <= b.range.end {
                     lefts.seek(b.range.start);
                     left = lefts.next();
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_carry_both_positions() {
+    fn common_range_has_positions_in_both_lists() {
         let stripes = Intervals::progression(0, 4, 2, 2);
         assert_eq!(stripes.intersect(&Intervals::single(1, 4)).to_vec(), [segment(1, 0, 1), segment(2, 3, 1)]);
         assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(6, 9)).to_vec(), [segment(3, 0, 2)]);
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_contiguous_in_both_is_one_segment() {
+    fn ranges_contiguous_in_both_lists_are_merged() {
         let stripes = Intervals::progression(0, 10, 100_000, 3);
         assert_eq!(stripes.intersect(&stripes).to_vec(), [segment(0, 0, 300_000)]);
         let longer = Intervals::progression(0, 10, 100_001, 3);
@@ -179,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn seeking_skips_without_walking() {
-        // A walk over 2^60 pieces would never end.
+    fn seek_skips_pieces_in_constant_time() {
+        // Iterating over 2^60 pieces would never end.
         let stripes = Intervals::progression(0, 4, 1 << 60, 1);
         let far = Intervals::single(1 << 61, 8);
         assert_eq!(stripes.intersect(&far).to_vec(), [segment(1 << 59, 0, 1), segment((1 << 59) + 1, 4, 1)]);

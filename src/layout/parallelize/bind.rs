@@ -1,7 +1,8 @@
-//! A plan meets the parameters of a model: which style each has.
+//! Assigns the styles of a plan to the parameters of a model.
 //!
-//! A pattern is of a module, and names the module's own parameters, not what is below it; or of a parameter. `.` is the
-//! root module. `pairwise` is of a module, too, and goes by the order of its children.
+//! Counts elements. A pattern matches a module, and then its own parameters but not those of its children; or it
+//! matches a parameter. `.` is the root module. `pairwise` matches a module and alternates styles over its children, in
+//! the order of registration. PyTorch's counterpart is `parallelize_module`.
 
 use std::collections::HashMap;
 
@@ -12,71 +13,71 @@ use super::{
     Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, StyleRule,
 };
 
-/// A tensor of the model.
+/// A tensor of the model, as a plan sees it.
 #[derive(Clone, Debug)]
 pub struct Parameter<'a> {
     pub name: String,
     pub shape: &'a [u64],
-    pub sizes: ShapeOrigin,
+    pub shape_origin: ShapeOrigin,
     pub kind: ParameterKind,
 }
 
-/// Of what a shape is.
+/// The tensor that a shape belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShapeOrigin {
-    OfWhole,
-    /// Of what some rank has: how far it is cut cannot be told from it.
-    OfPart,
+    Global,
+    /// The local shard of some rank. The number of splits cannot be derived from it.
+    LocalShard,
 }
 
-/// Whether it is trained.
+/// The kind of a tensor: parameter or buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterKind {
     Parameter,
-    /// A plain tensor, unless a style names it.
+    /// A buffer: it stays a plain tensor, unless a style matches it.
     Buffer,
 }
 
-/// What the order of parameters is.
+/// The order of the list of parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterOrder {
-    /// That of registration, as in a state dict.
+    /// The order of registration, as in a state dict.
     Registered,
     Unknown,
 }
 
-/// A rule, and what it may do.
+/// A style rule, with its origin.
 pub(super) struct Candidate {
     pub rule: StyleRule,
     pub origin: RuleOrigin,
     pub note: Option<&'static str>,
 }
 
-/// Where a rule is from.
+/// The origin of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RuleOrigin {
-    /// Somebody said it: it has to name something.
-    Told,
-    /// Attention and MLPs of a built-in plan: some of them have to.
+    /// The user gave it. It must match a parameter.
+    User,
+    /// The attention and MLP rows of a built-in plan. At least one of them must match.
     Layers,
-    /// The rest of one.
-    Around,
+    /// The other rows of a built-in plan.
+    OutsideLayers,
 }
 
 impl Candidate {
-    fn names_module(&self, module: &str) -> bool {
+    fn matches_module(&self, module: &str) -> bool {
         let pattern = &self.rule.pattern;
         if module.is_empty() { pattern.as_str() == "." } else { pattern.matches(module) }
     }
 
-    /// Whether it gives its own style to this parameter.
-    pub fn names(&self, parameter: &str) -> bool {
+    /// Returns whether the rule gives its style to this parameter.
+    pub fn matches(&self, parameter: &str) -> bool {
         self.rule.style != ParallelStyle::Pairwise
-            && (self.names_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
+            && (self.matches_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
 
-    /// What a parameter is that it names.
-    fn part(&self, parameter: &str) -> ParameterRole {
+    /// Returns the role of a parameter that the rule matches.
+    fn role(&self, parameter: &str) -> ParameterRole {
         if self.rule.pattern.matches(parameter) {
             ParameterRole::by_itself(parameter)
         } else {
@@ -85,16 +86,16 @@ impl Candidate {
     }
 }
 
-/// The module that has a parameter, or a module as its child.
+/// Returns the name of the module that contains a parameter or a child module.
 fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 impl ParallelizePlan {
-    /// How each of these lies, in their order.
+    /// Returns the placement of each parameter, in the order of `parameters`.
     ///
     /// # Errors
-    /// `PlanError` for rules that name nothing, a plan of another family, and pairs in an order that is not known.
+    /// `PlanError` for rules that match nothing, a plan of another family, and `pairwise` with an unknown order.
     pub fn bind(
         &self,
         mesh: &DeviceMesh,
@@ -106,15 +107,15 @@ impl ParallelizePlan {
         let mut layers_are_there = false;
         for candidate in &candidates {
             let named = match candidate.rule.style {
-                ParallelStyle::Pairwise => pairs(candidate, parameters, order)?,
+                ParallelStyle::Pairwise => pairwise_styles(candidate, parameters, order)?,
                 style => {
-                    let names = |at: &usize| candidate.names(&parameters[*at].name);
+                    let names = |at: &usize| candidate.matches(&parameters[*at].name);
                     (0..parameters.len()).filter(names).map(|at| (at, style)).collect()
                 }
             };
-            if named.is_empty() && candidate.origin == RuleOrigin::Told {
-                let StyleRule { pattern, said, .. } = &candidate.rule;
-                return Err(PlanError::Unmatched { said: said.clone(), pattern: pattern.to_string() });
+            if named.is_empty() && candidate.origin == RuleOrigin::User {
+                let StyleRule { pattern, origin, .. } = &candidate.rule;
+                return Err(PlanError::Unmatched { origin: origin.clone(), pattern: pattern.to_string() });
             }
             layers_are_there |= candidate.origin == RuleOrigin::Layers && !named.is_empty();
             for (at, style) in named {
@@ -122,29 +123,30 @@ impl ParallelizePlan {
             }
         }
         if let Some(family) = self.family.filter(|_| !layers_are_there) {
-            return Err(PlanError::OtherFamily { plan: family.name, alike: super::alike(parameters) });
+            return Err(PlanError::OtherFamily { plan: family.name, similar: super::similar_families(parameters) });
         }
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
-        let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, ParallelStyle)>)| match found {
+        let place = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, ParallelStyle)>)| match found {
             Some((candidate, style)) if style != ParallelStyle::None => {
-                let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter);
-                ParameterPlacement { note: candidate.note, ..laid }
+                let placed = self.roles.place_styled(mesh, style, candidate.role(&parameter.name), parameter);
+                ParameterPlacement { note: candidate.note, ..placed }
             }
             _ if parameter.kind == ParameterKind::Buffer || is_buffer(&buffers, parameter) => {
                 ParameterPlacement { shared: None, by: PlacementSource::Buffer, uncut: None, note: None }
             }
-            Some((_, style)) => {
-                ParameterPlacement { by: PlacementSource::Style(style), ..self.roles.unstyled(mesh, parameter.shape) }
-            }
-            None => self.roles.unstyled(mesh, parameter.shape),
+            Some((_, style)) => ParameterPlacement {
+                by: PlacementSource::Style(style),
+                ..self.roles.place_unstyled(mesh, parameter.shape)
+            },
+            None => self.roles.place_unstyled(mesh, parameter.shape),
         };
-        Ok(parameters.iter().zip(found).map(lay).collect())
+        Ok(parameters.iter().zip(found).map(place).collect())
     }
 
-    /// What was told, then what is built in.
+    /// Returns the user's rules, followed by those of the built-in plan.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
-        let told = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::Told, note: None };
-        let mut candidates: Vec<Candidate> = self.styles.iter().map(told).collect();
+        let of_user = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::User, note: None };
+        let mut candidates: Vec<Candidate> = self.styles.iter().map(of_user).collect();
         if let Some(family) = self.family {
             candidates.extend(family.candidates());
         }
@@ -152,10 +154,10 @@ impl ParallelizePlan {
         match (candidates.first(), mesh.names().and_then(dim_name)) {
             (Some(first), None) => {
                 let plan = || self.family.map(|family| format!("plan {}", family.name));
-                let said =
-                    Some(first).filter(|first| first.origin == RuleOrigin::Told).map(|first| first.rule.said.clone());
-                let said = said.or_else(plan).unwrap_or_default();
-                Err(PlanError::NoTensorDim { said, mesh: mesh.to_string() })
+                let origin =
+                    Some(first).filter(|first| first.origin == RuleOrigin::User).map(|first| first.rule.origin.clone());
+                let origin = origin.or_else(plan).unwrap_or_default();
+                Err(PlanError::NoTensorDim { origin, mesh: mesh.to_string() })
             }
             (None, Some(name)) => Err(PlanError::NoStyles { name }),
             _ => Ok(candidates),
@@ -167,27 +169,27 @@ fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
     buffers.iter().any(|pattern| pattern.matches(&parameter.name))
 }
 
-/// What a pairwise rule gives to whom.
-fn pairs(
+/// Returns the parameters that a pairwise rule matches, each with its style.
+fn pairwise_styles(
     candidate: &Candidate,
     parameters: &[Parameter<'_>],
     order: ParameterOrder,
 ) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
     const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
-    // Children that have a 2-d weight.
+    // A linear child is one with a 2-d weight.
     let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for parameter in parameters.iter().filter(|parameter| parameter.shape.len() == 2) {
         let Some(linear) = weight_of(&parameter.name) else { continue };
-        if candidate.names_module(module_of(linear)) {
+        if candidate.matches_module(module_of(linear)) {
             modules.entry(module_of(linear)).or_default().push(linear);
         }
     }
-    let said = || candidate.rule.said.clone();
+    let origin = || candidate.rule.origin.clone();
     let mut styles: HashMap<&str, ParallelStyle> = HashMap::new();
     for (module, linears) in &mut modules {
         if linears.len() > 1 && order == ParameterOrder::Unknown && !sort_by_number(linears) {
             let children = linears.iter().map(|linear| own_name(linear).to_owned()).collect();
-            return Err(PlanError::UnknownOrder { said: said(), module: shown(module), children });
+            return Err(PlanError::UnknownOrder { origin: origin(), module: display_module(module), children });
         }
         let (pairs, _) = linears.as_chunks::<2>();
         styles.extend(pairs.iter().flat_map(|pair| pair.iter().copied().zip(IN_TURN)));
@@ -196,10 +198,10 @@ fn pairs(
         let alone = modules.first().map(|(module, linears)| (*module, linears.len()));
         let childless = || {
             let mut modules = parameters.iter().map(|parameter| module_of(&parameter.name));
-            modules.find(|module| candidate.names_module(module)).map(|module| (module, 0))
+            modules.find(|module| candidate.matches_module(module)).map(|module| (module, 0))
         };
         return match alone.or_else(childless) {
-            Some((module, found)) => Err(PlanError::NoPair { said: said(), module: shown(module), found }),
+            Some((module, found)) => Err(PlanError::NoPair { origin: origin(), module: display_module(module), found }),
             None => Ok(Vec::new()),
         };
     }
@@ -207,7 +209,7 @@ fn pairs(
     Ok(parameters.iter().enumerate().filter_map(style).collect())
 }
 
-/// The module whose `weight` it is.
+/// Returns the module whose `weight` this parameter is.
 fn weight_of(parameter: &str) -> Option<&str> {
     if parameter == "weight" { None } else { parameter.strip_suffix(".weight") }
 }
@@ -216,11 +218,11 @@ fn own_name(module: &str) -> &str {
     module.rsplit('.').next().unwrap_or(module)
 }
 
-fn shown(module: &str) -> String {
+fn display_module(module: &str) -> String {
     if module.is_empty() { String::from("the root module") } else { module.to_owned() }
 }
 
-/// Children of `nn.Sequential`, whose names are numbers; whether they are.
+/// Sorts the children of an `nn.Sequential` by number. Returns false, and sorts nothing, if a name is not a number.
 fn sort_by_number(linears: &mut [&str]) -> bool {
     let number = |linear: &&str| own_name(linear).parse::<u64>();
     let are_numbers = linears.iter().all(|linear| number(linear).is_ok());

@@ -1,7 +1,7 @@
-//! Built-in plans, one a model family, by the names that transformers, Meta's code and torchtitan give modules.
+//! Built-in plans, one for each model family, for the module names of transformers, Meta's code and torchtitan.
 //!
-//! Patterns are of modules wherever they are in the model. Families share most of their modules, so plans are put
-//! together from tables. What is in no table is left to FSDP.
+//! Counts dims and blocks, no bytes. Patterns match modules anywhere in the model. Families share most of their
+//! modules, so a plan is built from tables. A module in no table is sharded by FSDP only.
 //!
 //! Source: `base_model_tp_plan` of transformers' configurations, and `parallelize.py` of torchtitan's models.
 
@@ -16,13 +16,13 @@ use super::{ParallelStyle, StyleRule};
 #[derive(Debug)]
 pub struct Family {
     pub name: &'static str,
-    /// Attention and MLPs: what tells families apart.
+    /// The tables of attention and MLP modules, which differ between families.
     pub layers: &'static [&'static [FamilyRow]],
-    /// Embeddings, norms and the head.
-    pub around: &'static [FamilyRow],
+    /// The table of embeddings, norms and the head.
+    pub outside_layers: &'static [FamilyRow],
 }
 
-/// What some modules are given.
+/// The style of some modules.
 #[derive(Debug)]
 pub struct FamilyRow {
     pub pattern: &'static str,
@@ -34,7 +34,7 @@ const fn row(pattern: &'static str, style: ParallelStyle) -> FamilyRow {
     FamilyRow { pattern, style, note: None }
 }
 
-const fn noted(pattern: &'static str, style: ParallelStyle, note: &'static str) -> FamilyRow {
+const fn row_with_note(pattern: &'static str, style: ParallelStyle, note: &'static str) -> FamilyRow {
     FamilyRow { pattern, style, note: Some(note) }
 }
 
@@ -45,10 +45,10 @@ const GATE_AND_UP: ParallelStyle = ParallelStyle::Colwise { blocks: 2 };
 const ATTENTION: &[FamilyRow] = &[
     row("layers.*.self_attn.{q_proj,k_proj,v_proj}", COLWISE),
     row("layers.*.self_attn.o_proj", ROWWISE),
-    noted(
+    row_with_note(
         "layers.*.self_attn.qkv_proj",
         ParallelStyle::Replicate,
-        "q, k and v in one, of sizes that the names do not tell: whole on the dim of tensor parallelism",
+        "q, k and v are fused and their sizes are unknown, so the weight is replicated over tensor parallelism",
     ),
     row("layers.*.attention.{wq,wk,wv}", COLWISE),
     row("layers.*.attention.wo", ROWWISE),
@@ -92,11 +92,11 @@ const AROUND_LLAMA: &[FamilyRow] = &[
 ];
 
 const LAYERS_OF_NEOX: &[FamilyRow] = &[
-    noted(
+    row_with_note(
         "layers.*.attention.query_key_value",
         COLWISE,
-        "q, k and v of each head side by side: heads are cut whole where their number is a multiple of the ranks of \
-         tensor parallelism",
+        "q, k and v are interleaved by head; each rank gets complete heads only if the number of heads is a multiple of \
+         the size of tensor parallelism",
     ),
     row("layers.*.attention.dense", ROWWISE),
     row("layers.*.mlp.dense_h_to_4h", COLWISE),
@@ -126,52 +126,56 @@ const AROUND_GPT2: &[FamilyRow] = &[
 ];
 
 static FAMILIES: [Family; 9] = [
-    Family { name: "llama", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
-    Family { name: "mistral", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
-    Family { name: "qwen2", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
-    Family { name: "qwen3", layers: &[ATTENTION, QK_NORMS, MLP], around: AROUND_LLAMA },
-    Family { name: "mixtral", layers: &[ATTENTION, EXPERTS, EXPERTS_OF_MIXTRAL], around: AROUND_LLAMA },
+    Family { name: "llama", layers: &[ATTENTION, MLP], outside_layers: AROUND_LLAMA },
+    Family { name: "mistral", layers: &[ATTENTION, MLP], outside_layers: AROUND_LLAMA },
+    Family { name: "qwen2", layers: &[ATTENTION, MLP], outside_layers: AROUND_LLAMA },
+    Family { name: "qwen3", layers: &[ATTENTION, QK_NORMS, MLP], outside_layers: AROUND_LLAMA },
+    Family { name: "mixtral", layers: &[ATTENTION, EXPERTS, EXPERTS_OF_MIXTRAL], outside_layers: AROUND_LLAMA },
     Family {
         name: "qwen2-moe",
         layers: &[ATTENTION, MLP, EXPERTS, EXPERTS_OF_QWEN, SHARED_EXPERT],
-        around: AROUND_LLAMA,
+        outside_layers: AROUND_LLAMA,
     },
-    Family { name: "qwen3-moe", layers: &[ATTENTION, QK_NORMS, MLP, EXPERTS, EXPERTS_OF_QWEN], around: AROUND_LLAMA },
-    Family { name: "gpt-neox", layers: &[LAYERS_OF_NEOX], around: AROUND_NEOX },
-    Family { name: "gpt2", layers: &[LAYERS_OF_GPT2], around: AROUND_GPT2 },
+    Family {
+        name: "qwen3-moe",
+        layers: &[ATTENTION, QK_NORMS, MLP, EXPERTS, EXPERTS_OF_QWEN],
+        outside_layers: AROUND_LLAMA,
+    },
+    Family { name: "gpt-neox", layers: &[LAYERS_OF_NEOX], outside_layers: AROUND_NEOX },
+    Family { name: "gpt2", layers: &[LAYERS_OF_GPT2], outside_layers: AROUND_GPT2 },
 ];
 
-/// Buffers that older checkpoints of these families hold: causal masks and rotary frequencies. No name says that they
-/// are none of the parameters.
+/// Buffers in older checkpoints of these families: causal masks and rotary frequencies. Their names do not show that
+/// they are buffers.
 const BUFFERS: [&str; 2] = ["**.{attn,attention}.{bias,masked_bias}", "**.{inv_freq,freqs_cis}"];
 
 impl Family {
-    /// Every built-in plan.
+    /// Returns every built-in plan.
     #[must_use]
     pub fn all() -> &'static [Self] {
         &FAMILIES
     }
 
-    /// The plan of this name; `_` may stand for `-`.
+    /// Returns the plan of this name. `_` and `-` are equivalent.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
         let name = name.to_ascii_lowercase().replace('_', "-");
         FAMILIES.iter().find(|family| family.name == name)
     }
 
-    /// Its rules.
+    /// Returns the rules of the plan.
     pub(super) fn candidates(&self) -> Vec<Candidate> {
         let layers = self.layers.iter().flat_map(|rows| rows.iter()).map(|row| (row, RuleOrigin::Layers));
-        let rows = layers.chain(self.around.iter().map(|row| (row, RuleOrigin::Around)));
+        let rows = layers.chain(self.outside_layers.iter().map(|row| (row, RuleOrigin::OutsideLayers)));
         let candidate = |(row, origin): (&FamilyRow, RuleOrigin)| {
             let pattern = parse(&format!("**.{}", row.pattern));
-            let said = format!("plan {}: {}", self.name, row.pattern);
-            Candidate { rule: StyleRule { pattern, style: row.style, said }, origin, note: row.note }
+            let from = format!("plan {}: {}", self.name, row.pattern);
+            Candidate { rule: StyleRule { pattern, style: row.style, origin: from }, origin, note: row.note }
         };
         rows.map(candidate).collect()
     }
 
-    /// Names of what is no parameter.
+    /// Returns patterns for the names of buffers.
     pub(super) fn buffers() -> Vec<Pattern> {
         BUFFERS.iter().map(|text| parse(text)).collect()
     }
@@ -181,20 +185,20 @@ fn parse(pattern: &str) -> Pattern {
     Pattern::parse(pattern).expect("built-in patterns are globs")
 }
 
-/// The families whose plans name most of the attention and MLPs among these parameters, with the fewest rows beside.
+/// Returns the families whose plans match the most attention and MLP parameters, with the fewest unmatched rows.
 #[must_use]
-pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
-    // Layers and experts are all alike.
-    let names: BTreeSet<String> = parameters.iter().map(|parameter| numberless(&parameter.name)).collect();
+pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
+    // Layers and experts have the same names except for numbers.
+    let names: BTreeSet<String> = parameters.iter().map(|parameter| with_zeros_for_numbers(&parameter.name)).collect();
     let mut best = ((1, Reverse(usize::MAX)), Vec::new());
     for family in Family::all() {
         let mut layers = family.candidates();
         layers.retain(|candidate| candidate.origin == RuleOrigin::Layers);
-        let named = names.iter().filter(|name| layers.iter().any(|candidate| candidate.names(name))).count();
-        let is_idle = |candidate: &&Candidate| !names.iter().any(|name| candidate.names(name));
-        let likeness = (named, Reverse(layers.iter().filter(is_idle).count()));
-        match likeness.cmp(&best.0) {
-            Ordering::Greater => best = (likeness, vec![family.name]),
+        let named = names.iter().filter(|name| layers.iter().any(|candidate| candidate.matches(name))).count();
+        let is_unmatched = |candidate: &&Candidate| !names.iter().any(|name| candidate.matches(name));
+        let similarity = (named, Reverse(layers.iter().filter(is_unmatched).count()));
+        match similarity.cmp(&best.0) {
+            Ordering::Greater => best = (similarity, vec![family.name]),
             Ordering::Equal => best.1.push(family.name),
             Ordering::Less => {}
         }
@@ -202,8 +206,8 @@ pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     best.1
 }
 
-/// With 0 for every number.
-fn numberless(name: &str) -> String {
+/// Returns the name with 0 in place of every number.
+fn with_zeros_for_numbers(name: &str) -> String {
     let parts = name.split('.').map(|part| if part.parse::<u64>().is_ok() { "0" } else { part });
     parts.collect::<Vec<_>>().join(".")
 }

@@ -1,7 +1,7 @@
-//! Parallelize plans: how modules are cut over the mesh dim of tensor parallelism, and parameters over that of FSDP.
+//! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over that of FSDP.
 //!
-//! Counts elements. A plan gives *modules* styles, by patterns of their names; a style says how each parameter of the
-//! module lies on the one mesh dim it is applied to. FSDP then cuts dim 0 of what tensor parallelism left, over a mesh
+//! Counts elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
+//! the module a placement on the mesh dim of tensor parallelism. FSDP then shards dim 0 of the local tensor over a mesh
 //! dim of its own.
 //!
 //! ```text
@@ -12,20 +12,21 @@
 //!     rowwise-embedding      S(0)                nn.Embedding: the vocabulary
 //!     colwise-conv1d         S(1)      S(0)      transformers' Conv1D, whose weight is (in, out)
 //!     rowwise-conv1d         S(0)      R
-//!     colwise(3)             _S(0,3)   _S(0,3)   three weights in one (q, k, v), each cut by itself
-//!     pairwise                                   linear children in turn: colwise, rowwise; a last odd one is left alone
-//!     sequence, replicate    R         R         a DTensor all the same
-//!     none                                       as if no style named it
+//!     colwise(3)             _S(0,3)   _S(0,3)   a fused weight of three (q, k, v), each sharded separately
+//!     pairwise                                   colwise, rowwise, ... for linear children; an odd last one is skipped
+//!     sequence, replicate    R         R         a DTensor that is not sharded
+//!     none                                       the module has no style
 //! ```
 //!
-//! Weights of more dims are stacks of such weights (experts), and dims count from the end. What no style names is left
-//! to FSDP, on the slice of the mesh that is FSDP's; without FSDP it is a plain tensor.
+//! A weight with more dims is a stack of such weights (experts), so dims count from the end. A parameter without a
+//! style is sharded by FSDP only, on the FSDP slice of the mesh. Without FSDP it is a plain tensor.
 //!
-//! Invariant: the parts of a fused weight are never cut across in silence. Where they cannot be cut each by itself, the
-//! weight stays whole on that mesh dim, and [`Laid`] says so.
+//! Invariant: a shard boundary never crosses the blocks of a fused weight silently. If the blocks cannot be sharded
+//! separately, the weight is replicated on that mesh dim, and [`ParameterPlacement::uncut`] has the reason.
 //!
-//! Source: `torch/distributed/tensor/parallel/style.py` and `api.py`, `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`;
-//! `PairwiseParallel`, which was in PyTorch to 2.3, and Conv1D, which it refuses, are defined here.
+//! Source: `torch/distributed/tensor/parallel/style.py` and `api.py`,
+//! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`. `PairwiseParallel`, which PyTorch had up to 2.3, and Conv1D,
+//! which PyTorch refuses, are defined here.
 
 mod bind;
 mod family;
@@ -42,49 +43,52 @@ use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 
 pub use bind::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
-pub use family::{Family, alike};
+pub use family::{Family, similar_families};
 pub use roles::{MeshRoles, RoleNames, UnboundPlan};
 pub use style::{ParallelStyle, ParameterRole};
 
-/// A style and the modules that have it.
+/// A style, and a pattern for the modules that get it.
 #[derive(Clone, Debug)]
 pub struct StyleRule {
-    /// Of the module itself, or of a parameter that has none of its own (stacked experts).
+    /// A pattern for a module name, or for the name of a parameter without a module of its own (stacked experts).
     pub pattern: Pattern,
     pub style: ParallelStyle,
-    /// Where it was said, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.
-    pub said: String,
+    /// The source of the rule, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.
+    pub origin: String,
 }
 
-/// Styles, and the mesh dims they are for.
+/// A plan: styles, and the mesh dims that they apply to.
 #[derive(Clone, Debug, Default)]
 pub struct ParallelizePlan {
-    /// Each has to name something. The first that names a parameter wins.
+    /// The styles of the user. Each must match a parameter, and the first that matches a parameter wins.
     pub styles: Vec<StyleRule>,
-    /// A built-in plan behind them, of which not everything need be there.
+    /// A built-in plan, tried after the styles. Not all of its patterns need to match.
     pub family: Option<&'static Family>,
+    /// The mesh dims of tensor parallelism and FSDP.
     pub roles: MeshRoles,
 }
 
-/// How a parameter comes to lie.
+/// The placement of one parameter, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterPlacement {
-    /// `None` for a plain tensor on every rank.
+    /// The placements, or `None` for a plain tensor on every rank.
     pub shared: Option<SharedTensor>,
+    /// The rule that decided.
     pub by: PlacementSource,
-    /// Where it was not cut that would have been.
+    /// The reason why the parameter is replicated although its style shards it.
     pub uncut: Option<UncutReason>,
-    /// What a built-in plan takes for granted.
+    /// An assumption of the built-in plan that the user should know.
     pub note: Option<&'static str>,
 }
 
-/// Who decided.
+/// The rule that decided the placement of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlacementSource {
+    /// A style of the plan.
     Style(ParallelStyle),
-    /// No style names it: FSDP, or nobody.
-    Nobody,
-    /// It is no parameter.
+    /// No style matches the parameter; only FSDP may shard it.
+    NoStyle,
+    /// The tensor is a buffer, not a parameter.
     Buffer,
 }
 
@@ -92,25 +96,25 @@ impl fmt::Display for PlacementSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Style(style) => style.fmt(f),
-            Self::Nobody => f.write_str("no style"),
+            Self::NoStyle => f.write_str("no style"),
             Self::Buffer => f.write_str("buffers"),
         }
     }
 }
 
-/// Why a mesh dim has all of a tensor that is made of blocks.
+/// The reason why a fused tensor is replicated on a mesh dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UncutReason {
-    /// The dim of tensor parallelism: blocks of a whole number of elements there are none.
+    /// The size of the dim is not a multiple of the number of blocks, so tensor parallelism cannot shard it.
     OddBlocks { blocks: u64, size: u64 },
-    /// The dim of FSDP, which no placement puts behind that of tensor parallelism where that takes a part of each block.
+    /// Tensor parallelism takes a part of each block, and no placement expresses FSDP after that.
     BlocksWithinFsdp,
 }
 
-/// What can be wrong with a plan, by itself or next to a mesh or a model.
+/// An error in a plan, or a plan that does not fit the mesh or the model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    #[error("a plan goes by the names of mesh dims, and the mesh {mesh} has none")]
+    #[error("a plan needs named mesh dims, and the mesh {mesh} has no names")]
     UnnamedMesh { mesh: String },
 
     #[error("{role} {name}: expected a dim of the mesh, found {}", dims.join(", "))]
@@ -119,26 +123,26 @@ pub enum PlanError {
     #[error("mesh dim {name}: expected one use, found {first} and {second}")]
     DimTwice { name: String, first: &'static str, second: &'static str },
 
-    #[error("mesh dim {name} of {mesh}: a plan does not know what it is for")]
-    LeftOver { name: String, mesh: String },
+    #[error("mesh dim {name} of {mesh}: the plan does not use it")]
+    UnusedDim { name: String, mesh: String },
 
-    #[error("{said}: the mesh {mesh} has no dim for tensor parallelism")]
-    NoTensorDim { said: String, mesh: String },
+    #[error("{origin}: the mesh {mesh} has no dim for tensor parallelism")]
+    NoTensorDim { origin: String, mesh: String },
 
-    #[error("mesh dim {name}: no plan says how modules are cut over it")]
+    #[error("mesh dim {name}: no plan or style shards modules over it")]
     NoStyles { name: String },
 
-    #[error("{said}: no module or parameter has a name like that")]
-    Unmatched { said: String, pattern: String },
+    #[error("{origin}: no module or parameter matches this pattern")]
+    Unmatched { origin: String, pattern: String },
 
-    #[error("plan {plan}: the model has none of its attention or MLP modules: is it of another family?")]
-    OtherFamily { plan: &'static str, alike: Vec<&'static str> },
+    #[error("plan {plan}: the model has no attention or MLP module of this plan; it may belong to another family")]
+    OtherFamily { plan: &'static str, similar: Vec<&'static str> },
 
-    #[error("{said}: the order in which {module} registered its children {} is not known", short_list(children, FEW))]
-    UnknownOrder { said: String, module: String, children: Vec<String> },
+    #[error("{origin}: the registration order of the children of {module} is unknown: {}", short_list(children, FEW))]
+    UnknownOrder { origin: String, module: String, children: Vec<String> },
 
-    #[error("{said}: expected a module with two linear children at least, found {found} in {module}")]
-    NoPair { said: String, module: String, found: usize },
+    #[error("{origin}: expected a module with at least two linear children, found {found} in {module}")]
+    NoPair { origin: String, module: String, found: usize },
 
     #[error("{0}")]
     Layout(#[from] LayoutError),

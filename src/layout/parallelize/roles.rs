@@ -1,8 +1,8 @@
-//! What each mesh dim is for, and how a tensor lies on all of them.
+//! The role of each mesh dim, and the placements of a parameter on all of them.
 //!
-//! Tensor parallelism cuts first, FSDP cuts dim 0 of what that left. Placements are evaluated from the left, so where
-//! the dim of FSDP is the outer one it is written as `_S(0, n)`: it takes a part of each of the n shards that tensor
-//! parallelism will make. HSDP has copies along one more dim.
+//! Counts elements. Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are
+//! evaluated from the left, so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a
+//! part of each of the n shards that tensor parallelism makes. HSDP replicates along one more mesh dim.
 //!
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -14,7 +14,7 @@ use super::{
     ShapeOrigin, StyleRule, UncutReason,
 };
 
-/// A plan that has met no mesh: mesh dims have names in it.
+/// A plan that is not applied to a mesh yet; it refers to mesh dims by name.
 #[derive(Clone, Debug, Default)]
 pub struct UnboundPlan {
     pub styles: Vec<StyleRule>,
@@ -23,31 +23,35 @@ pub struct UnboundPlan {
 }
 
 impl UnboundPlan {
+    /// Applies the plan to a mesh.
+    ///
     /// # Errors
-    /// As [`Roles::of`].
-    pub fn on(&self, mesh: &DeviceMesh) -> Result<ParallelizePlan, PlanError> {
-        let roles = MeshRoles::of(mesh, &self.names)?;
+    /// The errors of [`MeshRoles::resolve`].
+    pub fn on_mesh(&self, mesh: &DeviceMesh) -> Result<ParallelizePlan, PlanError> {
+        let roles = MeshRoles::resolve(mesh, &self.names)?;
         Ok(ParallelizePlan { styles: self.styles.clone(), family: self.family, roles })
     }
 }
 
-/// Which mesh dim does what.
+/// The mesh dim of each role.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MeshRoles {
+    /// The mesh dim of tensor parallelism.
     pub tp: Option<MeshDim>,
+    /// The mesh dim of FSDP.
     pub fsdp: Option<MeshDim>,
-    /// Copies.
+    /// The mesh dim of replicas (HSDP).
     pub replicate: Option<MeshDim>,
 }
 
-/// Names of mesh dims, where somebody gives them.
+/// The names of mesh dims that the user gave for each role.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RoleNames {
     pub tp: Option<String>,
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
-    /// Those that the plan has nothing to say of.
-    pub idle: Vec<String>,
+    /// Mesh dims that the plan may leave without a role.
+    pub unused: Vec<String>,
 }
 
 const TP: [&str; 1] = ["tp"];
@@ -57,11 +61,11 @@ const REPLICATE: [&str; 2] = ["dp_replicate", "replicate"];
 const DIM0: TensorDim = TensorDim(0);
 
 impl MeshRoles {
-    /// By the names that are given, else by those that are usual.
+    /// Finds the mesh dim of each role: by the given name, else by a usual name such as `tp`, `fsdp` or `dp_replicate`.
     ///
     /// # Errors
-    /// `PlanError` for names that the mesh lacks, and dims that are used twice or not at all.
-    pub fn of(mesh: &DeviceMesh, given: &RoleNames) -> Result<Self, PlanError> {
+    /// `PlanError` for a name that the mesh does not have, and for a mesh dim that has two roles or none.
+    pub fn resolve(mesh: &DeviceMesh, given: &RoleNames) -> Result<Self, PlanError> {
         let text = || mesh.to_string();
         let names = mesh.names().ok_or_else(|| PlanError::UnnamedMesh { mesh: text() })?;
         let named = |role, name: &Option<String>| {
@@ -76,7 +80,7 @@ impl MeshRoles {
             ("options::fsdp", named("options::fsdp", &given.fsdp)?, &FSDP),
             ("options::replicate", named("options::replicate", &given.replicate)?, &REPLICATE),
         ];
-        let is_idle = |dim: MeshDim| given.idle.contains(&names[dim.0]);
+        let is_unused = |dim: MeshDim| given.unused.contains(&names[dim.0]);
         for index in 0..uses.len() {
             let (role, dim, usual) = uses[index];
             let user = |dim| uses.iter().find(|(other, used, _)| *other != role && *used == Some(dim));
@@ -88,20 +92,20 @@ impl MeshRoles {
                 usual
                     .iter()
                     .filter_map(|name| mesh.dim_by_name(name))
-                    .find(|dim| user(*dim).is_none() && !is_idle(*dim))
+                    .find(|dim| user(*dim).is_none() && !is_unused(*dim))
             };
             uses[index].1 = dim.or_else(free);
         }
         let [tp, fsdp, replicate] = uses.map(|(_, dim, _)| dim);
-        let is_used = |dim| is_idle(MeshDim(dim)) || [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
-        match (0..mesh.ndim()).find(|dim| !is_used(*dim)) {
+        let is_known = |dim| is_unused(MeshDim(dim)) || [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
+        match (0..mesh.ndim()).find(|dim| !is_known(*dim)) {
             None => Ok(Self { tp, fsdp, replicate }),
-            Some(dim) => Err(PlanError::LeftOver { name: names[dim].clone(), mesh: text() }),
+            Some(dim) => Err(PlanError::UnusedDim { name: names[dim].clone(), mesh: text() }),
         }
     }
 
-    /// How a parameter lies that has a style.
-    pub(super) fn styled(
+    /// Returns the placements of a parameter with a style.
+    pub(super) fn place_styled(
         self,
         mesh: &DeviceMesh,
         style: ParallelStyle,
@@ -110,7 +114,7 @@ impl MeshRoles {
     ) -> ParameterPlacement {
         let shape = parameter.shape;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
-        let (cut, mut uncut) = cut(style, part, parameter, self.fsdp);
+        let (cut, mut uncut) = tensor_parallel_placement(style, part, parameter, self.fsdp);
         if let Some(tp) = self.tp {
             placements[tp.0] = cut;
         }
@@ -128,8 +132,8 @@ impl MeshRoles {
         ParameterPlacement { shared: Some(placements.into()), by: PlacementSource::Style(style), uncut, note: None }
     }
 
-    /// How one lies that has none: as `fully_shard` leaves it, which knows the dims of FSDP only.
-    pub(super) fn unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
+    /// Returns the placements of a parameter without a style: those of `fully_shard`, on the mesh dims of FSDP only.
+    pub(super) fn place_unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
         let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
         dims.sort_unstable();
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
@@ -139,22 +143,22 @@ impl MeshRoles {
         let is_shared = !dims.is_empty();
         let slice = (dims.len() < mesh.ndim()).then_some(dims);
         let shared = is_shared.then(|| SharedTensor { slice, ..SharedTensor::from(placements) });
-        ParameterPlacement { shared, by: PlacementSource::Nobody, uncut: None, note: None }
+        ParameterPlacement { shared, by: PlacementSource::NoStyle, uncut: None, note: None }
     }
 }
 
-/// What the mesh dim of tensor parallelism does to a parameter.
-fn cut(
+/// Returns the placement of a parameter on the mesh dim of tensor parallelism.
+fn tensor_parallel_placement(
     style: ParallelStyle,
     part: ParameterRole,
     parameter: &Parameter<'_>,
     fsdp: Option<MeshDim>,
 ) -> (Placement, Option<UncutReason>) {
-    let Parameter { shape, sizes, .. } = parameter;
+    let Parameter { shape, shape_origin: sizes, .. } = parameter;
     let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
     let (blocks, size) = (style.blocks(), shape[dim.0]);
-    // A part has as much of each block as of the others, until FSDP cuts it once more.
-    let is_cut_across = *sizes == ShapeOrigin::OfPart && dim == DIM0 && fsdp.is_some();
+    // A local shard has an equal part of each block, unless FSDP has split it once more.
+    let is_cut_across = *sizes == ShapeOrigin::LocalShard && dim == DIM0 && fsdp.is_some();
     match blocks {
         1 => (Placement::Shard(dim), None),
         _ if size.is_multiple_of(blocks) || is_cut_across => {

@@ -1,15 +1,17 @@
-//! What a style makes of a parameter: the dim that is cut, and how it is written.
+//! Parallel styles: the tensor dim that each style shards, and the name of the style in a layout file.
 //!
-//! Counts dims from the end, so that stacks of weights are cut as one of them is.
+//! Counts dims from the end, so that a stack of weights is sharded like a single weight. The styles are those of
+//! `torch/distributed/tensor/parallel/style.py`.
 
 use std::{fmt, str::FromStr};
 
 use super::super::{LayoutError, TensorDim};
 
-/// What becomes of the parameters of a module.
+/// The way to shard the parameters of a module over tensor parallelism. `blocks` is the number of weights in a fused
+/// weight, which are sharded separately; 1 for an ordinary weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ParallelStyle {
-    /// `blocks` weights in one, each cut by itself; 1 for an ordinary one.
+    /// Shards the outputs of a linear module.
     Colwise {
         blocks: u64,
     },
@@ -27,22 +29,22 @@ pub enum ParallelStyle {
     Pairwise,
     Sequence,
     Replicate,
-    /// As if no style named it: for what a later pattern, or a built-in plan, would name.
+    /// Excludes a module from later patterns and from the built-in plan.
     None,
 }
 
-/// What a parameter is to its module, which its name tells.
+/// The role of a parameter in its module, derived from its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterRole {
     Weight,
     Bias,
-    /// What else a module has: scales of quantised weights. `RowwiseParallel` leaves them whole, `ColwiseParallel` cuts
-    /// them as weights.
+    /// Any other tensor of a module, such as the scales of quantised weights. `RowwiseParallel` replicates them, and
+    /// `ColwiseParallel` shards them like weights.
     Other,
 }
 
 impl ParameterRole {
-    /// Of a module that has a style.
+    /// Returns the role of a parameter whose module has a style.
     #[must_use]
     pub fn of_module(name: &str) -> Self {
         match name.rsplit('.').next() {
@@ -52,7 +54,7 @@ impl ParameterRole {
         }
     }
 
-    /// A parameter that has a style of its own: stacked experts, or `gate_up_proj_bias` of such.
+    /// Returns the role of a parameter with a style of its own: stacked experts, or their `gate_up_proj_bias`.
     #[must_use]
     pub fn by_itself(name: &str) -> Self {
         let own = Self::of_module(name);
@@ -61,7 +63,7 @@ impl ParameterRole {
 }
 
 impl ParallelStyle {
-    /// Every name, as in a layout file.
+    /// The name of every style in a layout file.
     pub const NAMES: [&'static str; 10] = [
         "colwise",
         "rowwise",
@@ -75,9 +77,9 @@ impl ParallelStyle {
         "none",
     ];
 
-    /// The dim along which a parameter is cut; `None` where every rank has all of it.
+    /// Returns the dim along which a parameter is sharded, or `None` if it is replicated.
     ///
-    /// A vector that is no bias belongs to the outputs, as a bias does (scales of quantised weights).
+    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias: it belongs to the outputs.
     #[must_use]
     pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { ParameterRole::Bias } else { part };
@@ -97,7 +99,7 @@ impl ParallelStyle {
         ndim.checked_sub(from_the_end).map(TensorDim)
     }
 
-    /// Weights in one, each cut by itself.
+    /// Returns the number of weights in a fused weight, which are sharded separately.
     #[must_use]
     pub fn blocks(self) -> u64 {
         match self {
@@ -109,7 +111,7 @@ impl ParallelStyle {
         }
     }
 
-    /// Whether it cuts linear modules.
+    /// Returns whether the style shards linear modules.
     #[must_use]
     pub fn cuts(self) -> bool {
         matches!(self, Self::Colwise { .. } | Self::Rowwise { .. })
@@ -141,7 +143,7 @@ impl fmt::Display for ParallelStyle {
 impl FromStr for ParallelStyle {
     type Err = LayoutError;
 
-    /// `colwise`, `colwise(3)`; underscores may stand for hyphens.
+    /// Parses `colwise` or `colwise(3)`. Underscores and hyphens are equivalent.
     fn from_str(text: &str) -> Result<Self, LayoutError> {
         let error = |expected| LayoutError::Style { text: text.to_owned(), expected };
         let (name, blocks) = match text.trim().strip_suffix(')').and_then(|inside| inside.split_once('(')) {
@@ -165,7 +167,7 @@ impl FromStr for ParallelStyle {
             _ => return Err(error("the name of a style")),
         };
         if style.blocks() != blocks {
-            return Err(error("blocks of a linear module only"));
+            return Err(error("a number of blocks only for colwise, rowwise and their conv1d forms"));
         }
         Ok(style)
     }
@@ -176,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn styles_parse_as_they_print() {
+    fn parsed_style_displays_as_its_name() {
         for name in ParallelStyle::NAMES {
             assert_eq!(name.parse::<ParallelStyle>().unwrap().to_string(), name);
         }
@@ -191,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_and_biases_are_cut_as_the_table_says() {
+    fn style_shards_the_dims_in_the_table() {
         let cut =
             |style: &str, part, ndim| style.parse::<ParallelStyle>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
         let dim = |style: &str, name: &str, ndim| cut(style, ParameterRole::of_module(name), ndim);
@@ -207,10 +209,10 @@ mod tests {
             ("replicate", None, None),
         ] {
             assert_eq!((dim(style, "a.weight", 2), dim(style, "a.bias", 1)), (weight, bias), "{style}");
-            // A stack.
+            // Stacked weights.
             let next = |dim: Option<usize>| dim.map(|dim| dim + 1);
             assert_eq!((alone(style, "a.w", 3), alone(style, "a.w_bias", 2)), (next(weight), next(bias)), "{style}");
-            // Scales of blocks of a quantised weight.
+            // Scales of the blocks of a quantised weight.
             let is_row = matches!(style, "rowwise" | "rowwise-conv1d");
             assert_eq!(dim(style, "a.weight_scale", 2), weight.filter(|_| !is_row), "{style}");
             assert_eq!((dim(style, "a.scale", 1), dim(style, "a.weight", 0)), (bias, None), "{style}");

@@ -6,11 +6,11 @@ fn mesh(text: &str) -> DeviceMesh {
 }
 
 fn rule(pattern: &str, style: &str) -> StyleRule {
-    StyleRule { pattern: Pattern::parse(pattern).unwrap(), style: style.parse().unwrap(), said: pattern.to_owned() }
+    StyleRule { pattern: Pattern::parse(pattern).unwrap(), style: style.parse().unwrap(), origin: pattern.to_owned() }
 }
 
 fn plan(mesh: &DeviceMesh, rules: &[(&str, &str)]) -> ParallelizePlan {
-    let roles = MeshRoles::of(mesh, &RoleNames::default()).unwrap();
+    let roles = MeshRoles::resolve(mesh, &RoleNames::default()).unwrap();
     ParallelizePlan { styles: rules.iter().map(|(pattern, style)| rule(pattern, style)).collect(), family: None, roles }
 }
 
@@ -20,36 +20,36 @@ fn parameters<'a>(named: &[(&str, &'a [u64])]) -> Vec<Parameter<'a>> {
         .map(|(name, shape)| Parameter {
             name: (*name).to_owned(),
             shape,
-            sizes: ShapeOrigin::OfWhole,
+            shape_origin: ShapeOrigin::Global,
             kind: ParameterKind::Parameter,
         })
         .collect()
 }
 
-/// As `_S(0,2),S(0)`, with the dims of a slice behind it; `plain`.
-fn text(laid: &ParameterPlacement) -> String {
-    let Some(shared) = &laid.shared else { return String::from("plain") };
+/// Displays placements as `_S(0,2),S(0)`, followed by the dims of a slice, or `plain`.
+fn text(placed: &ParameterPlacement) -> String {
+    let Some(shared) = &placed.shared else { return String::from("plain") };
     let list: Vec<String> = shared.placements.iter().map(ToString::to_string).collect();
     let slice: Vec<String> = shared.slice.iter().flatten().map(|MeshDim(dim)| format!(" on {dim}")).collect();
     list.join(",") + &slice.concat()
 }
 
-fn lay(
+fn bind(
     at: &str,
     rules: &[(&str, &str)],
     named: &[(&str, &[u64])],
     order: ParameterOrder,
 ) -> Result<Vec<String>, PlanError> {
     let mesh = mesh(at);
-    let laid = plan(&mesh, rules).bind(&mesh, &parameters(named), order)?;
-    Ok(laid.iter().map(text).collect())
+    let placed = plan(&mesh, rules).bind(&mesh, &parameters(named), order)?;
+    Ok(placed.iter().map(text).collect())
 }
 
 const LINEAR: &[(&str, &[u64])] = &[("a.weight", &[4, 6]), ("a.bias", &[4])];
 
 #[test]
-fn fsdp_takes_dim_0_of_what_is_left() {
-    let of = |mesh: &str, style: &str| lay(mesh, &[("a", style)], LINEAR, ParameterOrder::Unknown).unwrap();
+fn fsdp_shards_dim_0_after_tensor_parallelism() {
+    let of = |mesh: &str, style: &str| bind(mesh, &[("a", style)], LINEAR, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("tp=2", "colwise"), ["S(0)", "S(0)"]);
     assert_eq!(of("tp=2", "rowwise"), ["S(1)", "R"]);
     assert_eq!(of("dp=3,tp=2", "colwise"), ["_S(0,2),S(0)", "_S(0,2),S(0)"]);
@@ -63,63 +63,63 @@ fn fsdp_takes_dim_0_of_what_is_left() {
 }
 
 #[test]
-fn what_no_style_names_is_left_to_fsdp() {
+fn parameter_without_style_is_sharded_by_fsdp_only() {
     let named: &[(&str, &[u64])] = &[("a.weight", &[4, 6]), ("b.weight", &[4]), ("b.scale", &[])];
-    let of = |mesh: &str| lay(mesh, &[("a", "rowwise")], named, ParameterOrder::Unknown).unwrap();
+    let of = |mesh: &str| bind(mesh, &[("a", "rowwise")], named, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("tp=2"), ["S(1)", "plain", "plain"]);
     assert_eq!(of("dp=3,tp=2"), ["S(0),S(1)", "S(0),R on 0", "R,R on 0"]);
     assert_eq!(of("dp_replicate=2,dp_shard=3,tp=2"), ["R,S(0),S(1)", "R,S(0),R on 0 on 1", "R,R,R on 0 on 1"]);
     assert_eq!(of("tp=2,dp_shard=3,dp_replicate=2")[1], "R,S(0),R on 1 on 2");
-    // Also where a later pattern names it.
+    // Also if a later pattern matches it.
     let left = [("b", "none"), ("*", "rowwise")];
-    assert_eq!(lay("dp=3,tp=2", &left, named, ParameterOrder::Unknown).unwrap(), of("dp=3,tp=2"));
+    assert_eq!(bind("dp=3,tp=2", &left, named, ParameterOrder::Unknown).unwrap(), of("dp=3,tp=2"));
     // Without a plan.
-    assert_eq!(lay("dp=4", &[], named, ParameterOrder::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
-    assert_eq!(lay("dp_replicate=2,dp=4", &[], named, ParameterOrder::Unknown).unwrap()[0], "R,S(0)");
-    // What is no parameter is left alone, unless a style names it.
+    assert_eq!(bind("dp=4", &[], named, ParameterOrder::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
+    assert_eq!(bind("dp_replicate=2,dp=4", &[], named, ParameterOrder::Unknown).unwrap()[0], "R,S(0)");
+    // A buffer stays plain, unless a style matches it.
     let mesh = mesh("dp=3,tp=2");
     let mut buffers = parameters(named);
     buffers.iter_mut().for_each(|parameter| parameter.kind = ParameterKind::Buffer);
-    let laid = plan(&mesh, &[("a", "rowwise")]).bind(&mesh, &buffers, ParameterOrder::Unknown).unwrap();
-    assert_eq!(laid.iter().map(text).collect::<Vec<_>>(), ["S(0),S(1)", "plain", "plain"]);
+    let placed = plan(&mesh, &[("a", "rowwise")]).bind(&mesh, &buffers, ParameterOrder::Unknown).unwrap();
+    assert_eq!(placed.iter().map(text).collect::<Vec<_>>(), ["S(0),S(1)", "plain", "plain"]);
 }
 
 #[test]
-fn weights_in_one_are_cut_each_by_itself_or_not_at_all() {
+fn fused_weight_is_sharded_by_block_or_replicated() {
     let named: &[(&str, &[u64])] = &[("a.weight", &[9, 6]), ("a.bias", &[9]), ("b.weight", &[8, 6])];
     let of = |at: &str, style: &str| {
         let mesh = mesh(at);
-        let laid = plan(&mesh, &[("*", style)]).bind(&mesh, &parameters(named), ParameterOrder::Unknown).unwrap();
-        laid.iter().map(|laid| (text(laid), laid.uncut)).collect::<Vec<_>>()
+        let placed = plan(&mesh, &[("*", style)]).bind(&mesh, &parameters(named), ParameterOrder::Unknown).unwrap();
+        placed.iter().map(|placed| (text(placed), placed.uncut)).collect::<Vec<_>>()
     };
     let odd = Some(UncutReason::OddBlocks { blocks: 3, size: 8 });
-    let lies = |text: &str, whole| (text.to_owned(), whole);
-    // 3 of 9 do not divide over 2 ranks, which is no matter; 8 has no thirds.
-    assert_eq!(of("tp=2", "colwise(3)"), [lies("_S(0,3)", None), lies("_S(0,3)", None), lies("R", odd)]);
-    assert_eq!(of("tp=2", "rowwise(3)"), [lies("_S(1,3)", None), lies("R", None), lies("_S(1,3)", None)]);
-    assert_eq!(of("tp=2", "colwise-conv1d(3)")[..2], [lies("_S(1,3)", None), lies("_S(0,3)", None)]);
-    // FSDP would have to go second and be written first.
+    let placed = |text: &str, uncut| (text.to_owned(), uncut);
+    // A block of 3 does not divide over 2 ranks, which is allowed. 8 does not divide into 3 blocks.
+    assert_eq!(of("tp=2", "colwise(3)"), [placed("_S(0,3)", None), placed("_S(0,3)", None), placed("R", odd)]);
+    assert_eq!(of("tp=2", "rowwise(3)"), [placed("_S(1,3)", None), placed("R", None), placed("_S(1,3)", None)]);
+    assert_eq!(of("tp=2", "colwise-conv1d(3)")[..2], [placed("_S(1,3)", None), placed("_S(0,3)", None)]);
+    // FSDP would split second, but its placement comes first.
     let within = Some(UncutReason::BlocksWithinFsdp);
     assert_eq!(
         of("dp=2,tp=2", "colwise(3)"),
-        [lies("R,_S(0,3)", within), lies("R,_S(0,3)", within), lies("S(0),R", odd)]
+        [placed("R,_S(0,3)", within), placed("R,_S(0,3)", within), placed("S(0),R", odd)]
     );
-    assert_eq!(of("tp=2,dp=2", "colwise(3)")[0], lies("_S(0,3),S(0)", None));
-    assert_eq!(of("dp=2,tp=1", "colwise(3)")[0], lies("S(0),_S(0,3)", None));
-    assert_eq!(of("dp=2,tp=2", "colwise-conv1d(3)")[0], lies("S(0),_S(1,3)", None));
+    assert_eq!(of("tp=2,dp=2", "colwise(3)")[0], placed("_S(0,3),S(0)", None));
+    assert_eq!(of("dp=2,tp=1", "colwise(3)")[0], placed("S(0),_S(0,3)", None));
+    assert_eq!(of("dp=2,tp=2", "colwise-conv1d(3)")[0], placed("S(0),_S(1,3)", None));
 }
 
 #[test]
-fn patterns_name_modules_or_parameters_and_the_first_wins() {
+fn pattern_matches_module_or_parameter_and_the_first_wins() {
     let named: &[(&str, &[u64])] =
         &[("l.0.a.weight", &[4, 4]), ("l.0.a.b.weight", &[4, 4]), ("l.0.experts.up", &[3, 4, 4])];
-    let of = |rules: &[(&str, &str)]| lay("tp=2", rules, named, ParameterOrder::Unknown);
+    let of = |rules: &[(&str, &str)]| bind("tp=2", rules, named, ParameterOrder::Unknown);
     assert_eq!(of(&[("l.*.a", "colwise")]).unwrap(), ["S(0)", "plain", "plain"], "not what is below it");
     assert_eq!(of(&[("l.*.experts.up", "colwise")]).unwrap(), ["plain", "plain", "S(1)"]);
     assert_eq!(of(&[("l.0.a", "rowwise"), ("**", "colwise")]).unwrap(), ["S(1)", "S(0)", "S(1)"]);
     let error = of(&[("l.*.a", "colwise"), ("l.*.c", "colwise")]).unwrap_err();
     assert!(matches!(&error, PlanError::Unmatched { pattern, .. } if pattern == "l.*.c"), "{error}");
-    assert_eq!(lay("tp=2", &[(".", "colwise")], &[("weight", &[4, 4])], ParameterOrder::Unknown).unwrap(), ["S(0)"]);
+    assert_eq!(bind("tp=2", &[(".", "colwise")], &[("weight", &[4, 4])], ParameterOrder::Unknown).unwrap(), ["S(0)"]);
 }
 
 const MLP: &[(&str, &[u64])] = &[
@@ -132,22 +132,22 @@ const MLP: &[(&str, &[u64])] = &[
 ];
 
 #[test]
-fn pairs_go_by_the_order_of_registration() {
-    let of = |order| lay("tp=2", &[("mlp", "pairwise")], MLP, order);
-    // The norm is no linear module, and the third one has nobody to be paired with.
+fn pairwise_uses_registration_order() {
+    let of = |order| bind("tp=2", &[("mlp", "pairwise")], MLP, order);
+    // The norm is not a linear module, and the third linear module has no partner.
     assert_eq!(of(ParameterOrder::Registered).unwrap(), ["S(0)", "S(0)", "plain", "S(1)", "R", "plain"]);
     let error = of(ParameterOrder::Unknown).unwrap_err();
     assert!(matches!(error, PlanError::UnknownOrder { .. }), "{error}");
     assert!(error.to_string().contains("up, down, last"), "{error}");
-    // The last one may have a style of its own.
+    // The last child may have a style of its own.
     let rules = [("mlp", "pairwise"), ("mlp.last", "rowwise")];
-    assert_eq!(lay("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[5], "S(1)");
+    assert_eq!(bind("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[5], "S(1)");
     let rules = [("mlp.up", "replicate"), ("mlp", "pairwise")];
-    assert_eq!(lay("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[..4], ["R", "R", "plain", "S(1)"]);
+    assert_eq!(bind("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[..4], ["R", "R", "plain", "S(1)"]);
 }
 
 #[test]
-fn children_of_sequential_are_in_the_order_of_their_numbers() {
+fn children_of_sequential_are_sorted_by_number() {
     let named: &[(&str, &[u64])] = &[
         ("net.10.weight", &[4, 4]),
         ("net.0.weight", &[4, 4]),
@@ -156,27 +156,27 @@ fn children_of_sequential_are_in_the_order_of_their_numbers() {
         ("2.weight", &[4, 4]),
         ("0.weight", &[4, 4]),
     ];
-    let of = |rule: &str| lay("tp=2", &[(rule, "pairwise")], named, ParameterOrder::Unknown).unwrap();
+    let of = |rule: &str| bind("tp=2", &[(rule, "pairwise")], named, ParameterOrder::Unknown).unwrap();
     assert_eq!(of("net"), ["S(1)", "S(0)", "S(1)", "S(0)", "plain", "plain"]);
     assert_eq!(of("."), ["plain", "plain", "plain", "plain", "S(1)", "S(0)"]);
 }
 
 #[test]
-fn pairs_need_two() {
-    let error = lay("tp=2", &[("*", "pairwise")], &[("mlp.up.weight", &[4, 4])], ParameterOrder::Unknown).unwrap_err();
+fn pairwise_with_fewer_than_two_children_is_an_error() {
+    let error = bind("tp=2", &[("*", "pairwise")], &[("mlp.up.weight", &[4, 4])], ParameterOrder::Unknown).unwrap_err();
     assert!(matches!(&error, PlanError::NoPair { module, found: 1, .. } if module == "mlp"), "{error}");
-    let error = lay("tp=2", &[("mlp.up", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
+    let error = bind("tp=2", &[("mlp.up", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
     assert!(matches!(&error, PlanError::NoPair { found: 0, .. }), "{error}");
-    let error = lay("tp=2", &[("mlpp", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
+    let error = bind("tp=2", &[("mlpp", "pairwise")], MLP, ParameterOrder::Registered).unwrap_err();
     assert!(matches!(&error, PlanError::Unmatched { .. }), "{error}");
 }
 
 #[test]
-fn mesh_dims_are_known_by_name_or_told() {
+fn mesh_roles_are_found_by_usual_or_given_names() {
     let of = |at: &str, tp: &str, fsdp: &str, replicate: &str| {
         let name = |name: &str| (!name.is_empty()).then(|| name.to_owned());
-        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), idle: Vec::new() };
-        let roles = MeshRoles::of(&mesh(at), &given)?;
+        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), unused: Vec::new() };
+        let roles = MeshRoles::resolve(&mesh(at), &given)?;
         Ok([roles.tp, roles.fsdp, roles.replicate].map(|dim| dim.map(|MeshDim(dim)| dim)))
     };
     let error = |at: &str, tp: &str, fsdp: &str| of(at, tp, fsdp, "").map_err(|error: PlanError| error.to_string());
@@ -186,41 +186,38 @@ fn mesh_dims_are_known_by_name_or_told() {
     assert_eq!(of("dp=2,tp=2", "dp", "tp", ""), Ok([Some(0), Some(1), None]));
     assert_eq!(of("x=2,y=2", "y", "x", ""), Ok([Some(1), Some(0), None]));
     assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "options::tp tpp: expected a dim of the mesh, found dp, tp");
-    assert_eq!(
-        error("dp=2,pp=2", "", "").unwrap_err(),
-        "mesh dim pp of dp=2,pp=2: a plan does not know what it is for"
-    );
+    assert_eq!(error("dp=2,pp=2", "", "").unwrap_err(), "mesh dim pp of dp=2,pp=2: the plan does not use it");
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().starts_with("mesh dim dp of"));
     assert_eq!(
         error("dp=2,tp=2", "dp", "dp").unwrap_err(),
         "mesh dim dp: expected one use, found options::tp and options::fsdp"
     );
     let unnamed = DeviceMesh::new([2_u64].as_slice(), vec![crate::layout::Rank(0), crate::layout::Rank(1)], None);
-    assert!(matches!(MeshRoles::of(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
+    assert!(matches!(MeshRoles::resolve(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
 }
 
 #[test]
-fn styles_and_tensor_parallelism_need_each_other() {
+fn styles_without_tp_dim_or_tp_dim_without_styles_are_errors() {
     assert!(matches!(
-        lay("dp=2", &[("a", "colwise")], LINEAR, ParameterOrder::Unknown),
+        bind("dp=2", &[("a", "colwise")], LINEAR, ParameterOrder::Unknown),
         Err(PlanError::NoTensorDim { .. })
     ));
-    assert!(matches!(lay("tp=2", &[], LINEAR, ParameterOrder::Unknown), Err(PlanError::NoStyles { .. })));
+    assert!(matches!(bind("tp=2", &[], LINEAR, ParameterOrder::Unknown), Err(PlanError::NoStyles { .. })));
 }
 
 #[test]
-fn a_plan_of_another_family_is_refused() {
+fn plan_of_another_family_is_an_error() {
     let mesh = mesh("tp=2");
-    let bind = |family: &str, named: &[(&str, &[u64])]| {
+    let bind_family = |family: &str, named: &[(&str, &[u64])]| {
         let plan = ParallelizePlan { family: Family::named(family), ..plan(&mesh, &[]) };
         plan.bind(&mesh, &parameters(named), ParameterOrder::Unknown)
-            .map(|laid| laid.iter().map(text).collect::<Vec<_>>())
+            .map(|placed| placed.iter().map(text).collect::<Vec<_>>())
     };
-    let alike = |family: &str, named: &[(&str, &[u64])]| match bind(family, named) {
-        Err(PlanError::OtherFamily { alike, .. }) => alike,
+    let alike = |family: &str, named: &[(&str, &[u64])]| match bind_family(family, named) {
+        Err(PlanError::OtherFamily { similar, .. }) => similar,
         other => panic!("{other:?}"),
     };
-    // The head is not enough.
+    // A match of the head alone is not enough.
     let gpt2: &[(&str, &[u64])] = &[("h.0.attn.c_attn.weight", &[4, 12]), ("lm_head.weight", &[9, 4])];
     assert_eq!(alike("llama", gpt2), ["gpt2"]);
     assert_eq!(alike("llama", &[("lm_head.weight", &[9, 4])]), Vec::<&str>::new());
@@ -229,17 +226,17 @@ fn a_plan_of_another_family_is_refused() {
     assert_eq!(alike("gpt2", llama), ["llama", "mistral", "qwen2"]);
     let norm: &[(&str, &[u64])] = &[llama, &[("layers.0.self_attn.q_norm.weight", &[2])]].concat();
     assert_eq!(alike("gpt2", norm), ["qwen3"]);
-    // What older checkpoints hold of buffers is left alone.
+    // Buffers of older checkpoints stay plain.
     let masks: &[(&str, &[u64])] = &[("h.0.attn.c_attn.bias", &[12]), ("h.0.attn.bias", &[1, 1, 8, 8])];
-    assert_eq!(bind("GPT2", masks).unwrap(), ["_S(0,3)", "plain"]);
-    // Fused weights of llama's kin.
+    assert_eq!(bind_family("GPT2", masks).unwrap(), ["_S(0,3)", "plain"]);
+    // Fused weights of families similar to llama.
     let fused: &[(&str, &[u64])] =
         &[("model.layers.0.self_attn.qkv_proj.weight", &[8, 4]), ("x.layers.1.mlp.gate_up_proj.weight", &[8, 4])];
-    assert_eq!(bind("llama", fused).unwrap(), ["R", "_S(0,2)"]);
+    assert_eq!(bind_family("llama", fused).unwrap(), ["R", "_S(0,2)"]);
 }
 
 #[test]
-fn built_in_plans_are_sound() {
+fn every_built_in_plan_parses_and_is_found_by_name() {
     for family in Family::all() {
         assert!(!family.candidates().is_empty() && Family::named(family.name).is_some());
         assert!(family.candidates().iter().all(|candidate| candidate.rule.style != ParallelStyle::Pairwise));

@@ -18,8 +18,8 @@ fn files() -> Vec<OutputFile> {
         file
     };
     let mut files = vec![file("a"), file("sub/b")];
-    let sum = |range, site| ChecksumSpan { range, sites: [site].into_iter().collect() };
-    files[0].sums = vec![sum(100..300, 20), sum(300..900, 24)];
+    let sum = |range, site| ChecksumSpan { range, crc_offsets: [site].into_iter().collect() };
+    files[0].checksums = vec![sum(100..300, 20), sum(300..900, 24)];
     files
 }
 

@@ -1,8 +1,8 @@
-//! Which tensors are cast, and to what.
+//! Tests of casts.
 
 use super::*;
 
-/// `training` with tensors of other dtypes and shapes added to the model.
+/// Returns `training` with tensors of other dtypes and shapes in the model.
 fn typed() -> Catalog {
     let mut source = catalog(training());
     let mut add = |name: &str, dtype, shape: &[u64]| {
@@ -31,7 +31,7 @@ fn dtypes(rules: &[&str]) -> (BTreeMap<String, Dtype>, Selected) {
 }
 
 #[test]
-fn a_bare_dtype_is_for_weights() {
+fn dtype_without_pattern_casts_weights_only() {
     let (found, selected) = dtypes(&["bf16"]);
     let kept = |name: &str| found[&format!("model.{name}")];
     assert_eq!((kept("layers.0.w"), kept("half"), kept("head.w")), (Dtype::Bf16, Dtype::Bf16, Dtype::Bf16));
@@ -46,42 +46,42 @@ fn a_bare_dtype_is_for_weights() {
     assert_eq!(
         selected.notes,
         [
-            "options::dtype leaves as they are: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
+            "options::dtype does not cast: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
         ]
     );
     assert_eq!(selected.catalog.tensors.len(), typed().tensors.len());
 }
 
 #[test]
-fn the_first_pattern_decides() {
+fn first_matching_pattern_decides() {
     let (found, _) = dtypes(&["bf16", "layers.0=f32", "layers=f16", "model.double=f32", "**.exp_avg=torch.half"]);
     assert_eq!(found["model.layers.0.w"], Dtype::F32);
     assert_eq!(found["model.layers.1.w"], Dtype::F16);
     assert_eq!(found["model.head.w"], Dtype::Bf16);
     assert_eq!(found["model.double"], Dtype::F32);
-    // By its own name, and not by that of its parameter.
+    // The pattern matches its own name, not that of its parameter.
     assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F16);
     assert_eq!(found["optim.state.layers.0.w.exp_avg_sq"], Dtype::F32);
     let (found, selected) = dtypes(&["{ids,scale,mask,quant}=bf16"]);
     assert_eq!((found["model.ids"], found["model.scale"]), (Dtype::I64, Dtype::F32));
     assert_eq!(selected.casts.kept, [(KeptReason::Scalar, 1), (KeptReason::NotFloat, 2)]);
 
-    // New names count as well as old ones, and any name of a tied tensor.
+    // Patterns match old and new names, and any name of a tied tensor.
     let source = catalog(dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]));
     let rules = |rules: &[&str]| rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
     let options = NameOptions { dtypes: rules(&["new=f16", "b=bf16"]), ..renaming(&["^c=new"]) };
     let selected = select(&source, &options).unwrap();
     assert_eq!(selected.catalog.tensors.iter().map(|entry| entry.dtype).collect::<Vec<_>>(), [Dtype::Bf16, Dtype::F16]);
-    // What is left out is not cast, and not counted.
+    // A tensor that is left out is not cast and not counted.
     let options =
         NameOptions { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..NameOptions::default() };
     assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
     let (message, _) = error(&source.state, &NameOptions { dtypes: rules(&["f16", "bf16"]), ..NameOptions::default() });
-    assert_eq!(message, "options::dtype bf16: a second dtype for every tensor");
+    assert_eq!(message, "options::dtype bf16: expected one dtype without a pattern, found a second one");
 }
 
 #[test]
-fn dtypes_have_many_names() {
+fn every_dtype_name_parses_and_unknown_names_are_errors() {
     for (rule, dtype) in [
         ("bf16", Dtype::Bf16),
         ("bfloat16", Dtype::Bf16),
@@ -102,11 +102,11 @@ fn dtypes_have_many_names() {
         assert_eq!(DtypeRule::parse(&format!("a.*={rule}")).unwrap().pattern.unwrap().as_str(), "a.*");
     }
     for (rule, message) in [
-        ("bf61", "options::dtype bf61: there is no dtype `bf61`"),
-        ("a=", "options::dtype a=: there is no dtype ``"),
-        ("a=i8", "options::dtype a=i8: nothing is cast to i8"),
-        ("f8_e8m0fnu", "options::dtype f8_e8m0fnu: nothing is cast to f8_e8m0fnu"),
-        ("c64", "options::dtype c64: nothing is cast to c64"),
+        ("bf61", "options::dtype bf61: unknown dtype `bf61`"),
+        ("a=", "options::dtype a=: unknown dtype ``"),
+        ("a=i8", "options::dtype a=i8: tensors cannot be cast to i8"),
+        ("f8_e8m0fnu", "options::dtype f8_e8m0fnu: tensors cannot be cast to f8_e8m0fnu"),
+        ("c64", "options::dtype c64: tensors cannot be cast to c64"),
     ] {
         let error = DtypeRule::parse(rule).unwrap_err();
         assert_eq!(error.to_string(), message);

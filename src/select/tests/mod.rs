@@ -17,7 +17,7 @@ fn dict(entries: Vec<(&str, Value)>) -> Value {
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
-/// An `OrderedDict` with torch's `_metadata` of these modules.
+/// Makes an `OrderedDict` with torch's `_metadata` of these modules.
 fn ordered(entries: Vec<(&str, Value)>, modules: &[&str]) -> Value {
     let version = || dict(vec![("version", Value::Int(1))]);
     let modules = modules.iter().map(|module| (*module, version())).collect();
@@ -39,7 +39,7 @@ fn names(values: &[&str]) -> Value {
     list(values.iter().map(|name| text(name)).collect())
 }
 
-/// A catalog of f32 matrices around a state dict.
+/// Makes a catalog of f32 matrices for a state dict.
 fn catalog(state: Value) -> Catalog {
     let mut catalog = Catalog::empty();
     let count = state.tensor_ids().iter().map(|id| id.0 + 1).max().unwrap_or(0);
@@ -67,15 +67,15 @@ fn stripping(prefix: &str) -> NameOptions {
     NameOptions { strip_prefixes: vec![prefix.into()], ..NameOptions::default() }
 }
 
-fn chosen(state: &Value, options: &NameOptions) -> Selected {
+fn selection(state: &Value, options: &NameOptions) -> Selected {
     select(&catalog(state.clone()), options).unwrap()
 }
 
 fn state(state: &Value, options: &NameOptions) -> Value {
-    chosen(state, options).catalog.state
+    selection(state, options).catalog.state
 }
 
-/// All of it: the text of a value is cut short for people.
+/// Compares complete values, because the default text of a value is shortened.
 #[track_caller]
 fn assert_state(found: &Value, expected: &Value) {
     assert!(found == expected, "found    {found:.2000}\nexpected {expected:.2000}");
@@ -91,7 +91,7 @@ fn tensor_names(state: &Value) -> Vec<String> {
     model::all_tensors(state).iter().map(|(fqn, _)| fqn.to_string()).collect()
 }
 
-/// Model and optimizer as FSDP2 jobs save them.
+/// A state dict with model and optimizer, as FSDP2 jobs save it.
 fn training() -> Value {
     let weights = vec![("layers.0.w", t(0)), ("layers.1.w", t(1)), ("head.w", t(2))];
     let moments = |first, second| dict(vec![("step", Value::Int(7)), ("exp_avg", t(first)), ("exp_avg_sq", t(second))]);
@@ -104,12 +104,12 @@ fn training() -> Value {
     ])
 }
 
-/// Every kind of container and key.
-fn odd() -> Value {
+/// A state dict with every kind of container and key.
+fn every_container() -> Value {
     let Value::Dict(mut keyed) = dict(vec![("name", t(2))]) else { unreachable!() };
     keyed.entries.insert(0, (Value::Int(0), t(0)));
     keyed.entries.push((Value::Tuple(vec![Value::Int(1), Value::None]), t(1)));
-    let holdings = vec![
+    let rank_values = vec![
         RankValue { value: Value::Int(1), ranks: vec![Rank(0)] },
         RankValue { value: Value::Int(2), ranks: vec![Rank(1)] },
     ];
@@ -119,7 +119,7 @@ fn odd() -> Value {
         ("tuple", Value::Tuple(vec![t(5), Value::Int(1)])),
         ("empty", ordered(vec![], &[""])),
         ("empty list", list(vec![])),
-        ("per rank", Value::Other(holdings)),
+        ("per rank", Value::Other(rank_values)),
         ("a.b", t(6)),
         ("a", ordered(vec![("b", t(0))], &["", "_orig_mod.b"])),
         ("", t(7)),
@@ -127,15 +127,15 @@ fn odd() -> Value {
 }
 
 #[test]
-fn without_a_change_the_state_is_the_same() {
+fn state_is_equal_without_changes() {
     let bare = [t(0), list(vec![t(0), Value::None]), dict(vec![]), ordered(vec![], &[""]), Value::Int(1)];
-    for source in [training(), odd()].into_iter().chain(bare) {
+    for source in [training(), every_container()].into_iter().chain(bare) {
         for options in [
             NameOptions::default(),
             NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() },
             NameOptions { dtypes: vec![DtypeRule::parse("bf16").unwrap()], ..NameOptions::default() },
         ] {
-            let selected = chosen(&source, &options);
+            let selected = selection(&source, &options);
             assert_state(&selected.catalog.state, &source);
             assert_eq!(selected.left_out, LeftOut::default());
         }
@@ -143,25 +143,25 @@ fn without_a_change_the_state_is_the_same() {
     let source = training();
     assert_state(&state(&source, &renaming(&["head=head", "(step)=\\1"])), &source);
     assert_state(&state(&source, &NameOptions { include: patterns(&["**"]), ..NameOptions::default() }), &source);
-    assert_state(&state(&odd(), &renaming(&[r"(.)=\1"])), &odd());
+    assert_state(&state(&every_container(), &renaming(&[r"(.)=\1"])), &every_container());
 }
 
 #[test]
-fn wishes_keep_ids_and_shapes_but_no_chunks() {
+fn selection_keeps_ids_and_shapes_but_no_chunks() {
     let source = catalog(training());
     let options = NameOptions { root: Root::Model, exclude: patterns(&["head"]), ..NameOptions::default() };
     let selected = select(&source, &options).unwrap();
     assert_eq!(selected.catalog.tensors.len(), source.tensors.len());
-    for (wish, entry) in selected.catalog.tensors.iter().zip(&source.tensors) {
-        assert_eq!((&wish.shape, &wish.sharding, wish.dtype), (&entry.shape, &entry.sharding, entry.dtype));
-        assert!(wish.chunks.is_empty());
+    for (found, entry) in selected.catalog.tensors.iter().zip(&source.tensors) {
+        assert_eq!((&found.shape, &found.sharding, found.dtype), (&entry.shape, &entry.sharding, entry.dtype));
+        assert!(found.chunks.is_empty());
     }
     assert_eq!(selected.catalog.tensors[1].fqn.as_str(), "layers.1.w");
     assert_eq!(selected.catalog.tensors[2].fqn.as_str(), "t2");
 }
 
 #[test]
-fn wrappers_are_cleaned_everywhere_or_nowhere() {
+fn wrappers_are_cut_from_all_names_or_none() {
     let wrapped = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.w";
     let modules = ["", "_fsdp_wrapped_module", "_fsdp_wrapped_module.layers"];
     let group = dict(vec![("params", names(&[wrapped]))]);
@@ -194,13 +194,13 @@ fn wrappers_are_cleaned_everywhere_or_nowhere() {
 
     let twice = dict(vec![("_orig_mod.w", t(0)), ("w", t(1))]);
     let (message, hint) = error(&twice, &clean);
-    assert_eq!(message, "_orig_mod.w and w would both be called w");
+    assert_eq!(message, "_orig_mod.w and w would both be named w");
     assert!(hint.contains("options::keep_names"));
 }
 
 #[test]
-fn patterns_choose_by_any_name() {
-    // What is left of `training`, as tensors.
+fn patterns_match_any_name_of_a_tensor() {
+    // Each case lists the remaining tensors of `training`.
     let cases: [(&[&str], &[&str], &[u32]); 9] = [
         (&["model.layers.0"], &[], &[0, 3, 4]),
         (&["layers.0"], &[], &[0, 3, 4]),
@@ -228,7 +228,7 @@ fn params(state: &Value) -> Option<Value> {
 }
 
 #[test]
-fn param_groups_follow_the_state_they_are_for() {
+fn param_groups_follow_their_state() {
     let only = |include: &[&str], exclude: &[&str]| {
         let options = NameOptions { include: patterns(include), exclude: patterns(exclude), ..NameOptions::default() };
         params(&state(&training(), &options))
@@ -241,7 +241,7 @@ fn param_groups_follow_the_state_they_are_for() {
 }
 
 #[test]
-fn numbered_state_stays_and_says_so() {
+fn numbered_state_is_kept_with_a_note() {
     let Value::Dict(mut by_number) = dict(vec![]) else { unreachable!() };
     by_number.entries = vec![(Value::Int(0), dict(vec![("exp_avg", t(2))])), (Value::Int(1), dict(vec![("m", t(3))]))];
     let group =
@@ -251,25 +251,25 @@ fn numbered_state_stays_and_says_so() {
         ("optimizer", dict(vec![("state", Value::Dict(by_number.clone())), ("param_groups", list(vec![group]))])),
     ]);
     let selected =
-        chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
+        selection(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
     let group =
         dict(vec![("params", list(vec![Value::Int(0), Value::Int(1)])), ("param_names", names(&["c.w", "b.w"]))]);
     let expected = dict(vec![
         ("model", dict(vec![("c.w", t(0))])),
         ("optimizer", dict(vec![("state", Value::Dict(by_number)), ("param_groups", list(vec![group]))])),
     ]);
-    // `0` occurs in `param_groups.0`, too, which is a list no more then.
-    let unzeroed = chosen(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
+    // The rename of `0` also matches `param_groups.0`, which then becomes a dict.
+    let unzeroed = selection(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
     assert_state(&unzeroed.catalog.state, &expected);
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
     assert_eq!(
         selected.notes,
-        ["2 tensors of optimizer state have numbers for names, so those of parameters that are left out were kept"]
+        ["kept all 2 tensors of optimizer state: they are numbered, so state of excluded parameters is unknown"]
     );
 }
 
 #[test]
-fn a_pattern_for_nothing_is_an_error() {
+fn pattern_that_matches_nothing_is_an_error() {
     let cases = [
         (
             NameOptions { include: patterns(&["layers.0", "laiers.1.w"]), ..NameOptions::default() },
@@ -292,7 +292,7 @@ fn a_pattern_for_nothing_is_an_error() {
         assert!(message.starts_with(start), "{message}");
         assert!(hint.contains("model.layers"), "{message}: {hint}");
     }
-    // An empty dict is no leaf.
+    // An empty dict does not count as a leaf.
     assert!(
         error(&training(), &NameOptions { exclude: patterns(&["extra.none"]), ..NameOptions::default() })
             .0
@@ -302,19 +302,19 @@ fn a_pattern_for_nothing_is_an_error() {
     assert_eq!(hint, "there are no names at all");
 }
 
-/// Each of them doubles the name.
+/// Each rename doubles the name.
 #[test]
-fn names_do_not_grow_without_end() {
+fn name_that_grows_too_long_is_an_error() {
     let (message, _) = error(&training(), &renaming(&[r".*=\0\0"; 40]));
-    assert!(message.contains("a name of more than 65536 bytes"), "{message}");
+    assert!(message.contains("names of at most 65536 bytes"), "{message}");
 }
 
 #[test]
-fn the_model_is_the_root_of_what_is_shipped() {
+fn root_model_selects_the_model_only() {
     let shipped = |source: &Value| state(source, &NameOptions { root: Root::Model, ..NameOptions::default() });
     assert_state(&shipped(&training()), training().as_dict().unwrap().get("model").unwrap());
 
-    // torchtitan: the model at the top, the optimizer flattened.
+    // torchtitan has the model at the top and a flattened optimizer.
     let source = dict(vec![
         ("layers.0.w", t(0)),
         ("scaler", t(1)),
@@ -326,7 +326,7 @@ fn the_model_is_the_root_of_what_is_shipped() {
         ("train_state", dict(vec![("step", t(3))])),
         ("rng_state", t(4)),
     ]);
-    let selected = chosen(&source, &NameOptions { root: Root::Model, ..NameOptions::default() });
+    let selected = selection(&source, &NameOptions { root: Root::Model, ..NameOptions::default() });
     assert_state(
         &selected.catalog.state,
         &dict(vec![("layers.0.w", t(0)), ("scaler", t(1)), ("version", Value::Int(2))]),
@@ -336,7 +336,7 @@ fn the_model_is_the_root_of_what_is_shipped() {
         [("optimizer".into(), 1), ("rng_state".into(), 1), ("train_state".into(), 1)] as [(String, usize); 3]
     );
 
-    // A nested Hugging Face model keeps the `model` it has itself.
+    // A nested Hugging Face model keeps its own `model`.
     let inner = dict(vec![
         ("model", dict(vec![("layers", list(vec![dict(vec![("w", t(0))])]))])),
         ("lm_head", dict(vec![("weight", t(1))])),
@@ -347,14 +347,14 @@ fn the_model_is_the_root_of_what_is_shipped() {
     assert_state(&shipped(&flat), &flat);
     assert_state(&shipped(&dict(vec![("model", dict(vec![("model", flat.clone())]))])), &flat);
 
-    // A file of the optimizer alone has no model.
+    // A file with only an optimizer has no model.
     let optimizer =
         dict(vec![("state", dict(vec![("w", dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![]))]);
     assert_state(&shipped(&optimizer), &dict(vec![]));
 }
 
 #[test]
-fn roots_may_end_within_a_key() {
+fn root_may_end_inside_a_key() {
     let at = |source: &Value, path: &str| {
         state(source, &NameOptions { root: Root::At(path.into()), ..NameOptions::default() })
     };
@@ -376,7 +376,7 @@ fn roots_may_end_within_a_key() {
     for path in ["model.layers.0.w", "model.lay", "extra", ""] {
         let (message, hint) =
             error(&training(), &NameOptions { root: Root::At(path.into()), ..NameOptions::default() });
-        assert_eq!(message, format!("options::root {path}: there are no tensors under that path"));
+        assert_eq!(message, format!("options::root {path}: expected a path with tensors, found none"));
         assert!(
             hint.starts_with("the top of the state dict has model, optim, extra; the nearest paths are "),
             "{hint}"
@@ -427,7 +427,7 @@ fn optimizer_state_follows_its_parameter() {
         assert_eq!((found_parameter.as_str(), found_state.as_str()), (parameter, of_state), "{options:?}");
         assert!(params.starts_with(&format!("['{first}'")), "{params}");
     }
-    // Flattened, and nested as the model is.
+    // A flattened optimizer, and one that is nested like the model.
     let flat = dict(vec![
         ("layers.0.w", t(0)),
         ("optimizer", dict(vec![("state.layers.0.w.exp_avg", t(1)), ("param_groups.layers.0.w.lr", Value::Int(1))])),
@@ -448,7 +448,7 @@ fn optimizer_state_follows_its_parameter() {
         dict(vec![("model", tree(t(0))), ("optim", dict(vec![("state", states)]))])
     };
     assert_state(&state(&both("layers"), &renaming(&[r"^model\.layers=model.blocks"])), &both("blocks"));
-    // Names of `nn.Sequential` begin with numbers.
+    // Names in `nn.Sequential` start with numbers.
     let sequential = |name: &str| {
         let flat = format!("state.{name}.exp_avg");
         let nested = dict(vec![(name, dict(vec![("exp_avg", t(2))]))]);
@@ -463,7 +463,7 @@ fn optimizer_state_follows_its_parameter() {
         &state(&sequential("0.weight"), &NameOptions { exclude: patterns(&["0.weight"]), ..NameOptions::default() }),
         &dict(vec![]),
     );
-    // Parameters that nothing is known of: the whole name.
+    // For unknown parameters, the complete name is renamed.
     let alone = |name: &str| {
         let group = dict(vec![("params", names(&[name]))]);
         dict(vec![("state", dict(vec![(name, dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![group]))])
@@ -474,8 +474,8 @@ fn optimizer_state_follows_its_parameter() {
 }
 
 #[test]
-fn containers_are_rebuilt_as_they_were() {
-    // Modules follow; a flat dict stays flat; what is nested stays nested.
+fn containers_keep_their_kind_and_attributes() {
+    // Modules are renamed too; a flat dict stays flat, and a nested dict stays nested.
     let found = state(&training(), &NameOptions { root: Root::Model, ..renaming(&["layers=net.blocks"]) });
     let expected = vec![("net.blocks.0.w", t(0)), ("net.blocks.1.w", t(1)), ("head.w", t(2))];
     assert_state(&found, &ordered(expected, &["", "net.blocks", "net.blocks.0", "net.blocks.1", "head"]));
@@ -488,7 +488,7 @@ fn containers_are_rebuilt_as_they_were() {
         dict(vec![("m", dict(vec![("attn", dict(vec![("in", dict(vec![("w", t(0)), ("b", t(1))]))]))])), ("x", t(2))]);
     assert_state(&state(&nested("attn"), &renaming(&[r"\.(w|b)$=.in.\1"])), &deeper);
 
-    // Prefix and nest.
+    // A prefix and a nest path.
     let prefixed = NameOptions {
         add_prefix: Some("model.".into()),
         nest: Some("a.b".into()),
@@ -500,17 +500,17 @@ fn containers_are_rebuilt_as_they_were() {
     let expected = dict(vec![("a", dict(vec![("b", ordered(expected, &modules))]))]);
     assert_state(&state(&training(), &prefixed), &expected);
     let (message, _) = error(&training(), &NameOptions { nest: Some("a..b".into()), ..NameOptions::default() });
-    assert_eq!(message, "options::nest a..b: a part of the path is empty");
+    assert_eq!(message, "options::nest a..b: expected names joined with dots, found an empty name");
 }
 
 #[test]
-fn what_is_gone_leaves_no_empty_place() {
+fn excluded_leaves_leave_no_empty_container() {
     let exclude = |source: &Value, texts: &[&str]| {
         state(source, &NameOptions { exclude: patterns(texts), ..NameOptions::default() })
     };
     let Value::Dict(mut expected) = training() else { unreachable!() };
     expected.entries.pop();
-    // The empty dict below `extra` was empty before.
+    // The dict below `extra` is empty in the source too.
     let extra = dict(vec![("none", dict(vec![]))]);
     expected.entries.push((text("extra"), extra));
     assert_state(&exclude(&training(), &["extra.step", "extra.rng"]), &Value::Dict(expected.clone()));
@@ -544,54 +544,56 @@ fn lists_keep_positions_or_become_dicts() {
         &state(&source, &renaming(&[r"l\.2=l.99999999999"])),
         &dict(vec![("l", dict(vec![("0", w(0)), ("1", w(1)), ("99999999999", w(2))]))]),
     );
-    // A list a name would be larger than anything read.
+    // One list for each name would be larger than the source.
     let many = items((0..2000).map(w).collect());
     let (message, _) = error(&many, &renaming(&[r"^l\.(\d+)=l\1.\1"]));
-    assert!(message.ends_with("renames make too many lists of one"), "{message}");
+    assert!(message.ends_with("options::rename splits this list into too many lists"), "{message}");
 }
 
 #[test]
-fn collisions_name_both() {
+fn collision_error_names_both_tensors() {
     let source = dict(vec![("a.w", t(0)), ("b.w", t(1)), ("c", dict(vec![("w", t(2)), ("v", t(3))]))]);
     for (rename, message) in [
-        ("^a=b", "a.w and b.w would both be called b.w"),
-        (r"^c\.w=a.w", "a.w and c.w would both be called a.w"),
-        (r"^c\.w=c", "c.w and c.v would both be called c"),
-        (r"^a\.w=c", "a.w and c.w would both be called c"),
+        ("^a=b", "a.w and b.w would both be named b.w"),
+        (r"^c\.w=a.w", "a.w and c.w would both be named a.w"),
+        (r"^c\.w=c", "c.w and c.v would both be named c"),
+        (r"^a\.w=c", "a.w and c.w would both be named c"),
     ] {
         assert_eq!(error(&source, &renaming(&[rename])).0, message, "{rename}");
     }
     let nothing = [stripping("a.w"), renaming(&["^a.w$="])];
     for options in nothing {
-        assert_eq!(error(&source, &options).0, "a.w: nothing is left of its name");
+        assert_eq!(error(&source, &options).0, "a.w: its new name is empty");
     }
     let deep = renaming(&[r"^c=${0}.c.c.c.c.c.c.c.c", "c=c.c.c.c.c.c.c.c.c", "c=c.c.c.c.c.c"]);
-    assert!(error(&source, &deep).0.contains("more than 256"));
-    // One that the file has itself is the file's own affair.
+    assert!(error(&source, &deep).0.contains("at most 256 parts"));
+    // A collision in the source itself is allowed.
     let twice = dict(vec![("a.b", t(0)), ("a", dict(vec![("b", t(1))]))]);
     assert_state(&state(&twice, &NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() }), &twice);
 }
 
 #[test]
-fn what_is_left_out_is_counted_by_its_top() {
-    let selected =
-        chosen(&training(), &NameOptions { root: Root::Model, exclude: patterns(&["head"]), ..NameOptions::default() });
+fn left_out_tensors_are_counted_by_top_key() {
+    let selected = selection(
+        &training(),
+        &NameOptions { root: Root::Model, exclude: patterns(&["head"]), ..NameOptions::default() },
+    );
     assert_eq!(selected.left_out.groups, [("model".into(), 1), ("optim".into(), 6)] as [(String, usize); 2]);
     assert_eq!(selected.left_out.tensors[0], "model.head.w");
     assert_eq!(selected.left_out.tensors.len(), 7);
     assert!(selected.left_out.objects.contains(&"extra.rng".to_owned()));
     assert!(selected.left_out.objects.contains(&"optim.param_groups.0.params".to_owned()));
-    // One name is enough.
+    // A tied tensor is kept if one of its names is kept.
     let tied = dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]);
-    let selected = chosen(&tied, &NameOptions { exclude: patterns(&["a", "c"]), ..NameOptions::default() });
+    let selected = selection(&tied, &NameOptions { exclude: patterns(&["a", "c"]), ..NameOptions::default() });
     assert_eq!(selected.left_out.tensors, ["c.w"]);
     assert_eq!(selected.left_out.groups, [("c".into(), 1)] as [(String, usize); 1]);
 }
 
 #[test]
-fn ties_are_listed_under_new_names() {
+fn ties_are_listed_by_new_names() {
     let tied = dict(vec![("a.w", t(0)), ("b", t(1)), ("c", t(0)), ("d", t(2)), ("e", t(1)), ("f", t(0))]);
-    let selected = chosen(&tied, &renaming(&["^=x."]));
+    let selected = selection(&tied, &renaming(&["^=x."]));
     let ties: Vec<(String, Vec<String>)> = selected
         .ties()
         .into_iter()
@@ -605,7 +607,7 @@ fn ties_are_listed_under_new_names() {
 }
 
 #[test]
-fn patterns_match_with_and_without_wrappers_where_names_keep_them() {
+fn wrappers_match_tries_names_with_and_without_wrappers() {
     let source = dict(vec![("model", dict(vec![("_orig_mod.w", t(0)), ("_orig_mod.b", t(1))]))]);
     let matching = |wrappers| NameOptions { wrappers, exclude: patterns(&["model.w"]), ..NameOptions::default() };
     let expected = dict(vec![("model", dict(vec![("_orig_mod.b", t(1))]))]);

@@ -1,10 +1,10 @@
-//! What holds for any tree and any names.
+//! Properties of selections for random trees and names.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// Random trees of tensors with names of few words, so that keys repeat, and some keys hold dots.
+/// Random trees of tensors. Their names use few words, so that keys repeat, and some keys contain dots.
 fn trees() -> impl Strategy<Value = Value> {
     let key = || proptest::sample::select(vec!["a", "b", "a.b", "layers", "layers.0", "w"]);
     let leaf = prop_oneof![4 => Just(t(0)), 1 => Just(Value::Int(1)), 1 => Just(dict(vec![]))];
@@ -28,9 +28,9 @@ fn trees() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// One to one on names: no tensor is lost, none gets another's name, and the way back leads back.
+    /// A one-to-one rename loses no tensor, swaps no names, and can be undone.
     #[test]
-    fn renaming_one_to_one_keeps_everything(
+    fn one_to_one_rename_keeps_tensors_and_can_be_undone(
         source in trees(),
         steps in proptest::collection::vec(0..5_usize, 1..5),
     ) {
@@ -77,11 +77,11 @@ proptest! {
     }
 
     #[test]
-    fn nothing_is_changed_without_options(source in trees(), clean: bool) {
+    fn state_is_unchanged_without_options(source in trees(), clean: bool) {
         let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
         let options = NameOptions { wrappers, ..NameOptions::default() };
         prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
-        // A rename that changes nothing takes everything apart and puts it together again.
+        // A rename that changes no name still rebuilds the state dict.
         let options = NameOptions { wrappers, ..renaming(&[r"(.)=\1"]) };
         prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
     }

@@ -215,7 +215,7 @@ fn a_rule_behind_a_wider_one_is_told_to_have_no_effect() {
     let env = TestEnv::new();
     let told = |options: &str, out: &str| env.make("reshard", "fsdp4/dcp", out, options).run.stderr;
     let wide = told("--mesh dp=2 --placements **.weight=S(0) --placements **.w1=S(1) --placements R", "wide");
-    let words = "--placements **.w1=S(1): without effect, since rules before it are for the same tensors";
+    let words = "--placements **.w1=S(1): this rule has no effect, because earlier rules match the same tensors";
     assert!(wide.contains(words), "{wide}");
     let narrow = told("--mesh dp=2 --placements **.w1=S(1) --placements **.weight=S(0) --placements R", "narrow");
     assert!(!narrow.contains("without effect"), "{narrow}");

@@ -238,7 +238,7 @@ fn whatever_matches_nothing_is_an_error_with_the_nearest_names() {
     let outcome = expect(2, "inspect", &[&fixture(source)], "--tensor **.q_prj");
     holds(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
     let outcome = expect(2, "verify", &[&fixture(source), &fixture(source)], "--include **.q_prj");
-    holds(&outcome.stderr, &["nothing has a name like that", "q_proj.weight"]);
+    holds(&outcome.stderr, &["no tensor or object matches this pattern", "q_proj.weight"]);
 }
 
 /// `param_groups` of every optimizer, as `inspect` shows it.

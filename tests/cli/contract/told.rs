@@ -563,7 +563,7 @@ fn what_is_said_has_an_effect() {
     refuse(&copies, &format!("{split} R"));
     let late = "--src-mesh dp=2 --src-placements **.weight=R --src-placements up.weight=S(0)";
     let run = succeed("inspect", &[&copies], late);
-    holds(&run.stderr, &["--src-placements up.weight=S(0): without effect, since rules before it"]);
+    holds(&run.stderr, &["--src-placements up.weight=S(0): this rule has no effect, because earlier rules"]);
 }
 
 #[test]

@@ -37,11 +37,8 @@ fn dtype_casts_floats_of_1_or_more_dims_outside_optimizer_state_and_counts_the_r
     }
     let document = made.run.json();
     assert_eq!(document["cast"], json!({ "f32->bf16": { "tensors": 19, "overflows": 0, "nans": 0 } }));
-    let told = "--dtype leaves as they are: 17 tensors (0-d), 34 tensors (optimizer state)";
-    holds(
-        &document["warnings"].to_string(),
-        &["--dtype leaves as they are: ", "0-d", "(optimizer state)", "(not float)"],
-    );
+    let told = "--dtype does not cast: 17 tensors (0-d), 34 tensors (optimizer state)";
+    holds(&document["warnings"].to_string(), &["--dtype does not cast: ", "0-d", "(optimizer state)", "(not float)"]);
     let again = env.make("unshard", "fsdp4/dcp", "y.pt", "--dtype bf16");
     assert!(again.closing().ends_with("; cast 19 f32->bf16"), "{}", again.closing());
     assert!(again.run.stderr.starts_with(&format!("note: {}", &told[..27])), "{}", again.run.stderr);

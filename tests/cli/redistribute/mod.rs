@@ -68,7 +68,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     let mut contents: Vec<Vec<u8>> = reservation.files.iter().map(with_literals).collect();
     for tensor in &reservation.tensors {
         for (chunk, at) in coordinates(mesh).iter().enumerate() {
-            let Some((file, offset)) = tensor.place(chunk) else { continue };
+            let Some((file, offset)) = tensor.file_offset(chunk) else { continue };
             let bytes = by_name[tensor.entry.fqn.as_str()].source(mesh, at);
             let start = usize::try_from(offset).unwrap();
             contents[file as usize][start..start + bytes.len()].copy_from_slice(&bytes);
@@ -76,10 +76,10 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     }
     std::fs::create_dir_all(folder).unwrap();
     for (file, mut content) in reservation.files.iter().zip(contents) {
-        for sum in &file.sums {
+        for sum in &file.checksums {
             let range = usize::try_from(sum.range.start).unwrap()..usize::try_from(sum.range.end).unwrap();
             let crc = crc32fast::hash(&content[range]).to_le_bytes();
-            for site in &sum.sites {
+            for site in &sum.crc_offsets {
                 let site = usize::try_from(*site).unwrap();
                 content[site..site + 4].copy_from_slice(&crc);
             }
@@ -90,7 +90,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
 
 fn with_literals(file: &OutputFile) -> Vec<u8> {
     let mut content = vec![0; usize::try_from(file.len).unwrap()];
-    for literal in &file.literals {
+    for literal in &file.header_bytes {
         let start = usize::try_from(literal.offset).unwrap();
         content[start..start + literal.bytes.len()].copy_from_slice(&literal.bytes);
     }
@@ -269,7 +269,10 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     let whole = "t0";
     for op in ["product", "band", "bor", "bxor"] {
         let list = format!("--placements=P({op}),R");
-        says(&["--include", whole, &list], &[whole, &format!("P({op}) cannot be made of a whole value")]);
+        says(
+            &["--include", whole, &list],
+            &[whole, &format!("a value without Partial cannot be converted to P({op})")],
+        );
     }
     says(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
     says(&["--tensor-class=sharded-tensor", "--placements=P(sum),R"], &["a ShardedTensor with placements P(sum),R"]);
@@ -310,7 +313,7 @@ fn a_summand_that_is_missing_is_missed() {
             Ok(()) => dtshard(&["verify", &whole("all.pt"), &whole("rest.pt")]).unwrap(),
             Err(error) => {
                 let text = error;
-                assert!(!covered && text.contains("w: gap at") && text.contains("summand (1,"), "{text}");
+                assert!(!covered && text.contains("w: gap at") && text.contains("partial value (1,"), "{text}");
             }
         }
     }

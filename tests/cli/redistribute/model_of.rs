@@ -82,7 +82,7 @@ pub fn refused(from: &[Place], to: &[Place], same: bool) -> Option<&'static str>
     } else {
         from.iter().any(|from| to.iter().any(|to| differ(from, to)))
     };
-    refused.then_some("cannot become")
+    refused.then_some("cannot be converted to")
 }
 
 /// One tensor of a conversion.

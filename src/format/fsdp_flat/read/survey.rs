@@ -173,7 +173,7 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
 /// The places of modules in the order in which a state dict visits them.
 fn positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
     let mut positions = HashMap::new();
-    for (position, module) in modules::registered(dict)?.into_iter().enumerate() {
+    for (position, module) in modules::registered_modules(dict)?.into_iter().enumerate() {
         positions.entry(module.into()).or_insert(position);
     }
     Some(positions)

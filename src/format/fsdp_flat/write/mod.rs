@@ -26,7 +26,7 @@ use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::is_beside;
+use crate::catalog::model::is_beside_model;
 use crate::catalog::path::key_text;
 use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
@@ -80,7 +80,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     // A layout of no units would only be doubted when it is read.
     if target.model.is_some() && !layout.units.is_empty() {
         let mut beside = OutputFile::new(FILE_NAME);
-        beside.push_literal(render(&plan.written_layout()).into_bytes());
+        beside.push_header(render(&plan.written_layout()).into_bytes());
         reservation.files.push(beside);
     }
     Ok(reservation)
@@ -167,7 +167,7 @@ impl PlannedTree<'_> {
         let Value::Dict(dict) = value else {
             return Err(no_model(path));
         };
-        let is_beside = |(key, value): &&(Value, Value)| path.0.is_empty() && is_beside(&key_text(key), value);
+        let is_beside = |(key, value): &&(Value, Value)| path.0.is_empty() && is_beside_model(&key_text(key), value);
         let (beside, own): (Vec<_>, Vec<_>) = dict.entries.iter().partition(|entry| is_beside(entry));
         let own = Dict { entries: own.into_iter().cloned().collect(), ..dict.clone() };
         let mut written = model::plan(&own, &self.names, &mut self.plan, &mut self.notes)?;

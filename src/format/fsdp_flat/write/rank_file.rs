@@ -259,10 +259,10 @@ impl<'a> FlatRankFile<'a> {
         };
         let mut chunks = Vec::with_capacity(boxes.len());
         for region in boxes {
-            let place = if region.is_empty() { FileLocation::Nowhere } else { place(offset) };
+            let location = if region.is_empty() { FileLocation::Empty } else { place(offset) };
             offset += region.numel() * itemsize;
             let tile = Tile::from_region(&region);
-            chunks.push(Chunk { tile, place, strides: None, rank: Some(self.rank) });
+            chunks.push(Chunk { tile, location, strides: None, rank: Some(self.rank) });
         }
         chunks
     }

@@ -363,7 +363,7 @@ fn what_ranks_have_alike_is_kept_once() {
         let layout =
             FlatLayout { world_size: 64, shard_group_size: 64, use_orig_params, units: units.clone(), optimizer: None };
         let reservation = source.reserve(&layout).unwrap();
-        let (held, payload) = (reservation.held_bytes(&source.catalog), reservation.payload_bytes());
+        let (held, payload) = (reservation.planning_bytes(&source.catalog), reservation.payload_bytes());
         assert!(held < 8 << 20, "{held} bytes beside {payload}");
     }
 }
