@@ -1,13 +1,13 @@
-//! Who may import whom. The picture is in `src/lib.rs`; this keeps it true.
+//! The modules that each module may import, as `src/lib.rs` draws them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Modules that every other one may use.
+/// Modules that every other module may use.
 const EVERYWHERE: [&str; 3] = ["error", "name_list", "threads"];
 
-/// Public modules, which may use every other one.
+/// Public modules, which may use every other module.
 const PUBLIC: [&str; 4] = ["checkpoint", "conversion", "options", "verification"];
 
 /// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
@@ -63,14 +63,14 @@ const ALLOWED: [(&str, &[&str]); 25] = [
             "text",
         ],
     ),
-    // Errors are defined in modules of their own, which import no others.
+    // Errors are defined in separate modules, which import no others.
     ("error", &["catalog", "comm", "convert", "exec", "format", "gpu", "layout", "storage"]),
     // Parts of the program, which see the library as `dtshard`.
     ("cli", &["options"]),
     ("commands", &["cli", "options", "text"]),
 ];
 
-/// Where `unsafe` is allowed: mapped files and what the kernel is told of them, and CUDA.
+/// Files that may contain `unsafe`: mapped files with their kernel hints, and CUDA.
 const UNSAFE: [&str; 4] = ["commands/process.rs", "gpu/mod.rs", "storage/filesystem.rs", "storage/mapping.rs"];
 
 fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
@@ -85,16 +85,16 @@ fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn modules_use_only_what_is_below_them() {
+fn modules_import_only_allowed_modules() {
     let mut wrong = BTreeSet::new();
     for (module, imports) in imported() {
-        let Some(room) = module.first().filter(|room| !PUBLIC.contains(&room.as_str())) else { continue };
-        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| name == room) else {
-            wrong.insert(format!("{room} has no row"));
+        let Some(top) = module.first().filter(|top| !PUBLIC.contains(&top.as_str())) else { continue };
+        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| name == top) else {
+            wrong.insert(format!("{top} has no row"));
             continue;
         };
         for other in imports.iter().filter_map(|other| other.first()) {
-            if other != room && !EVERYWHERE.contains(&other.as_str()) && !allowed.contains(&other.as_str()) {
+            if other != top && !EVERYWHERE.contains(&other.as_str()) && !allowed.contains(&other.as_str()) {
                 wrong.insert(format!("{} uses {other}", module.join("::")));
             }
         }
@@ -103,7 +103,7 @@ fn modules_use_only_what_is_below_them() {
 }
 
 #[test]
-fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
+fn unsafe_code_is_limited_to_listed_files() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     rust_files(&source, &mut files);
@@ -114,14 +114,14 @@ fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
     assert_eq!(allowing, UNSAFE);
 }
 
-/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The reader of archives copies
-/// or compares each byte of a mapping once.
+/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The archive
+/// reader copies or compares each byte of a mapping once.
 #[test]
-fn mapped_bytes_are_tensor_data() {
+fn mapped_bytes_are_read_by_two_modules_only() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     rust_files(&source, &mut files);
-    // The module that maps files tests itself.
+    // The module that maps files has tests with mappings.
     let is_user = |file: &&PathBuf| !file.starts_with(source.join("storage"));
     let uses = |file: &&PathBuf| fs::read_to_string(file).unwrap().contains(".mapped(");
     let users = files.iter().filter(is_user).filter(uses);
@@ -130,7 +130,7 @@ fn mapped_bytes_are_tensor_data() {
     assert_eq!(using, ["exec/runs.rs", "format/archive.rs"]);
 }
 
-/// Bytes go between processes by files, NCCL and MPI.
+/// Processes exchange bytes by files, NCCL and MPI only.
 #[test]
 fn no_module_opens_a_socket() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -145,10 +145,10 @@ fn no_module_opens_a_socket() {
     assert!(opening.is_empty(), "{opening:?}");
 }
 
-/// A module by its path: `format::torch::reader`.
+/// The path of a module: `format::torch::reader`.
 type Module = Vec<String>;
 
-/// The modules of the library and the program, each with its code, without comments and unit tests.
+/// Returns the modules of the library and the program, each with its code, without comments and unit tests.
 fn modules() -> BTreeMap<Module, String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
@@ -172,7 +172,7 @@ fn modules() -> BTreeMap<Module, String> {
     found
 }
 
-/// The paths of a `use` tree: `a::{b, c::{d, e}}` gives `a::b`, `a::c::d` and `a::c::e`.
+/// Returns the paths of a `use` tree: `a::{b, c::{d, e}}` gives `a::b`, `a::c::d` and `a::c::e`.
 fn paths_of(tree: &str) -> Vec<String> {
     let Some((head, rest)) = tree.split_once('{') else { return vec![tree.trim().to_owned()] };
     let body = rest.rsplit_once('}').map_or(rest, |(body, _)| body);
@@ -191,8 +191,7 @@ fn paths_of(tree: &str) -> Vec<String> {
     found
 }
 
-/// Which modules each module imports. Those that one of them is within are left out: a parent may use its children, and
-/// they may use it.
+/// Returns the modules that each module imports, without its parents and children: these may use each other.
 fn imported() -> BTreeMap<Module, BTreeSet<Module>> {
     let trees = regex::Regex::new(r"\buse\s+([^;]+);|\b((?:crate|super|dtshard)(?:::\w+)+)").unwrap();
     let modules = modules();
@@ -245,9 +244,9 @@ fn no_module_imports_itself_through_others() {
     assert!(circles.is_empty(), "{circles:?}");
 }
 
-/// The library is for programs without a command line, too.
+/// Programs without a command line use the library as well.
 #[test]
-fn clap_is_imported_by_the_command_line_alone() {
+fn clap_is_imported_by_the_command_line_only() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     rust_files(&source, &mut files);
@@ -259,10 +258,10 @@ fn clap_is_imported_by_the_command_line_alone() {
     assert!(importing.is_empty(), "{importing:?}");
 }
 
-/// Messages of the library name an option as `options::max_memory`, which every front end spells for its users. Flags of
-/// other programs may stand there.
+/// Messages of the library name an option as `options::max_memory`, which every front end spells for its users. Flags
+/// of other programs are allowed.
 #[test]
-fn messages_of_the_library_name_options_by_their_fields() {
+fn library_messages_name_options_by_field_names() {
     let help = |verb: &str| {
         let process =
             std::process::Command::new(env!("CARGO_BIN_EXE_dtshard")).args([verb, "--help"]).output().unwrap();

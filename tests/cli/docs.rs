@@ -1,4 +1,4 @@
-//! The console examples of README.md and docs/ show what the program prints, and links between pages lead somewhere.
+//! The console examples of README.md and docs/ match the output of the program, and links between pages have targets.
 //!
 //! A block of ```` ```console ```` whose commands all begin with `dtshard` is run, in the order of the page, in a
 //! temporary folder in which `tests` is that of the repository, so fixtures have the paths that are shown. Later blocks
@@ -16,7 +16,7 @@ use regex::Regex;
 #[derive(Debug)]
 struct Block {
     line: usize,
-    /// Commands, and what they print.
+    /// Commands with their output.
     examples: Vec<(String, Vec<String>)>,
 }
 
@@ -57,7 +57,7 @@ fn examples(body: &[&str]) -> Vec<(String, Vec<String>)> {
     examples
 }
 
-/// The lines that a shell prints.
+/// Returns the output lines of a shell command.
 fn run(command: &str, folder: &Path) -> Vec<String> {
     let binaries = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
     let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
@@ -75,7 +75,7 @@ fn masked(line: &str) -> String {
     memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()
 }
 
-/// Whether the lines are those expected, where `...` matches any number of lines.
+/// Returns whether the lines equal the expected lines, where `...` matches any number of lines.
 fn matches(found: &[String], expected: &[String]) -> bool {
     match expected.split_first() {
         None => found.is_empty(),
@@ -124,7 +124,7 @@ fn pages(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn console_examples_are_what_the_program_prints() {
+fn console_examples_match_the_output_of_the_program() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let pages: Vec<PathBuf> = [root.join("README.md")].into_iter().chain(pages(&root.join("docs"))).collect();
     assert!(pages.len() > 10, "the pages were not found");
@@ -133,7 +133,7 @@ fn console_examples_are_what_the_program_prints() {
     assert!(wrong.is_empty(), "what these examples print now:\n\n{wrong}");
 }
 
-/// The anchors of a page as GitHub makes them of its headings.
+/// Returns the anchors of a page, as GitHub derives them from its headings.
 fn anchors(text: &str) -> Vec<String> {
     let link = Regex::new(r"\[([^\]]*)\]\([^)]*\)").unwrap();
     let mut code = false;
@@ -148,9 +148,9 @@ fn anchors(text: &str) -> Vec<String> {
     headings.map(anchor).collect()
 }
 
-/// Links between pages lead to a file, and to a heading in it.
+/// Every link leads to an existing file, and to a heading in it.
 #[test]
-fn links_between_pages_lead_somewhere() {
+fn links_between_pages_have_targets() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let link = Regex::new(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)").unwrap();
     let beside = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root.join(name));
@@ -172,9 +172,9 @@ fn links_between_pages_lead_somewhere() {
     assert!(broken.is_empty(), "links that lead nowhere:\n{broken}");
 }
 
-/// The program that users are told to run is the one that the fixtures were made with.
+/// The documented program is the one that made the fixtures.
 #[test]
-fn the_flat_layout_program_is_that_of_the_fixtures() {
+fn documented_flat_layout_program_equals_that_of_the_fixtures() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = fs::read_to_string(root.join("tests/fixtures/flat_layout.py")).unwrap();
     let program = &script[script.find("import ").unwrap()..];

@@ -1,5 +1,5 @@
-//! Folders as people have them: checkpoints a few folders down, several in one, with other things beside them, under
-//! other names, and with parts missing.
+//! Folders of real jobs: checkpoints in subfolders, several checkpoints in one folder, other files beside them, other
+//! file names, and missing files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use dtshard::format::{Checkpoint, Format, PartContent, RankNames, ReadOptions, S
 use dtshard::text::spell_options;
 use tempfile::TempDir;
 
-fn folder() -> TempDir {
+fn temporary_folder() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// A copy of a fixture's folder, with folders in it.
-fn place(case: &str, root: &TempDir, at: &str) -> PathBuf {
+/// Copies the folder of a fixture, with its subfolders.
+fn copy_fixture(case: &str, root: &TempDir, at: &str) -> PathBuf {
     let target = root.path().join(at);
     copy_tree(&fixture(case), &target);
     target
@@ -34,7 +34,7 @@ fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-fn write(root: &TempDir, name: &str, content: &str) {
+fn write_text(root: &TempDir, name: &str, content: &str) {
     let path = root.path().join(name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, content).unwrap();
@@ -44,7 +44,7 @@ fn open(path: &Path, options: &ReadOptions) -> Checkpoint {
     Checkpoint::open(path, options).unwrap_or_else(|error| panic!("{error}\n{:?}", error.hint()))
 }
 
-fn refused(path: &Path, options: &ReadOptions, words: &[&str]) {
+fn assert_refused(path: &Path, options: &ReadOptions, words: &[&str]) {
     let error = Checkpoint::open(path, options).expect_err("an error");
     let text = format!("{error}\n{}", error.hint().unwrap_or_default());
     let text = spell_options(&text, |name| format!("--{}", name.replace('_', "-")));
@@ -60,7 +60,7 @@ fn model_only() -> ReadOptions {
 // ------------------------------------------------------------------------------------------------- parent folders
 
 #[test]
-fn a_checkpoint_is_found_below_its_folder() {
+fn checkpoint_is_found_in_subfolders() {
     for (at, pointer) in [
         ("global_step_10", None),
         ("global_step_10/actor", None),
@@ -73,13 +73,13 @@ fn a_checkpoint_is_found_below_its_folder() {
         ("iter_0000100", Some(("latest_checkpointed_iteration.txt", "100"))),
         ("step-12", Some(("latest", "12"))),
     ] {
-        let root = folder();
-        let expected = place("fsdp3/dcp", &root, at);
+        let root = temporary_folder();
+        let expected = copy_fixture("fsdp3/dcp", &root, at);
         if let Some((name, text)) = pointer {
-            write(&root, name, text);
-            // Older ones are passed over.
-            place("fsdp3/dcp", &root, "global_step_3");
-            place("fsdp3/dcp", &root, "step-3");
+            write_text(&root, name, text);
+            // Older checkpoints are skipped.
+            copy_fixture("fsdp3/dcp", &root, "global_step_3");
+            copy_fixture("fsdp3/dcp", &root, "step-3");
         }
         for want in [Want::Model, Want::All] {
             let found = open(root.path(), &ReadOptions { want, ..ReadOptions::default() });
@@ -91,13 +91,13 @@ fn a_checkpoint_is_found_below_its_folder() {
 }
 
 #[test]
-fn every_verb_takes_a_parent_folder_and_says_which() {
-    let root = folder();
-    let actor = place("llama_tiny/ranks", &root, "global_step_10/actor");
-    write(&root, "latest_checkpointed_iteration.txt", "10");
-    // verl leaves the state of the data loader there.
+fn every_verb_accepts_a_parent_folder_and_names_the_checkpoint() {
+    let root = temporary_folder();
+    let actor = copy_fixture("llama_tiny/ranks", &root, "global_step_10/actor");
+    write_text(&root, "latest_checkpointed_iteration.txt", "10");
+    // verl saves the state of the data loader there.
     fs::copy(fixture("torch_file/objects.pt"), root.path().join("global_step_10/data.pt")).unwrap();
-    let beside = folder();
+    let beside = temporary_folder();
     let out = beside.path().join("out");
     for (verb, paths) in [
         ("inspect", vec![root.path()]),
@@ -119,113 +119,117 @@ fn read_model(actor: &Path) -> crate::common::Tensors {
 }
 
 #[test]
-fn several_candidates_are_listed() {
-    let root = folder();
+fn several_candidates_are_refused_with_a_list() {
+    let root = temporary_folder();
     for name in ["global_step_10", "global_step_9"] {
-        place("fsdp3/dcp", &root, name);
+        copy_fixture("fsdp3/dcp", &root, name);
     }
     let words = ["holds several checkpoints: global_step_9, global_step_10", "give one of them", "global_step_10"];
-    refused(root.path(), &ReadOptions::default(), &words);
+    assert_refused(root.path(), &ReadOptions::default(), &words);
     expect(2, "inspect", &[root.path()], "");
     expect(2, "verify", &[root.path()], "");
-    write(&root, "latest", "global_step_11");
-    refused(
+    write_text(&root, "latest", "global_step_11");
+    assert_refused(
         root.path(),
         &ReadOptions::default(),
         &["latest names `global_step_11`, which is not there", "give a folder"],
     );
 
-    let root = folder();
-    place("fsdp3/dcp", &root, "global_step_10/actor");
-    place("fsdp3/dcp", &root, "global_step_10/critic");
+    let root = temporary_folder();
+    copy_fixture("fsdp3/dcp", &root, "global_step_10/actor");
+    copy_fixture("fsdp3/dcp", &root, "global_step_10/critic");
     for options in [model_only(), ReadOptions::default()] {
-        refused(
+        assert_refused(
             root.path(),
             &options,
             &["global_step_10 holds several checkpoints: actor, critic", "global_step_10/actor"],
         );
     }
-    let root = folder();
+    let root = temporary_folder();
     for name in ["pytorch_model_fsdp_0", "pytorch_model_fsdp_1"] {
-        place("fsdp3/dcp", &root, name);
+        copy_fixture("fsdp3/dcp", &root, name);
     }
-    refused(root.path(), &ReadOptions::default(), &["pytorch_model_fsdp_0, pytorch_model_fsdp_1"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["pytorch_model_fsdp_0, pytorch_model_fsdp_1"]);
 }
 
 #[test]
-fn pointers_lead_nowhere_else() {
+fn latest_file_that_leads_outside_is_refused() {
     for text in ["../elsewhere", "/etc", "", "a\nb", "..", "a/../../b"] {
-        let root = folder();
-        place("fsdp3/dcp", &root, "elsewhere");
-        write(&root, "run/latest", text);
-        refused(
+        let root = temporary_folder();
+        copy_fixture("fsdp3/dcp", &root, "elsewhere");
+        write_text(&root, "run/latest", text);
+        assert_refused(
             &root.path().join("run"),
             &ReadOptions::default(),
             &["latest: content", "the name of a folder beside it"],
         );
     }
-    let root = folder();
-    write(&root, "latest", "global_step_5");
-    refused(root.path(), &ReadOptions::default(), &["the folder it names", "missing: global_step_5"]);
-    // A link that leads back ends.
-    let root = folder();
+    let root = temporary_folder();
+    write_text(&root, "latest", "global_step_5");
+    assert_refused(root.path(), &ReadOptions::default(), &["the folder it names", "missing: global_step_5"]);
+    // A link to its own parent folder does not loop.
+    let root = temporary_folder();
     std::os::unix::fs::symlink(".", root.path().join("latest")).unwrap();
-    refused(root.path(), &ReadOptions::default(), &["folders in folders"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["folders in folders"]);
 }
 
 #[test]
-fn a_link_to_the_latest_is_followed() {
-    let root = folder();
-    place("fsdp3/dcp", &root, "step-1");
-    place("fsdp3/dcp", &root, "step-2");
+fn link_called_latest_is_followed() {
+    let root = temporary_folder();
+    copy_fixture("fsdp3/dcp", &root, "step-1");
+    copy_fixture("fsdp3/dcp", &root, "step-2");
     std::os::unix::fs::symlink("step-2", root.path().join("latest")).unwrap();
     assert_eq!(open(root.path(), &ReadOptions::default()).root, root.path().join("latest"));
 }
 
 #[test]
-fn megatron_and_deepspeed_are_refused_where_they_are() {
-    let root = folder();
-    write(&root, "latest", "global_step100");
-    write(&root, "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt", "x");
-    refused(root.path(), &ReadOptions::default(), &["global_step100", "DeepSpeed", "zero_to_fp32.py"]);
+fn megatron_and_deepspeed_folders_are_refused_by_name() {
+    let root = temporary_folder();
+    write_text(&root, "latest", "global_step100");
+    write_text(&root, "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt", "x");
+    assert_refused(root.path(), &ReadOptions::default(), &["global_step100", "DeepSpeed", "zero_to_fp32.py"]);
 
     for iteration in ["100", "release"] {
-        let root = folder();
+        let root = temporary_folder();
         let name = if iteration == "release" { "release" } else { "iter_0000100" };
-        write(&root, "latest_checkpointed_iteration.txt", iteration);
-        write(&root, &format!("{name}/mp_rank_00/model_optim_rng.pt"), "x");
-        refused(root.path(), &ReadOptions::default(), &[name, "Megatron-LM", "torch_dist"]);
+        write_text(&root, "latest_checkpointed_iteration.txt", iteration);
+        write_text(&root, &format!("{name}/mp_rank_00/model_optim_rng.pt"), "x");
+        assert_refused(root.path(), &ReadOptions::default(), &[name, "Megatron-LM", "torch_dist"]);
     }
-    let root = folder();
-    let inside = place("fsdp3/dcp", &root, "iter_0000100");
-    write(&root, "latest_checkpointed_iteration.txt", "100");
-    write(&root, "iter_0000100/metadata.json", r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 1}"#);
-    refused(root.path(), &ReadOptions::default(), &["Megatron-LM checkpoint (torch_dist)", "--from dcp"]);
+    let root = temporary_folder();
+    let inside = copy_fixture("fsdp3/dcp", &root, "iter_0000100");
+    write_text(&root, "latest_checkpointed_iteration.txt", "100");
+    write_text(
+        &root,
+        "iter_0000100/metadata.json",
+        r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 1}"#,
+    );
+    assert_refused(root.path(), &ReadOptions::default(), &["Megatron-LM checkpoint (torch_dist)", "--from dcp"]);
     let forced = open(root.path(), &ReadOptions { from: Some(Format::Dcp), ..ReadOptions::default() });
     assert_eq!(forced.root, inside);
     succeed("verify", &[root.path()], "--from dcp");
-    // Other people's metadata.json says nothing.
-    write(&root, "iter_0000100/metadata.json", r#"{"step": 100}"#);
+    // A metadata.json of another program is ignored.
+    write_text(&root, "iter_0000100/metadata.json", r#"{"step": 100}"#);
     open(root.path(), &ReadOptions::default());
 }
 
 // ------------------------------------------------------------------------------------------------------ accelerate
 
-/// What accelerate and the Trainer write, below the folder of a run.
+/// Writes the files of accelerate and the Trainer below the folder of a run.
 fn accelerate() -> TempDir {
-    let root = folder();
+    let root = temporary_folder();
     for name in ["pytorch_model_fsdp_0", "optimizer_0"] {
-        place(&format!("accelerate/{name}"), &root, &format!("checkpoint-500/{name}"));
+        copy_fixture(&format!("accelerate/{name}"), &root, &format!("checkpoint-500/{name}"));
     }
     for name in ["scheduler.bin", "sampler.bin", "rng_state_0.pth"] {
         fs::copy(fixture("accelerate/scheduler.bin"), root.path().join("checkpoint-500").join(name)).unwrap();
     }
-    write(&root, "checkpoint-500/random_states_0.pkl", "x");
+    write_text(&root, "checkpoint-500/random_states_0.pkl", "x");
     root
 }
 
 #[test]
-fn model_and_optimizer_beside_each_other_are_one() {
+fn sibling_model_and_optimizer_are_one_checkpoint() {
     let root = accelerate();
     let checkpoint = root.path().join("checkpoint-500");
     let found = open(root.path(), &model_only());
@@ -247,7 +251,7 @@ fn model_and_optimizer_beside_each_other_are_one() {
     assert_same(&read(root.path()), &expected, "both folders");
     assert_eq!(model::model(&found.catalog.state).root.to_string(), "model");
 
-    let targets = folder();
+    let targets = temporary_folder();
     let out = targets.path().join("out");
     succeed("consolidate", &[root.path(), &out], "");
     assert_same(&read(&out), &below("model.", &expected), "consolidated");
@@ -258,10 +262,10 @@ fn model_and_optimizer_beside_each_other_are_one() {
 }
 
 #[test]
-fn folders_with_the_same_keys_keep_their_names() {
-    let root = folder();
-    place("fsdp3/dcp", &root, "pytorch_model_fsdp");
-    place("fsdp3/dcp", &root, "optimizer");
+fn sibling_folders_with_equal_keys_become_subtrees() {
+    let root = temporary_folder();
+    copy_fixture("fsdp3/dcp", &root, "pytorch_model_fsdp");
+    copy_fixture("fsdp3/dcp", &root, "optimizer");
     let found = open(root.path(), &ReadOptions::default());
     assert!(found.resolved_from.is_none());
     assert_eq!(found.parts[1].content, PartContent::Below("optimizer".into()));
@@ -272,50 +276,54 @@ fn folders_with_the_same_keys_keep_their_names() {
 // ------------------------------------------------------------------------------------------------ parts and others
 
 #[test]
-fn what_lies_beside_is_listed() {
-    let root = folder();
-    let source = place("llama_tiny/ranks", &root, "actor");
+fn files_beside_a_checkpoint_are_listed() {
+    let root = temporary_folder();
+    let source = copy_fixture("llama_tiny/ranks", &root, "actor");
     let found = open(&source, &ReadOptions::default());
     assert_eq!(found.beside, ["fsdp_config.json", "huggingface/config.json"].map(PathBuf::from));
     let series: Vec<&PartContent> = found.parts.iter().map(|part| &part.content).collect();
     assert_eq!(series, [&PartContent::Below("model".into()), &PartContent::Below("extra_state".into())]);
     assert_eq!(found.parts[0].names.as_ref().unwrap().render(3, 16), "model_world_size_16_rank_3.pt");
     assert_eq!(RankNames::new_series("optim").render(0, 2), "optim_world_size_2_rank_0.pt");
-    // Those of a series that is left alone belong to the checkpoint all the same.
+    // Files of an excluded series still belong to the checkpoint.
     let only = ReadOptions { series: SeriesChoice::Named(vec!["model".into()]), ..ReadOptions::default() };
     let found = open(&source, &only);
     assert_eq!(found.beside.len(), 2);
     assert_eq!(found.parts[0].content, PartContent::Whole);
     let found = open(&fixture("safetensors/sharded"), &ReadOptions::default());
     assert_eq!(found.beside, [PathBuf::from("config.json")]);
-    let found = open(&place("fsdp3/dcp", &root, "d"), &ReadOptions::default());
+    let found = open(&copy_fixture("fsdp3/dcp", &root, "d"), &ReadOptions::default());
     assert!(found.beside.is_empty(), "{:?}", found.beside);
 }
 
-/// The Trainer's last folder: a model, its arguments, and checkpoints below it.
+/// The last folder of the Trainer: a model, its arguments, and checkpoints in subfolders.
 #[test]
-fn a_model_with_other_torch_files_beside_it() {
-    let root = folder();
+fn model_beside_other_torch_files_is_read() {
+    let root = temporary_folder();
     copy_folder(&fixture("safetensors/sharded"), root.path());
     for name in ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"] {
         fs::copy(fixture("accelerate/scheduler.bin"), root.path().join(name)).unwrap();
     }
-    place("accelerate/pytorch_model_fsdp_0", &root, "checkpoint-500/pytorch_model_fsdp_0");
+    copy_fixture("accelerate/pytorch_model_fsdp_0", &root, "checkpoint-500/pytorch_model_fsdp_0");
     let found = open(root.path(), &model_only());
     assert_eq!((found.format, found.root.as_path()), (Format::Safetensors, root.path()));
-    // Alone, such a file is what there is.
-    let root = folder();
+    // Such a file alone is the checkpoint.
+    let root = temporary_folder();
     fs::copy(fixture("torch_file/trainer.pt"), root.path().join("optimizer.pt")).unwrap();
     assert_eq!(open(root.path(), &ReadOptions::default()).format, Format::Torch);
     fs::copy(fixture("torch_file/trainer.pt"), root.path().join("scheduler.pt")).unwrap();
-    refused(root.path(), &ReadOptions::default(), &["optimizer.pt, scheduler.pt are torch files", "give one of them"]);
+    assert_refused(
+        root.path(),
+        &ReadOptions::default(),
+        &["optimizer.pt, scheduler.pt are torch files", "give one of them"],
+    );
 }
 
 // ----------------------------------------------------------------------------------------------- names of rank files
 
-/// The model files of `fsdp4`, renamed.
+/// Returns a folder with the renamed model files of `fsdp4`.
 fn renamed(name: impl Fn(u32) -> String) -> TempDir {
-    let root = folder();
+    let root = temporary_folder();
     for rank in 0..4 {
         let from = fixture(&format!("fsdp4/ranks/model_world_size_4_rank_{rank}.pt"));
         fs::copy(from, root.path().join(name(rank))).unwrap();
@@ -324,7 +332,7 @@ fn renamed(name: impl Fn(u32) -> String) -> TempDir {
 }
 
 #[test]
-fn rank_files_have_many_names() {
+fn rank_files_are_found_under_every_usual_name() {
     let whole = read(renamed(|rank| format!("model_world_size_4_rank_{rank}.pt")).path());
     for (name, rendered) in [
         ("model_rank_R.pt", "model_rank_11.pt"),
@@ -348,15 +356,19 @@ fn rank_files_have_many_names() {
 fn ranks_that_count_from_one_are_refused() {
     let root = renamed(|rank| format!("model_rank_{}_of_4.pt", rank + 1));
     let words = ["its files count from 1 to 4, and ranks count from 0", "rename the files"];
-    refused(root.path(), &ReadOptions::default(), &words);
-    // The ranks in the files say so, too, where the names do not.
+    assert_refused(root.path(), &ReadOptions::default(), &words);
+    // The ranks inside the files show the mismatch where the names do not.
     let root = renamed(|rank| format!("model_rank_{}.pt", (rank + 1) % 4));
-    refused(root.path(), &ReadOptions::default(), &["the file of rank", "the name of the file does not say its rank"]);
+    assert_refused(
+        root.path(),
+        &ReadOptions::default(),
+        &["the file of rank", "the name of the file does not say its rank"],
+    );
 }
 
 #[test]
-fn numbered_files_of_whole_tensors_are_one_set() {
-    let root = folder();
+fn numbered_files_of_whole_tensors_are_read_as_one_set() {
+    let root = temporary_folder();
     let truth = crate::common::Truth::load("torch_file/model.truth");
     for (number, file) in [(1, "torch_file/model.pt"), (2, "torch_file/trainer.pt")] {
         fs::copy(fixture(file), root.path().join(format!("pytorch_model-0000{number}-of-00002.bin"))).unwrap();
@@ -368,7 +380,7 @@ fn numbered_files_of_whole_tensors_are_one_set() {
     assert_same(&own.map(|(name, tensor)| (name.clone(), tensor.clone())).collect(), &truth.tensors, "the first file");
     assert!(all.len() > truth.tensors.len());
     fs::remove_file(root.path().join("pytorch_model-00001-of-00002.bin")).unwrap();
-    refused(
+    assert_refused(
         root.path(),
         &ReadOptions::default(),
         &["2 files, numbered in their names", "missing: pytorch_model-00001-of-00002.bin"],
@@ -376,13 +388,13 @@ fn numbered_files_of_whole_tensors_are_one_set() {
 }
 
 #[test]
-fn two_world_sizes_are_told_apart_by_nobody() {
-    let root = folder();
-    let source = place("fsdp3/ranks", &root, "ranks");
+fn files_of_two_world_sizes_are_refused() {
+    let root = temporary_folder();
+    let source = copy_fixture("fsdp3/ranks", &root, "ranks");
     copy_folder(&fixture("fsdp4/ranks"), &source);
     let words = ["one world size", "files of 3 and 4", "into another folder", "--series cannot"];
-    refused(&source, &ReadOptions::default(), &words);
-    // What is not asked for may be in any state.
+    assert_refused(&source, &ReadOptions::default(), &words);
+    // Series that are not selected may be incomplete.
     for rank in 0..4 {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
@@ -393,21 +405,21 @@ fn two_world_sizes_are_told_apart_by_nobody() {
 // ----------------------------------------------------------------------------------------------------- missing ranks
 
 #[test]
-fn missing_ranks_are_listed_and_may_be_replicas() {
+fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     let allow = ReadOptions { allow_missing: true, ..model_only() };
     // HSDP: (dp_replicate=2, dp_shard=2).
-    let root = folder();
-    let source = place("hsdp/ranks", &root, "ranks");
+    let root = temporary_folder();
+    let source = copy_fixture("hsdp/ranks", &root, "ranks");
     let whole = read_with(&source, &model_only());
     for rank in [0, 3] {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
     let words = ["missing: ranks 0, 3", "replicas of the other ranks cover every tensor: --allow-missing"];
-    refused(&source, &model_only(), &words);
+    assert_refused(&source, &model_only(), &words);
     assert_eq!(read_with(&source, &allow), whole);
     assert!(open(&source, &allow).catalog.warnings[0].contains("read without ranks 0, 3"));
 
-    // Ranks 1 and 3 hold the same.
+    // Ranks 1 and 3 hold the same shards.
     fs::remove_file(source.join("model_world_size_4_rank_2.pt")).unwrap();
     let error = Checkpoint::open(&source, &model_only()).unwrap_err();
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
@@ -415,9 +427,9 @@ fn missing_ranks_are_listed_and_may_be_replicas() {
     let gap = rest.catalog.tensors.iter().find_map(|entry| entry.tilings().err()).expect("a hole");
     assert!(gap.to_string().contains("gap"), "{gap}");
 
-    // Ranks that do not know the same names prove nothing.
-    let root = folder();
-    let source = place("conflict/missing", &root, "ranks");
+    // Ranks with different names prove nothing.
+    let root = temporary_folder();
+    let source = copy_fixture("conflict/missing", &root, "ranks");
     let third = source.join("model_world_size_3_rank_0.pt");
     fs::rename(source.join("model_world_size_2_rank_0.pt"), &third).unwrap();
     fs::rename(source.join("model_world_size_2_rank_1.pt"), source.join("model_world_size_3_rank_1.pt")).unwrap();
@@ -425,7 +437,7 @@ fn missing_ranks_are_listed_and_may_be_replicas() {
     assert!(error.to_string().contains("missing: rank 2"), "{error}");
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
     fs::copy(third, source.join("model_world_size_3_rank_1.pt")).unwrap();
-    refused(&source, &model_only(), &["missing: rank 2", "--allow-missing"]);
+    assert_refused(&source, &model_only(), &["missing: rank 2", "--allow-missing"]);
 }
 
 fn read_with(path: &Path, options: &ReadOptions) -> crate::common::Tensors {
@@ -433,14 +445,14 @@ fn read_with(path: &Path, options: &ReadOptions) -> crate::common::Tensors {
 }
 
 #[test]
-fn rank_0_may_be_the_missing_one() {
+fn missing_rank_0_is_covered_by_replicas() {
     let allow = ReadOptions { allow_missing: true, ..ReadOptions::default() };
-    let root = folder();
+    let root = temporary_folder();
     for rank in 1..4 {
         let from = fixture(&format!("hsdp/ranks/model_world_size_4_rank_{rank}.pt"));
         fs::copy(from, root.path().join(format!("model_rank_{rank}.pt"))).unwrap();
     }
-    refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or rank 0 is missing"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or rank 0 is missing"]);
     assert_same(&read_with(root.path(), &allow), &read_with(&fixture("hsdp/ranks"), &model_only()), "without rank 0");
 }
 
@@ -456,7 +468,7 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
         assert!(found.catalog.warnings[0].contains("lost last shard"), "{:?}", found.catalog.warnings);
         assert_same(&read(&source), &truth, name);
         succeed("verify", &[&source], "");
-        let root = folder();
+        let root = temporary_folder();
         let out = root.path().join("out");
         succeed("consolidate", &[&source, &out], "--verify");
         assert_same(&crate::common::read_safetensors(&out), &truth, "consolidated");
@@ -473,10 +485,10 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
     assert!(run.stderr.contains("give the folder"), "{}", run.stderr);
 }
 
-/// The offsets tell what a shard is, whatever its file is called; without them a name in two files is a mistake.
+/// Recorded offsets identify a shard under any file name; without them a name in two files is an error.
 #[test]
-fn shards_under_other_names_are_shards() {
-    let root = folder();
+fn dcp_hf_shards_are_read_under_other_names() {
+    let root = temporary_folder();
     for shard in 1..=3 {
         let from = fixture(&format!("dcp_hf/shards/shard-0000{shard}-model-00001-of-00001.safetensors"));
         fs::copy(from, root.path().join(format!("part{shard}.safetensors"))).unwrap();
@@ -485,60 +497,60 @@ fn shards_under_other_names_are_shards() {
     assert_eq!(found.format, Format::Safetensors);
     assert!(found.catalog.warnings[0].contains("lost last shard"), "{:?}", found.catalog.warnings);
     assert_same(&read(root.path()), &crate::common::Truth::load("dcp_hf/truth").tensors, "renamed");
-    let root = folder();
+    let root = temporary_folder();
     for name in ["a.safetensors", "b.safetensors"] {
         fs::copy(fixture("safetensors/single/model.safetensors"), root.path().join(name)).unwrap();
     }
-    refused(root.path(), &ReadOptions::default(), &["a tensor in one file only", "as well"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["a tensor in one file only", "as well"]);
 }
 
 #[test]
-fn lost_shards_are_noticed_where_they_can_be() {
-    let root = folder();
-    let source = place("dcp_hf/shards", &root, "shards");
+fn missing_dcp_hf_shards_are_refused() {
+    let root = temporary_folder();
+    let source = copy_fixture("dcp_hf/shards", &root, "shards");
     let name = |shard: u32| source.join(format!("shard-{shard:05}-model-00001-of-00001.safetensors"));
-    // A rank that had nothing to write.
+    // This rank had nothing to write.
     fs::rename(name(3), name(5)).unwrap();
     let words = ["the files of shards 1 to 5", "missing: shards 3, 4", "--allow-missing"];
-    refused(&source, &ReadOptions::default(), &words);
+    assert_refused(&source, &ReadOptions::default(), &words);
     let allow = ReadOptions { allow_missing: true, ..ReadOptions::default() };
     let truth = crate::common::Truth::load("dcp_hf/truth").tensors;
     assert_same(&read_with(&source, &allow), &truth, "without the missing");
-    // One that had something.
+    // This rank had data.
     fs::remove_file(name(2)).unwrap();
     let error = Checkpoint::open(&source, &ReadOptions::default()).unwrap_err();
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
     let run = expect(1, "verify", &[&source], "");
     assert!(run.stdout.contains("missing"), "{}", run.stdout);
-    // A config tells the shapes, and so do the consolidated files above a folder `sharded`.
-    let source = place("dcp_hf/shards", &root, "out/sharded");
+    // A config gives the shapes, and so do the consolidated files above a folder `sharded`.
+    let source = copy_fixture("dcp_hf/shards", &root, "out/sharded");
     fs::write(root.path().join("out/model.safetensors.index.json"), "{}").unwrap();
     assert!(open(&source, &ReadOptions::default()).catalog.warnings.is_empty());
-    // Files of two saves.
+    // The files are of two saves.
     fs::copy(
         fixture("dcp_hf/mapped/shard-00001-model-00001-of-00002.safetensors"),
         source.join("shard-00001-model-00001-of-00002.safetensors"),
     )
     .unwrap();
-    refused(&source, &ReadOptions::default(), &["the number of files differs", "some are of 1, others of 2"]);
+    assert_refused(&source, &ReadOptions::default(), &["the number of files differs", "some are of 1, others of 2"]);
 }
 
 #[test]
-fn consolidated_files_stand_above_their_shards() {
-    let root = folder();
-    place("dcp_hf/shards", &root, "sharded");
+fn consolidated_files_are_read_before_their_shards() {
+    let root = temporary_folder();
+    copy_fixture("dcp_hf/shards", &root, "sharded");
     copy_folder(&fixture("safetensors/sharded"), root.path());
     let found = open(root.path(), &ReadOptions::default());
     assert_eq!((found.format, found.root.as_path()), (Format::Safetensors, root.path()));
-    let source = place("dcp_hf/shards", &root, "both");
+    let source = copy_fixture("dcp_hf/shards", &root, "both");
     copy_folder(&fixture("safetensors/sharded"), &source);
-    refused(&source, &ReadOptions::default(), &["two formats: dcp-hf and safetensors", "--from dcp-hf"]);
+    assert_refused(&source, &ReadOptions::default(), &["two formats: dcp-hf and safetensors", "--from dcp-hf"]);
     succeed("verify", &[&source], "--from dcp-hf");
 }
 
 // -------------------------------------------------------------------------------------------- names of tied tensors
 
-/// A safetensors file of two f32 vectors, `a` and `b`, with this `__metadata__`.
+/// Writes a safetensors file of two f32 vectors, `a` and `b`, with this `__metadata__`.
 fn tied(root: &TempDir, name: &str, metadata: &str) -> PathBuf {
     let header = format!(
         r#"{{"__metadata__":{metadata},"a{name}":{{"dtype":"F32","shape":[2],"data_offsets":[0,8]}},"b{name}":{{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}}}"#
@@ -552,8 +564,8 @@ fn tied(root: &TempDir, name: &str, metadata: &str) -> PathBuf {
 }
 
 #[test]
-fn aliases_are_names() {
-    let root = folder();
+fn recorded_aliases_are_read_as_tied_names() {
+    let root = temporary_folder();
     let source = tied(&root, "", r#"{"format":"pt","0.head":"b","note":"by hand","a":"b"}"#);
     let found = open(&source, &ReadOptions::default());
     assert_eq!(found.catalog.state.to_string(), "{'0.head': <tensor 1>, 'a': <tensor 0>, 'b': <tensor 1>}");
@@ -565,23 +577,23 @@ fn aliases_are_names() {
 }
 
 #[test]
-fn an_index_may_list_aliases() {
-    let root = folder();
+fn index_with_aliases_is_read() {
+    let root = temporary_folder();
     tied(&root, "1", r#"{"format":"pt","head":"a2"}"#);
     tied(&root, "2", r#"{"format":"pt","head":"a2"}"#);
     let index = root.path().join("model.safetensors.index.json");
     let map =
         r#""a1":"model1.safetensors","b1":"model1.safetensors","a2":"model2.safetensors","b2":"model2.safetensors""#;
-    let write = |more: &str| fs::write(&index, format!(r#"{{"weight_map":{{{map}{more}}}}}"#)).unwrap();
+    let write_text = |more: &str| fs::write(&index, format!(r#"{{"weight_map":{{{map}{more}}}}}"#)).unwrap();
     for more in ["", r#","head":"model2.safetensors""#] {
-        write(more);
+        write_text(more);
         assert_eq!(read(root.path()).len(), 5);
     }
-    write(r#","head":"model1.safetensors""#);
-    refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in model1.safetensors"]);
-    write("");
+    write_text(r#","head":"model1.safetensors""#);
+    assert_refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in model1.safetensors"]);
+    write_text("");
     tied(&root, "1", r#"{"head":"a1"}"#);
-    refused(root.path(), &ReadOptions::default(), &["head", "another name of one tensor"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["head", "another name of one tensor"]);
 }
 
 // ---------------------------------------------------------------------------------------------------- unknown objects
@@ -600,18 +612,18 @@ fn unknown_objects_are_left_out_on_request() {
         writer.finish()
     };
     let drop = ReadOptions { drop_unknown: true, ..ReadOptions::default() };
-    let root = folder();
+    let root = temporary_folder();
     let file = crate::corrupt::torch_file(pickle(), &[("0", b"12345678")]);
     write_bytes(&root, "one.pt", &file);
     let words = ["scaler needs the Python object `my.trainer.Scaler`", "--drop-unknown"];
-    refused(&root.path().join("one.pt"), &ReadOptions::default(), &words);
+    assert_refused(&root.path().join("one.pt"), &ReadOptions::default(), &words);
     let check = |path: &Path| {
         let found = open(path, &drop);
         assert_eq!(found.catalog.state.to_string(), "{'w': <tensor 0>, 'list': [1, None]}");
         assert_eq!(found.catalog.dropped, ["scaler (my.trainer.Scaler)", "list[1] (my.trainer.Other)"]);
     };
     check(&root.path().join("one.pt"));
-    // Every rank has them; each is told once.
+    // Every rank has the objects; each is listed once.
     for rank in 0..2 {
         write_bytes(&root, &format!("ranks/model_rank_{rank}.pt"), &file);
         write_bytes(&root, &format!("both/model_rank_{rank}.pt"), &file);
@@ -622,7 +634,7 @@ fn unknown_objects_are_left_out_on_request() {
     assert_eq!(both.catalog.dropped[2], "extra.scaler (my.trainer.Scaler)");
 }
 
-/// As PyTorch writes them.
+/// PyTorch wrote these objects.
 #[test]
 fn unknown_objects_of_pytorch_are_left_out_on_request() {
     let drop = ReadOptions { drop_unknown: true, ..ReadOptions::default() };
@@ -631,7 +643,7 @@ fn unknown_objects_of_pytorch_are_left_out_on_request() {
     let dropped = ["own", "state.sampler", "state.pair[1]"].map(|name| format!("{name} (their_trainer.Foreign)"));
     for name in ["dcp", "foreign.pt"] {
         let source = fixture("foreign_objects").join(name);
-        refused(&source, &ReadOptions::default(), &["`their_trainer.Foreign`", "--drop-unknown"]);
+        assert_refused(&source, &ReadOptions::default(), &["`their_trainer.Foreign`", "--drop-unknown"]);
         let found = open(&source, &drop);
         assert_eq!(found.catalog.state.to_string(), state, "{name}");
         assert_eq!(found.catalog.dropped, dropped, "{name}");

@@ -1,4 +1,4 @@
-//! Flat parameters of FSDP1: read from rank files and compared with the ground truth bit for bit.
+//! Flat parameters of FSDP1 read from rank files, compared with the ground truth bit by bit.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const SHARDED: [&str; 6] = ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"];
 
-/// The folders of flat parameters of a case.
+/// Returns the folders of flat parameters of a case.
 fn folders(case: &str) -> Vec<&'static str> {
     ["views", "flat", "groups", "one_file"].into_iter().filter(|name| fixture(case).join(name).is_dir()).collect()
 }
@@ -42,7 +42,7 @@ impl Copy {
         Self { folder, _transcript: transcript, truth, layout }
     }
 
-    /// With its flat layout beside the files.
+    /// Copies the folder with its flat layout beside the files.
     fn with_layout(case: &str, name: &str) -> Self {
         let copy = Self::new(case, name);
         copy.write_layout(&copy.layout);
@@ -61,7 +61,7 @@ impl Copy {
         fs::write(self.path().join("flat_layout.json"), layout.to_string()).unwrap();
     }
 
-    /// Every tensor of a model and its optimizer.
+    /// Returns every tensor of the model and its optimizer.
     fn expected(&self) -> Tensors {
         self.truth.tensors.clone()
     }
@@ -76,7 +76,7 @@ impl Copy {
     }
 
     #[track_caller]
-    fn refused(&self) -> Run {
+    fn assert_refused(&self) -> Run {
         expect(2, "unshard", &[&self.path(), &self.at("refused.pt")], "--series all")
     }
 
@@ -92,11 +92,11 @@ fn layout_of(json: &Json) -> FlatLayout {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What is read is the truth
+// Reading
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn with_a_flat_layout_every_folder_is_the_truth() {
+fn flat_parameters_with_their_layout_equal_the_truth() {
     for case in SHARDED {
         for name in folders(case) {
             let copy = Copy::with_layout(case, name);
@@ -110,9 +110,9 @@ fn with_a_flat_layout_every_folder_is_the_truth() {
     }
 }
 
-/// Views tell everything but shapes; a torch file tells those, with strides.
+/// Views record everything but shapes; a torch file gives shapes and strides.
 #[test]
-fn with_a_model_like_it_views_are_the_truth() {
+fn views_with_like_equal_the_truth() {
     let full = fixture("flat2/full/model.pt");
     for case in ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"] {
         let copy = Copy::new(case, "views");
@@ -122,9 +122,9 @@ fn with_a_model_like_it_views_are_the_truth() {
     }
 }
 
-/// Without views, order and ties come from the other checkpoint: another fixture's flat parameters have both.
+/// Without views, order and ties come from the other checkpoint: the flat parameters of another fixture have both.
 #[test]
-fn with_an_ordered_model_like_it_flat_parameters_are_the_truth() {
+fn flat_parameters_with_an_ordered_like_equal_the_truth() {
     for case in SHARDED {
         let like = Copy::with_layout(case, "views");
         let copy = Copy::new(case, "flat");
@@ -152,10 +152,10 @@ fn tied_weights_of_a_full_state_dict_are_found() {
     assert_same(&read_safetensors(&out.at("model")), &src.model(), "--like");
 }
 
-/// Loaders and other wrappings rely on it: parameters in the order of `named_parameters()`, buffers behind those of
-/// their module.
+/// Loaders and other wrappings rely on this order: parameters as in `named_parameters()`, buffers after those of their
+/// module.
 #[test]
-fn names_come_in_the_order_of_the_model() {
+fn names_have_the_order_of_the_model() {
     for name in ["views", "flat"] {
         let copy = Copy::with_layout("flat2", name);
         let state = model::model(&copy.opened(None).unwrap().catalog.state);
@@ -174,9 +174,9 @@ fn names_come_in_the_order_of_the_model() {
     }
 }
 
-/// A layout that is given is that of the model: ranks and `use_orig_params` are those of the files.
+/// A given layout describes the model; ranks and `use_orig_params` are those of the files.
 #[test]
-fn a_given_layout_may_be_that_of_another_job() {
+fn flat_layout_of_another_world_size_is_accepted() {
     for (case, name, other) in [("flat2", "flat", "views"), ("flat3", "views", "flat"), ("flat_hybrid", "flat", "flat")]
     {
         let (copy, given) = (Copy::new(case, name), Copy::with_layout("flat4", other));
@@ -187,9 +187,9 @@ fn a_given_layout_may_be_that_of_another_job() {
     }
 }
 
-/// Under NO_SHARD files hold whole parameters; a flat layout says what the optimizer numbers.
+/// With NO_SHARD files hold whole parameters; a flat layout gives the numbering of the optimizer.
 #[test]
-fn without_shards_parameters_are_whole() {
+fn no_shard_parameters_are_whole() {
     for name in ["views", "flat"] {
         let bare = Copy::new("flat_none", name);
         let checkpoint = bare.opened(None).unwrap();
@@ -203,9 +203,9 @@ fn without_shards_parameters_are_whole() {
     }
 }
 
-/// What PyTorch gives by names is read as it is.
+/// Optimizer state that PyTorch keyed by names needs no layout.
 #[test]
-fn optimizers_by_names_need_no_layout() {
+fn named_optimizer_state_is_read_without_a_layout() {
     for name in ["sharded", "full/optim.pt"] {
         let expected = below("optim.", &Truth::load("flat2/truth").tensors);
         let found = read(&fixture("flat2").join(name));
@@ -215,14 +215,14 @@ fn optimizers_by_names_need_no_layout() {
 }
 
 #[test]
-fn one_series_is_read_by_itself() {
+fn optimizer_series_is_read_alone() {
     for name in ["views", "flat"] {
         let copy = Copy::with_layout("flat4", name);
         let expected = below("optim.", &copy.truth.tensors);
         let whole = copy.at("optim.pt");
         succeed("unshard", &[&copy.path(), &whole], "--series optim");
         assert_same(&read(&whole), &expected, name);
-        // The model beside it tells the layout, with a checkpoint like it.
+        // The model beside it and `--like` give the layout.
         let like = Copy::with_layout("flat4", "views");
         fs::remove_file(copy.path().join("flat_layout.json")).unwrap();
         let flat = FlatKnowledge { like: Some(like.path()), ..FlatKnowledge::default() };
@@ -234,9 +234,9 @@ fn one_series_is_read_by_itself() {
     }
 }
 
-/// Parameter groups have names, and the order and hyperparameters of the files.
+/// Parameter groups have names, with the order and hyperparameters of the files.
 #[test]
-fn parameter_groups_go_by_names() {
+fn parameter_groups_have_names() {
     for (case, name) in [("flat2", "groups"), ("flat2", "flat"), ("flat_none", "flat")] {
         let copy = Copy::with_layout(case, name);
         let checkpoint = copy.opened(None).unwrap();
@@ -263,7 +263,7 @@ fn parameter_groups_go_by_names() {
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn every_verb_takes_flat_parameters() {
+fn every_verb_reads_flat_parameters() {
     for case in ["flat3", "flat_hybrid", "flat_bf16"] {
         for name in folders(case) {
             let copy = Copy::with_layout(case, name);
@@ -283,7 +283,7 @@ fn every_verb_takes_flat_parameters() {
 }
 
 #[test]
-fn from_says_which_rank_files() {
+fn from_selects_the_kind_of_rank_files() {
     let copy = Copy::with_layout("flat2", "flat");
     for format in ["fsdp-flat", "torch-ranks"] {
         assert_eq!(inspect(&copy.path(), &format!("--brief --from {format}"))["format"], "fsdp-flat");
@@ -316,10 +316,10 @@ fn replicas_cover_a_missing_rank() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What does not fit is refused
+// Refusals
 // ---------------------------------------------------------------------------------------------------------------
 
-/// A change of a flat layout, and what is to be said of it.
+/// The folder, a change of its flat layout, and the expected message.
 type Change = (&'static str, fn(&mut Json), &'static str);
 
 fn units(layout: &mut Json) -> &mut Vec<Json> {
@@ -377,7 +377,7 @@ const CHANGES: [Change; 15] = [
 ];
 
 #[test]
-fn a_layout_that_does_not_fit_is_refused() {
+fn layout_that_does_not_fit_is_refused() {
     for (name, change, expected) in CHANGES {
         let copy = Copy::new("flat2", name);
         let mut layout = copy.layout.clone();
@@ -392,7 +392,7 @@ fn a_layout_that_does_not_fit_is_refused() {
 }
 
 #[test]
-fn without_a_layout_there_is_no_guess() {
+fn flat_parameters_without_a_layout_are_refused() {
     for (name, lacking) in
         [("views", "nothing tells the shapes"), ("flat", "nothing tells the names, order and shapes")]
     {
@@ -403,11 +403,11 @@ fn without_a_layout_there_is_no_guess() {
             assert!(outcome.stderr.contains("docs/how-to/fsdp1.md"), "{outcome:?}");
             assert!(!copy.at("out").exists());
         }
-        // What is there is shown as it lies, and said so.
+        // `inspect` shows the flat parameters, with a warning.
         let outcome = succeed("verify", &[&copy.path()], "");
         assert!(outcome.stderr.contains("--flat-layout FILE or --like CKPT tells"), "{outcome:?}");
     }
-    // A format that keeps no order tells nothing of flat parameters, and nothing of channels_last.
+    // A format without an order gives no layout of flat parameters, and no strides.
     let like = tempfile::tempdir().unwrap();
     let like = like.path().join("like");
     succeed("consolidate", &[&Copy::with_layout("flat2", "views").path(), &like], "");
@@ -415,17 +415,17 @@ fn without_a_layout_there_is_no_guess() {
         let error = Copy::new("flat2", name).refused_like(&like).stderr;
         assert!(error.contains(expected), "{error}");
     }
-    // Groups of parameters are in an order of their own.
+    // Parameter groups have their own order.
     let copy = Copy::with_layout("flat2", "groups");
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
     copy.write_layout(&layout);
-    assert!(copy.refused().stderr.contains("which parameters its 2 groups hold is not known"));
+    assert!(copy.assert_refused().stderr.contains("which parameters its 2 groups hold is not known"));
 }
 
-/// What was put together from sorted names, and kept in a file that keeps orders, has none.
+/// A torch file that was made from sorted names records no order.
 #[test]
-fn sorted_names_are_no_order() {
+fn sorted_names_are_refused_as_order() {
     let copy = Copy::with_layout("flat2", "views");
     let (whole, sorted) = (copy.at("model.safetensors"), copy.at("sorted.pt"));
     succeed("consolidate", &[&copy.path(), &whole], "");
@@ -436,7 +436,7 @@ fn sorted_names_are_no_order() {
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
 }
 
-/// The strides of what a torch file has.
+/// Returns the strides of the permuted tensors of a torch file.
 fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
     let checkpoint = Checkpoint::open(path, &ReadOptions::default()).unwrap();
     let permuted = checkpoint.catalog.tensors.iter().filter_map(|entry| {
@@ -446,9 +446,9 @@ fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
     permuted.collect()
 }
 
-/// What is written whole lies as it did in the module, so flat parameters are made of it again, and read with it.
+/// Unsharded tensors have the strides of the module, so they can be flattened again, and used with `--like`.
 #[test]
-fn whole_parameters_keep_their_order_in_memory() {
+fn unsharded_parameters_keep_their_strides() {
     let channels_last = |name: &str| (name.to_owned(), vec![8, 1, 4, 2]);
     for (case, name) in [("flat2", "flat"), ("flat2", "views"), ("flat3", "flat"), ("flat_hybrid", "flat")] {
         let copy = Copy::with_layout(case, name);
@@ -475,9 +475,9 @@ fn whole_parameters_keep_their_order_in_memory() {
     assert_eq!(written["units"], copy.layout["units"]);
 }
 
-/// Dense tensors of a torch file keep theirs; expanded ones and those with holes have none to keep.
+/// Dense tensors of a torch file keep their strides; expanded tensors and tensors with holes do not.
 #[test]
-fn a_torch_file_keeps_orders_in_memory() {
+fn torch_file_keeps_strides() {
     let folder = tempfile::tempdir().unwrap();
     let (source, whole, cast) =
         (fixture("torch_file/model.pt"), folder.path().join("a.pt"), folder.path().join("b.pt"));
@@ -491,9 +491,9 @@ fn a_torch_file_keeps_orders_in_memory() {
     assert_eq!(strides(&cast), expected);
 }
 
-/// The order of units in a layout says nothing of an optimizer: that of the files does.
+/// The order of units in a layout does not affect the optimizer; the order of the files does.
 #[test]
-fn an_optimizer_numbers_units_as_the_files_have_them() {
+fn optimizer_numbers_follow_the_order_of_the_files() {
     let copy = Copy::with_layout("flat2", "flat");
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
@@ -504,20 +504,20 @@ fn an_optimizer_numbers_units_as_the_files_have_them() {
     assert_same(&tensors_of(&copy.opened(None).unwrap()), &copy.expected(), "units in another order");
 }
 
-/// A buffer is not lost to a name of a parameter.
+/// The name of a parameter must not replace a buffer.
 #[test]
-fn a_tied_name_of_another_tensor_is_refused() {
+fn tied_name_of_another_tensor_is_refused() {
     for name in ["views", "flat"] {
         let copy = Copy::new("flat2", name);
         let mut layout = copy.layout.clone();
         params(&mut layout, 0).push(json!({"fqn": "freqs", "shared_with": "norm.bias"}));
         copy.write_layout(&layout);
-        assert!(copy.refused().stderr.contains("freqs: the flat layout differs"), "{name}");
+        assert!(copy.assert_refused().stderr.contains("freqs: the flat layout differs"), "{name}");
     }
 }
 
 #[test]
-fn a_damaged_file_is_refused() {
+fn damaged_file_is_refused() {
     let copy = Copy::with_layout("flat2", "flat");
     let path = copy.path().join("model_world_size_2_rank_1.pt");
     let content = fs::read(&path).unwrap();
@@ -525,10 +525,10 @@ fn a_damaged_file_is_refused() {
     let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
     assert!(outcome.stderr.contains("model_world_size_2_rank_1.pt"), "{outcome:?}");
     assert!(!copy.at("out").exists());
-    // Of another rank.
+    // The file is of another rank.
     fs::copy(copy.path().join("model_world_size_2_rank_0.pt"), &path).unwrap();
-    assert!(copy.refused().stderr.contains("a ShardedTensor saved by rank 0"));
+    assert!(copy.assert_refused().stderr.contains("a ShardedTensor saved by rank 0"));
     let copy = Copy::new("flat2", "flat");
     fs::write(copy.path().join("flat_layout.json"), "{").unwrap();
-    assert!(copy.refused().stderr.contains("flat_layout.json: line 1, column "));
+    assert!(copy.assert_refused().stderr.contains("flat_layout.json: line 1, column "));
 }

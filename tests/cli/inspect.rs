@@ -1,4 +1,4 @@
-//! What people and programs see: `inspect`, help, completions, man pages, and arguments that are refused.
+//! The output of `inspect`, help, completions and man pages, and errors about arguments.
 
 use std::fs;
 use std::path::Path;
@@ -11,22 +11,22 @@ use serde_json::{Value as Json, json};
 
 const VERBS: [&str; 8] = ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify", "completions", "man"];
 
-/// Without the places of this machine.
-fn portable(text: &str) -> String {
+/// Returns the text without the paths of this machine.
+fn without_paths(text: &str) -> String {
     text.replace(&fixture("").display().to_string(), "fixtures/")
 }
 
-fn inspected(name: &str, source: &str, options: &str) {
+fn assert_inspect_snapshot(name: &str, source: &str, options: &str) {
     let outcome = succeed("inspect", &[&fixture(source)], options);
-    assert_snapshot(name, &portable(&outcome.stdout));
+    assert_snapshot(name, &without_paths(&outcome.stdout));
 }
 
 #[test]
-fn summaries_and_tables() {
+fn inspect_output_matches_the_snapshots() {
     for source in ["llama_tiny/ranks", "fsdp_tp/ranks", "fsdp4/dcp", "safetensors/sharded"] {
         let name = source.replace('/', "_");
-        inspected(&format!("inspect_{name}.txt"), source, "");
-        inspected(&format!("inspect_{name}.json"), source, "--json");
+        assert_inspect_snapshot(&format!("inspect_{name}.txt"), source, "");
+        assert_inspect_snapshot(&format!("inspect_{name}.json"), source, "--json");
     }
 }
 
@@ -38,15 +38,15 @@ fn brief_is_the_summary() {
         let brief = succeed("inspect", &[&source], "--brief").stdout;
         assert!(whole.starts_with(&format!("{brief}\ntensor ")), "{brief}");
     }
-    // Two names of one tensor, ranks that disagree.
-    inspected("inspect_ties.txt", "torch_file/model.pt", "--brief");
-    inspected("inspect_conflict.txt", "conflict/object", "--brief");
-    inspected("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
+    // Tied names, and ranks with different values.
+    assert_inspect_snapshot("inspect_ties.txt", "torch_file/model.pt", "--brief");
+    assert_inspect_snapshot("inspect_conflict.txt", "conflict/object", "--brief");
+    assert_inspect_snapshot("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
 }
 
-/// Some trainers keep the step in a tensor, which is read; a float is no step.
+/// Some trainers keep the step in an integer tensor; a float is not a step.
 #[test]
-fn a_step_may_be_a_tensor() {
+fn integer_tensor_called_step_is_shown_as_step() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     for (dtype, bytes, step) in [
@@ -63,11 +63,15 @@ fn a_step_may_be_a_tensor() {
 }
 
 #[test]
-fn single_tensors() {
-    inspected("tensor_chunks.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --tensor model.blocks.*.w2");
-    inspected("tensor_digest.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --digest --brief");
-    inspected("tensor_dcp.txt", "fsdp4/dcp", "--tensor model.blocks.0.w2.bias");
-    inspected("tensor.json", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --json --digest");
+fn tensor_option_output_matches_the_snapshots() {
+    assert_inspect_snapshot(
+        "tensor_chunks.txt",
+        "fsdp_tp/ranks",
+        "--tensor model.norm.weight --tensor model.blocks.*.w2",
+    );
+    assert_inspect_snapshot("tensor_digest.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --digest --brief");
+    assert_inspect_snapshot("tensor_dcp.txt", "fsdp4/dcp", "--tensor model.blocks.0.w2.bias");
+    assert_inspect_snapshot("tensor.json", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --json --digest");
     let brief = succeed("inspect", &[&fixture("fsdp_tp/ranks")], "--tensor model.**.bias --json --brief").json();
     let names: Vec<&String> = brief["tensors"].as_object().unwrap().keys().collect();
     assert_eq!(names, ["model.blocks.0.wq.bias", "model.blocks.0.w2.bias"]);
@@ -76,14 +80,14 @@ fn single_tensors() {
 }
 
 #[test]
-fn drawings() {
-    inspected("draw_stripes.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --draw");
-    inspected("draw_grid.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.w2.weight --draw");
-    inspected("draw_files.txt", "fsdp4/dcp", "--tensor model.blocks.0.w1.weight --draw --digest");
+fn draw_output_matches_the_snapshots() {
+    assert_inspect_snapshot("draw_stripes.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --draw");
+    assert_inspect_snapshot("draw_grid.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.w2.weight --draw");
+    assert_inspect_snapshot("draw_files.txt", "fsdp4/dcp", "--tensor model.blocks.0.w1.weight --draw --digest");
 }
 
 #[test]
-fn colour_is_for_terminals_and_for_who_asks() {
+fn colour_is_printed_on_request_and_not_to_a_pipe() {
     let drawn = |variables: &[(&str, &str)]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
         command.arg("inspect").arg(fixture("tp2/ranks")).args(["--tensor", "model.head.weight", "--draw"]);
@@ -97,7 +101,7 @@ fn colour_is_for_terminals_and_for_who_asks() {
 }
 
 #[test]
-fn a_wrong_name() {
+fn unknown_tensor_is_refused_with_a_suggestion() {
     let source = fixture("fsdp_tp/ranks");
     let outcome = expect(2, "inspect", &[&source], "--tensor model.blocks.0.wq.wieght");
     assert_snapshot("unknown_tensor.txt", &outcome.stderr);
@@ -110,9 +114,9 @@ fn a_wrong_name() {
     assert!(expect(2, "inspect", &[&source], "--draw").stderr.contains("--tensor"));
 }
 
-/// Names of a checkpoint must not command the terminal, nor pass for lines of ours.
+/// Names of a checkpoint must not control the terminal, nor look like lines of the program.
 #[test]
-fn hostile_names_are_shown_as_escapes() {
+fn control_characters_of_names_are_escaped() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     let name = "w\u{1b}]0;owned\u{7}\u{9b}2J\nerror: none\u{202e}";
@@ -144,7 +148,7 @@ fn usage_error(arguments: &[&str]) -> Json {
 }
 
 #[test]
-fn arguments_that_are_refused_have_a_document() {
+fn invalid_arguments_have_a_json_document() {
     let error = usage_error(&["inspect", "x", "--jsn", "--json"]);
     assert_eq!(error["message"], "unexpected argument '--jsn' found");
     assert_eq!(error["hint"], "a similar argument exists: '--json'");
@@ -157,13 +161,13 @@ fn arguments_that_are_refused_have_a_document() {
     assert_eq!(error["message"], "the following required arguments were not provided: <SRC>");
     assert_eq!(error["hint"], "usage: dtshard inspect --json <SRC>");
     usage_error(&["--json"]);
-    // Behind `--` it is a path.
+    // After `--` it is a path.
     let outcome = run(["inspect", "a", "b", "--", "--json"]);
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
 }
 
 #[test]
-fn options_of_talk_stand_anywhere() {
+fn output_options_are_accepted_before_and_after_the_verb() {
     let source = fixture("safetensors/sharded");
     let source = source.to_str().unwrap();
     let behind = run(["inspect", source, "--json", "--brief", "--progress", "never"]);
@@ -179,7 +183,7 @@ fn options_of_talk_stand_anywhere() {
 }
 
 #[test]
-fn help_is_short_and_complete() {
+fn help_lists_every_verb_and_is_short() {
     let help = run(["--help"]);
     assert_eq!((help.code, help.stderr.as_str()), (0, ""));
     assert!(VERBS.iter().all(|verb| help.stdout.contains(&format!("\n  {verb} "))), "{}", help.stdout);
@@ -202,7 +206,7 @@ fn help_is_short_and_complete() {
 }
 
 #[test]
-fn examples_of_help_run() {
+fn examples_of_help_succeed() {
     let env = TestEnv::new();
     fs::rename(env.copy("llama_tiny/ranks"), env.path("step-1000")).unwrap();
     let program = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
@@ -220,7 +224,7 @@ fn examples_of_help_run() {
     }
 }
 
-/// Every long option of a verb, from its help.
+/// Returns every long option of a verb, from its help.
 fn options(verb: &str) -> Vec<String> {
     let help = run([verb, "--help"]).stdout;
     let name = |line: &str| {
@@ -228,12 +232,12 @@ fn options(verb: &str) -> Vec<String> {
         let option = [line.trim_start(), option].into_iter().find_map(|text| text.strip_prefix("--"))?;
         Some(option.split([' ', '[']).next()?.to_owned())
     };
-    // Deeper in are the words of an option, which may name others.
+    // Lines with a deeper indentation describe an option, and may name others.
     help.lines().filter(|line| line.find('-').is_some_and(|at| at < 7)).filter_map(name).collect()
 }
 
 #[test]
-fn completions_name_everything() {
+fn completions_contain_every_verb_and_option() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = succeed("completions", &[Path::new(shell)], "").stdout;
         for verb in VERBS {
@@ -250,7 +254,7 @@ fn completions_name_everything() {
 }
 
 #[test]
-fn man_pages_for_every_verb() {
+fn man_writes_a_page_for_every_verb() {
     let folder = tempfile::tempdir().unwrap();
     let (first, second) = (folder.path().join("man/man1"), folder.path().join("again"));
     let document = succeed("man", &[&first], "--json").json();
@@ -279,7 +283,7 @@ fn man_pages_for_every_verb() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_error() {
+fn broken_pipe_is_no_error() {
     for arguments in [vec!["completions", "zsh"], vec!["--help"], vec!["inspect", "--json"]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
         command.args(&arguments).stdout(Stdio::piped()).stderr(Stdio::null());

@@ -1,4 +1,4 @@
-//! Every message that people see: help, errors, hints, notes, warnings, progress and closing lines.
+//! All messages of the program: help, errors, hints, notes, warnings, progress and closing lines.
 //!
 //! `tests/messages/AREA.txt` holds scenarios. A scenario begins with a heading, and its commands share one folder:
 //!
@@ -37,7 +37,7 @@ macro_rules! areas {
         })*
 
         #[test]
-        fn every_file_of_messages_is_an_area() {
+        fn every_file_of_messages_belongs_to_an_area() {
             let areas = [$(stringify!($area)),*];
             for entry in fs::read_dir(folder()).unwrap() {
                 let path = entry.unwrap().path();

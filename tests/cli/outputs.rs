@@ -1,9 +1,9 @@
-//! The bytes that every fixture becomes, for every verb and target.
+//! The bytes of every conversion of every fixture, for every verb and target.
 //!
-//! `tests/outputs/manifest.txt` has one line a conversion: a BLAKE3 hash over all files at DST (paths and contents), or
-//! `exit N` for a conversion that fails, and the command line without DST, run in `tests/fixtures`. A change that is not
-//! meant to change outputs leaves the manifest as it is. `UPDATE_SNAPSHOTS=1` writes the manifest again, for a person to
-//! read the difference.
+//! `tests/outputs/manifest.txt` has one line per conversion: a BLAKE3 hash over all files at DST (paths and contents),
+//! or `exit N` for a conversion that fails, and the command line without DST, run in `tests/fixtures`. A change that is
+//! not meant to change outputs leaves the manifest unchanged. `UPDATE_SNAPSHOTS=1` writes the manifest again, for
+//! review.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -49,7 +49,7 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
-/// Every folder of the fixtures, and every checkpoint file that is not one file of a set, relative to the fixtures.
+/// Returns every folder of the fixtures, and every checkpoint file that is not one of a set, relative to the fixtures.
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     for case in sorted_entries(&fixtures()) {
@@ -129,11 +129,11 @@ fn read_files(path: &Path, name: &Path, files: &mut BTreeMap<String, Vec<u8>>) {
 }
 
 #[test]
-fn every_fixture_becomes_the_bytes_of_the_manifest() {
+fn conversions_of_every_fixture_match_the_hashes_of_the_manifest() {
     let mut jobs = Vec::new();
     for source in sources() {
         jobs.extend(CONVERSIONS.iter().map(|conversion| (source.clone(), (*conversion).to_owned())));
-        // Flat parameters are read with the layout of the job that saved them, too.
+        // Flat parameters are also read with the layout of the job that saved them.
         let layout = source.with_added_extension("flat_layout.json");
         if fixtures().join(&layout).is_file() {
             let with_layout = |conversion| format!("{conversion} --flat-layout {}", layout.display());

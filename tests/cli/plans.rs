@@ -21,7 +21,7 @@ fn truth(family: &str) -> Json {
     serde_json::from_slice(&fs::read(fixture("plans").join(format!("{family}.json"))).unwrap()).unwrap()
 }
 
-/// Every family with names of its own, and its built-in plan.
+/// Every model family of the fixtures, and its built-in plan.
 const FAMILIES: [(&str, &str); 14] = [
     ("llama", "llama"),
     ("titan", "llama"),
@@ -39,7 +39,7 @@ const FAMILIES: [(&str, &str); 14] = [
     ("gpt2", "gpt2"),
 ];
 
-/// What PyTorch puts elsewhere than its own placements say.
+/// A tensor that PyTorch places differently from its recorded placements.
 const MISPLACED: &str = "transformer.h.0.attn.c_attn.bias";
 
 fn text(value: &Json) -> String {
@@ -54,13 +54,13 @@ fn numbers(list: &Json) -> Vec<u64> {
     serde_json::from_value(list.clone()).unwrap()
 }
 
-/// `dp=2,tp=2`
+/// Returns a mesh such as `dp=2,tp=2`.
 fn mesh_of(placing: &Json) -> String {
     let dims = placing["mesh"].as_array().unwrap().iter();
     dims.map(|dim| format!("{}={}", text(&dim[0]), dim[1])).collect::<Vec<_>>().join(",")
 }
 
-/// Name, shape and values of each tensor, by the rule of the generator.
+/// Returns name, shape and bytes of each tensor, computed like in the generator.
 fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
     let whole = truth["whole"].as_object().unwrap().iter();
     whole
@@ -77,7 +77,7 @@ fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
         .collect()
 }
 
-/// The whole model in one file.
+/// Writes the whole model to one file.
 fn write_model(truth: &Json, path: &Path) {
     let tensors = tensors(truth);
     let views = tensors.iter().map(|(name, shape, bytes)| {
@@ -87,7 +87,7 @@ fn write_model(truth: &Json, path: &Path) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// The tensors of one rank's file.
+/// Returns the tensors of one rank's file.
 fn found(opened: &Opened) -> BTreeMap<String, TensorNode> {
     let contents = &opened.1;
     let entries = contents.value.as_dict().unwrap().entries.iter();
@@ -95,8 +95,8 @@ fn found(opened: &Opened) -> BTreeMap<String, TensorNode> {
     entries.map(|(key, value)| (key.as_str().unwrap().to_owned(), tensor(value.tensor_ids()[0]))).collect()
 }
 
-/// The local tensors of a rank are what the truth says of it.
-fn check_rank(opened: &Opened, rank: usize, placing: &Json, what: &str) {
+/// Asserts that the local tensors of a rank equal the ground truth.
+fn assert_rank(opened: &Opened, rank: usize, placing: &Json, what: &str) {
     let found = found(opened);
     let expected = placing["tensors"].as_object().unwrap();
     assert!(found.keys().eq(expected.keys().collect::<std::collections::BTreeSet<_>>()), "{what}");
@@ -123,28 +123,28 @@ fn check_rank(opened: &Opened, rank: usize, placing: &Json, what: &str) {
 }
 
 #[test]
-fn built_in_plans_give_what_pytorch_gives() {
+fn built_in_plans_give_the_local_tensors_of_pytorch() {
     for (family, plan) in FAMILIES {
         let truth = truth(family);
-        let desk = tempfile::tempdir().unwrap();
-        let model = desk.path().join("model.safetensors");
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model.safetensors");
         write_model(&truth, &model);
         for placing in truth["placings"].as_array().unwrap() {
             let mesh = mesh_of(placing);
             let plan = if mesh.contains("tp") { format!("--plan {plan}") } else { String::from("--fsdp dp") };
             let what = format!("{family} on {mesh}");
-            let target: PathBuf = desk.path().join(&mesh);
+            let target: PathBuf = folder.path().join(&mesh);
             succeed("reshard", &[&model, &target], &format!("--to torch-ranks --mesh {mesh} {plan}"));
             let world_size = DeviceMesh::parse(&mesh).unwrap().world_size();
             for rank in 0..world_size {
                 let file = target.join(format!("model_world_size_{world_size}_rank_{rank}.pt"));
-                check_rank(&crate::rank_file::read(&file), rank, placing, &what);
+                assert_rank(&crate::rank_file::read(&file), rank, placing, &what);
             }
         }
     }
 }
 
-/// The styles of the toy model, whose embeddings are modules of another class in PyTorch.
+/// Returns the styles of the toy model, whose embeddings are modules of another class in PyTorch.
 fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),
@@ -178,7 +178,7 @@ fn bind(plan: &ParallelizePlan, mesh: &DeviceMesh, truth: &Json) -> HashMap<Stri
     named.into_iter().map(|(name, _)| name).zip(laid).collect()
 }
 
-/// The elements of a tile.
+/// Returns the elements of a tile.
 fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
     let mut part = Vec::new();
     let mut index = vec![0_u64; shape.len()];
@@ -197,10 +197,10 @@ fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
     part
 }
 
-/// Each style by itself. Where FSDP has the inner dim, PyTorch swaps the dims of the mesh: the bytes are the same, and
-/// on the mesh in its order the placements, too.
+/// Each style alone. Where FSDP has the inner dim, PyTorch swaps the dims of the mesh: the bytes are equal, and on the
+/// mesh in its order the placements as well.
 #[test]
-fn styles_give_what_pytorch_gives() {
+fn styles_give_the_placements_of_pytorch() {
     let truth = truth("styles");
     let tensors = tensors(&truth);
     for placing in truth["placings"].as_array().unwrap() {
@@ -213,14 +213,14 @@ fn styles_give_what_pytorch_gives() {
         let own = DeviceMesh::parse(&mesh).unwrap();
         for mesh in std::iter::once(own).chain(swapped) {
             let is_in_order = !is_sharded || mesh.names().unwrap()[0] != "tp";
-            // Without fully_shard the other dim is nobody's; copies lie the same.
+            // Without fully_shard the other dim is unused, and its ranks hold copies.
             let given =
                 RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
             let plan = ParallelizePlan { roles: MeshRoles::resolve(&mesh, &given).unwrap(), ..styles() };
             let laid = bind(&plan, &mesh, &truth);
             for (name, shape, bytes) in &tensors {
                 let (what, expected) = (format!("{name} on {mesh}"), &placing["tensors"][name]);
-                check_styled(&laid[name], &mesh, expected, (is_sharded, is_in_order), &what);
+                assert_styled(&laid[name], &mesh, expected, (is_sharded, is_in_order), &what);
                 for (rank, at) in mesh.coordinates() {
                     let whole = vec![Placement::Replicate; mesh.ndim()];
                     let placements = laid[name].shared.as_ref().map_or(&whole, |shared| &shared.placements);
@@ -236,8 +236,8 @@ fn styles_give_what_pytorch_gives() {
     }
 }
 
-/// Class, dims and placements.
-fn check_styled(
+/// Asserts class, mesh dims and placements.
+fn assert_styled(
     laid: &ParameterPlacement,
     mesh: &DeviceMesh,
     expected: &Json,
@@ -264,9 +264,9 @@ fn check_styled(
     }
 }
 
-/// Every row of a table names something in a model of its family, and no other family is nearer.
+/// Every row of a plan matches a parameter of its family, and no other family matches better.
 #[test]
-fn built_in_plans_are_found_by_names() {
+fn built_in_plan_is_recognised_by_parameter_names() {
     for (model, plan) in FAMILIES {
         let truth = truth(model);
         let tensors = tensors(&truth);
@@ -289,16 +289,16 @@ fn built_in_plans_are_found_by_names() {
     }
 }
 
-/// Fused weights are no boxes: DCP directories and plain parts hold them in pieces.
+/// The shards of fused weights are not boxes: DCP directories and plain shards hold them in pieces.
 #[test]
-fn fused_weights_come_back_from_every_format() {
+fn fused_weights_survive_every_format() {
     for (family, plan) in [("gpt2", "gpt2"), ("mixtral", "mixtral")] {
-        let desk = tempfile::tempdir().unwrap();
-        let model = desk.path().join("model.safetensors");
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model.safetensors");
         write_model(&truth(family), &model);
         for to in ["dcp", "local", "torch-ranks"] {
             for mesh in ["tp=2", "dp=2,tp=3", "tp=2,dp=3"] {
-                let target = desk.path().join(format!("{to}.{mesh}"));
+                let target = folder.path().join(format!("{to}.{mesh}"));
                 succeed("reshard", &[&model, &target], &format!("--to {to} --mesh {mesh} --plan {plan}"));
                 succeed("verify", &[&target, &model], "");
             }
@@ -306,14 +306,14 @@ fn fused_weights_come_back_from_every_format() {
     }
 }
 
-/// What no placement says is not cut.
+/// A block that no placement describes is not sharded.
 #[test]
-fn blocks_under_fsdp_stay_whole_and_are_told() {
+fn blocks_under_fsdp_stay_whole_with_a_note() {
     let truth = truth("gpt2");
-    let desk = tempfile::tempdir().unwrap();
-    let model = desk.path().join("model.safetensors");
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model.safetensors");
     write_model(&truth, &model);
-    let target = desk.path().join("out");
+    let target = folder.path().join("out");
     let run = succeed("reshard", &[&model, &target], "--to torch-ranks --mesh dp=2,tp=2 --plan gpt2");
     assert!(run.stderr.contains(&format!("1 tensor ({MISPLACED}): whole on dp")), "{}", run.stderr);
     succeed("verify", &[&target, &model], "");
@@ -321,9 +321,9 @@ fn blocks_under_fsdp_stay_whole_and_are_told() {
     assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");
 }
 
-/// The page of plans has every row of every built-in plan.
+/// The documentation has every row of every built-in plan.
 #[test]
-fn built_in_plans_are_as_documented() {
+fn built_in_plans_match_the_documentation() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(root.join("docs/reference/parallelize.md")).unwrap();
     for family in Family::all() {

@@ -1,4 +1,4 @@
-//! Rank files of ShardedTensors, written as FSDP1 writes them and read back.
+//! Rank files of ShardedTensors, written like FSDP1 does and read back.
 
 use std::path::Path;
 
@@ -11,15 +11,15 @@ use torch_pickle::pickle::Unknown;
 
 const SERIES: [&str; 2] = ["model", "optim"];
 
-/// The tensors of one rank's file.
-fn found(folder: &Path, series: &str, world_size: u32, rank: u32) -> Vec<TensorNode> {
+/// Returns the tensors of one rank's file.
+fn tensors_of_file(folder: &Path, series: &str, world_size: u32, rank: u32) -> Vec<TensorNode> {
     let mut files = Files::new(IoMode::Read);
     let file = files.add(folder.join(format!("{series}_world_size_{world_size}_rank_{rank}.pt"))).unwrap();
     reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap().tensors
 }
 
-/// What a tensor says of itself; storages may be numbered and shared otherwise.
-fn about(found: &TensorNode) -> String {
+/// Returns class, dtype, shape and region of a tensor, without the numbers of storages.
+fn description(found: &TensorNode) -> String {
     match found {
         TensorNode::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
         TensorNode::Distributed { shape, placements, .. } => format!("DTensor {shape:?} {placements:?}"),
@@ -30,11 +30,12 @@ fn about(found: &TensorNode) -> String {
     }
 }
 
-/// Each rank has its part of `torch.chunk` over the ranks of its group, the n-th of them being `group(rank)`'s n-th.
-fn check_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) -> usize {
+/// Asserts that each rank has its part of `torch.chunk` over the ranks of its group, the n-th of them being
+/// `group(rank)`'s n-th, and returns the number of ShardedTensors.
+fn assert_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) -> usize {
     let mut sharded = 0;
     for rank in 0..world_size {
-        for found in found(folder, series, world_size, rank) {
+        for found in tensors_of_file(folder, series, world_size, rank) {
             let TensorNode::Sharded { dtype, shape, group, local, all, .. } = found else { continue };
             let boxes = (0..u64::from(group_size)).map(|part| {
                 let rows = chunk(shape[0], group_size.into(), part);
@@ -56,22 +57,22 @@ fn check_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) ->
 }
 
 #[test]
-fn four_ranks_again_are_what_pytorch_wrote() {
+fn sharded_tensors_resharded_to_six_and_back_equal_pytorch() {
     let (original, folder) = (fixture("fsdp1_sharded/ranks"), tempfile::tempdir().unwrap());
     let (six, four) = (folder.path().join("six"), folder.path().join("four"));
     succeed("reshard", &[&original, &six], "--mesh fsdp=6");
     succeed("reshard", &[&six, &four], "--mesh fsdp=4");
     for series in SERIES {
         for rank in 0..4 {
-            let own: Vec<String> = found(&four, series, 4, rank).iter().map(about).collect();
-            let expected: Vec<String> = found(&original, series, 4, rank).iter().map(about).collect();
+            let own: Vec<String> = tensors_of_file(&four, series, 4, rank).iter().map(description).collect();
+            let expected: Vec<String> = tensors_of_file(&original, series, 4, rank).iter().map(description).collect();
             assert_eq!(own, expected, "{series} of rank {rank}");
         }
     }
 }
 
 #[test]
-fn any_number_of_ranks_and_back() {
+fn sharded_tensors_on_any_number_of_ranks_keep_values() {
     let expected = case("fsdp1_sharded").into_iter().find(|source| source.kind == Kind::Ranks).unwrap().expected();
     let original = fixture("fsdp1_sharded/ranks");
     for world_size in [1, 2, 3, 4, 6, 11] {
@@ -79,43 +80,43 @@ fn any_number_of_ranks_and_back() {
         let (there, dcp, back) = (folder.path().join("there"), folder.path().join("dcp"), folder.path().join("back"));
         succeed("reshard", &[&original, &there], &format!("--mesh fsdp={world_size} --verify"));
         assert_same(&read(&there), &expected, "there");
-        let sharded: usize = SERIES.iter().map(|series| check_boxes(&there, series, world_size, world_size)).sum();
-        // 10 parameters and their two moments; of one rank FSDP1 has plain tensors.
+        let sharded: usize = SERIES.iter().map(|series| assert_boxes(&there, series, world_size, world_size)).sum();
+        // 10 parameters with two moments each; FSDP1 has plain tensors on one rank.
         assert_eq!(sharded, if world_size == 1 { 0 } else { 30 * world_size as usize });
 
         succeed("reshard", &[&there, &dcp], "--to dcp --mesh fsdp=3");
         succeed("reshard", &[&dcp, &back], "--to torch-ranks --mesh fsdp=4 --tensor-class sharded-tensor");
         assert_same(&read(&back), &expected, "back");
-        assert_eq!(SERIES.iter().map(|series| check_boxes(&back, series, 4, 4)).sum::<usize>(), 30 * 4);
+        assert_eq!(SERIES.iter().map(|series| assert_boxes(&back, series, 4, 4)).sum::<usize>(), 30 * 4);
     }
 }
 
 #[test]
-fn hybrid_sharding_has_a_group_for_each_replica() {
+fn hybrid_sharding_has_one_group_per_replica() {
     let folder = tempfile::tempdir().unwrap();
     let (hybrid, four) = (folder.path().join("hybrid"), folder.path().join("four"));
     let original = fixture("fsdp1_sharded/ranks");
     succeed("reshard", &[&original, &hybrid], "--mesh rep=2,fsdp=3 --placements R,S(0) --verify");
-    assert_eq!(check_boxes(&hybrid, "model", 6, 3), 10 * 6);
-    assert_eq!(check_boxes(&hybrid, "optim", 6, 3), 20 * 6);
+    assert_eq!(assert_boxes(&hybrid, "model", 6, 3), 10 * 6);
+    assert_eq!(assert_boxes(&hybrid, "optim", 6, 3), 20 * 6);
     succeed("verify", &[&original, &hybrid], "");
     succeed("reshard", &[&hybrid, &four], "--mesh fsdp=4 --check-replicas");
-    check_boxes(&four, "model", 4, 4);
+    assert_boxes(&four, "model", 4, 4);
     succeed("verify", &[&original, &four], "");
 }
 
 #[test]
-fn uneven_empty_and_scalar_tensors_of_every_dtype() {
+fn uneven_empty_and_scalar_tensors_of_every_dtype_are_written() {
     let (source, folder) = (fixture("odd4/ranks"), tempfile::tempdir().unwrap());
     for world_size in [3, 5, 16] {
         let out = folder.path().join(world_size.to_string());
         let options = format!("--mesh other={world_size} --placements S(0) --tensor-class sharded-tensor");
         succeed("reshard", &[&source, &out], &options);
         succeed("verify", &[&source, &out], "");
-        let sharded = check_boxes(&out, "model", world_size, world_size);
+        let sharded = assert_boxes(&out, "model", world_size, world_size);
         assert!(sharded > 10 * world_size as usize);
-        // Scalars, and what has no elements.
-        let whole = found(&out, "model", world_size, 0).into_iter().filter(|found| match found {
+        // Scalars, and tensors without elements.
+        let whole = tensors_of_file(&out, "model", world_size, 0).into_iter().filter(|found| match found {
             TensorNode::Plain(view) => view.sizes.is_empty() || view.sizes.contains(&0),
             _ => false,
         });
@@ -124,12 +125,13 @@ fn uneven_empty_and_scalar_tensors_of_every_dtype() {
 }
 
 #[test]
-fn the_class_is_that_of_the_source_or_as_asked() {
+fn tensor_class_follows_the_source_or_the_option() {
     let folder = tempfile::tempdir().unwrap();
     let embedding = |source: &str, options: &str| {
         let out = folder.path().join(format!("{}{options}", source.replace('/', "-")));
         succeed("reshard", &[&fixture(source), &out], &format!("--to torch-ranks --mesh fsdp=2 {options}"));
-        let shared = found(&out, "model", 2, 1).iter().map(about).find(|text| text.contains("[10, 3]")).unwrap();
+        let shared =
+            tensors_of_file(&out, "model", 2, 1).iter().map(description).find(|text| text.contains("[10, 3]")).unwrap();
         shared.split(' ').next().unwrap().to_owned()
     };
     for (source, usual) in
@@ -143,7 +145,7 @@ fn the_class_is_that_of_the_source_or_as_asked() {
 }
 
 #[test]
-fn tied_tensors_stay_one() {
+fn tied_tensors_stay_tied() {
     let (source, folder) = (fixture("torch_file/model.pt"), tempfile::tempdir().unwrap());
     let out = folder.path().join("out");
     succeed("reshard", &[&source, &out], "--to torch-ranks --mesh fsdp=3 --tensor-class sharded-tensor");
@@ -154,24 +156,24 @@ fn tied_tensors_stay_one() {
 }
 
 #[test]
-fn what_fsdp1_cannot_read_is_refused() {
+fn sharded_tensors_that_fsdp1_cannot_read_are_refused() {
     let (source, folder) = (fixture("fsdp1_sharded/ranks"), tempfile::tempdir().unwrap());
-    let refused = |options: &str, words: &[&str]| {
+    let assert_refused = |options: &str, words: &[&str]| {
         let outcome = expect(2, "reshard", &[&source, &folder.path().join("x")], options);
         assert!(words.iter().all(|word| outcome.stderr.contains(word)), "{options}: {}", outcome.stderr);
     };
     let placements = ["model.embed.weight: a ShardedTensor with placements", "--tensor-class dtensor"];
-    refused("--mesh a=2,b=2 --placements S(0),S(1)", &placements);
-    refused("--mesh a=2,b=2 --placements S(0),S(0)", &placements);
-    refused("--mesh a=4 --placements S(1)", &placements);
-    refused("--mesh a=4 --placements _S(0,2)", &placements);
-    refused("--mesh a=4 --mesh-ranks 0,2,1,3", &["on ranks 0,2,1,3 in this order"]);
-    refused(
+    assert_refused("--mesh a=2,b=2 --placements S(0),S(1)", &placements);
+    assert_refused("--mesh a=2,b=2 --placements S(0),S(0)", &placements);
+    assert_refused("--mesh a=4 --placements S(1)", &placements);
+    assert_refused("--mesh a=4 --placements _S(0,2)", &placements);
+    assert_refused("--mesh a=4 --mesh-ranks 0,2,1,3", &["on ranks 0,2,1,3 in this order"]);
+    assert_refused(
         "--mesh a=2,b=2 --placements **.w1=R,S(0) --placements S(0),R",
         &["different mesh dims: embed.weight and blocks.0.w1.weight"],
     );
-    refused("--mesh a=2 --to dcp --tensor-class sharded-tensor", &["--tensor-class is for rank files"]);
+    assert_refused("--mesh a=2 --to dcp --tensor-class sharded-tensor", &["--tensor-class is for rank files"]);
     let out = folder.path().join("out");
     succeed("reshard", &[&source, &out], "--mesh a=2,b=1,c=1 --placements S(0),S(1),_S(0,2)");
-    assert_eq!(check_boxes(&out, "model", 2, 2), 10 * 2);
+    assert_eq!(assert_boxes(&out, "model", 2, 2), 10 * 2);
 }

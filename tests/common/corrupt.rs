@@ -1,5 +1,4 @@
-//! Damaged checkpoints: archives and pickles that no writer makes, and what the
-//! program must do about them.
+//! Damaged checkpoints: archives and pickles that no writer makes, for tests of error handling.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -17,14 +16,14 @@ pub fn dtshard(args: &[&dyn AsRef<OsStr>]) -> Outcome {
     outcome
 }
 
-/// Change a file in place.
+/// Changes a file in place.
 pub fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     let mut bytes = fs::read(path).unwrap();
     change(&mut bytes);
     fs::write(path, bytes).unwrap();
 }
 
-/// Replace every occurrence, which there must be; lengths may differ.
+/// Replaces every occurrence, of which there must be one; lengths may differ.
 pub fn replace(bytes: &mut Vec<u8>, from: &[u8], to: &[u8]) {
     let mut found = false;
     let mut at = 0;
@@ -42,7 +41,7 @@ pub fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
 
 // ------------------------------------------------------------------------------------------------------------- zip
 
-/// An entry of a zip archive, with what its directory says about it open to change.
+/// An entry of a zip archive, whose directory record tests may change.
 #[derive(Clone, Debug)]
 pub struct ZipEntry {
     pub name: String,
@@ -50,7 +49,7 @@ pub struct ZipEntry {
     pub method: u16,
     pub size: u32,
     pub crc: u32,
-    /// Offset of the local header as the directory has it; the true one where `None`.
+    /// Offset of the local header in the directory; the correct one where `None`.
     pub header: Option<u32>,
     /// Extra field of the directory entry.
     pub extra: Vec<u8>,
@@ -64,7 +63,7 @@ impl ZipEntry {
     }
 }
 
-/// A torch.save archive: its pickle and its storages.
+/// Returns the entries of a torch.save archive: its pickle and its storages.
 pub fn torch_entries(pickle: impl Into<Vec<u8>>, storages: &[(&str, &[u8])]) -> Vec<ZipEntry> {
     let mut entries = vec![ZipEntry::new("archive/data.pkl", pickle), ZipEntry::new("archive/byteorder", "little")];
     entries.extend(storages.iter().map(|(key, data)| ZipEntry::new(&format!("archive/data/{key}"), *data)));
@@ -79,7 +78,7 @@ pub fn zip(entries: &[ZipEntry]) -> Vec<u8> {
     zip_claiming(entries, u16::try_from(entries.len()).unwrap())
 }
 
-/// An archive whose end record claims `count` entries.
+/// Returns an archive whose end record declares `count` entries.
 pub fn zip_claiming(entries: &[ZipEntry], count: u16) -> Vec<u8> {
     let mut out = Vec::new();
     let mut directory = Vec::new();
@@ -119,7 +118,7 @@ pub fn zip_claiming(entries: &[ZipEntry], count: u16) -> Vec<u8> {
     out
 }
 
-/// The entries of a small archive of stored entries, such as torch.save's.
+/// Returns the entries of a small uncompressed archive, such as torch.save's.
 pub fn unzip(bytes: &[u8]) -> Vec<ZipEntry> {
     let u16_at = |at: usize| usize::from(u16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()));
     let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
@@ -136,7 +135,7 @@ pub fn unzip(bytes: &[u8]) -> Vec<ZipEntry> {
     entries
 }
 
-/// Change the pickle of a torch.save file, with sums that fit.
+/// Changes the pickle of a torch.save file, with correct checksums.
 pub fn edit_pickle(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     edit_entries(path, |entries| {
         let pickle = entries.iter_mut().find(|entry| entry.name.ends_with("/data.pkl")).unwrap();
@@ -184,7 +183,7 @@ impl View<'_> {
     }
 }
 
-/// A pickle of the dict `{"w": ...}`.
+/// Returns a pickle of the dict `{name: value}`.
 pub fn dict_of(name: &str, value: impl FnOnce(&mut Writer)) -> Vec<u8> {
     let mut writer = Writer::new();
     writer.empty_dict().string(name);

@@ -1,4 +1,4 @@
-//! A folder for one test, and what runs of the program do with it.
+//! A temporary folder for one test, and runs of the program in it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::outcome::copy_all;
 use super::transcript::Transcript;
 use super::{Run, Tensors, expect, fixture, read, succeed};
 
-/// A folder that is removed with it. Messages of runs are compared when it is dropped.
+/// A temporary folder. When it is dropped, it is removed, and the messages of runs are compared with their transcript.
 pub struct TestEnv {
     folder: TempDir,
     _transcript: Transcript,
@@ -28,12 +28,12 @@ impl TestEnv {
         self.folder.path().join(name)
     }
 
-    /// Everything in it, hidden and in folders, relative and sorted.
+    /// Returns all files and folders in it, hidden ones too, relative and sorted.
     pub fn names(&self) -> Vec<String> {
         names_below(self.folder.path())
     }
 
-    /// Writes a file, with its folders.
+    /// Writes a file, and its parent folders.
     pub fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -41,7 +41,7 @@ impl TestEnv {
         path
     }
 
-    /// A copy of a fixture, file or folder.
+    /// Copies a fixture, a file or folder.
     pub fn copy(&self, name: &str) -> PathBuf {
         let from = fixture(name);
         let to = self.path("src").join(from.file_name().unwrap());
@@ -50,7 +50,7 @@ impl TestEnv {
         to
     }
 
-    /// A safetensors file of small f32 vectors: the number of elements of each.
+    /// Writes a safetensors file of small f32 vectors with these numbers of elements.
     pub fn vectors(&self, name: &str, tensors: &[(&str, usize)]) -> PathBuf {
         let data: Vec<(&str, Vec<u8>)> = (1_u8..)
             .zip(tensors)
@@ -68,7 +68,7 @@ impl TestEnv {
         path
     }
 
-    /// Convert a fixture or a path to a new place here and give what the run said.
+    /// Converts a fixture or a path to a new path here, and asserts success.
     #[track_caller]
     pub fn make(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Made {
         let source = fixture("").join(source);
@@ -77,7 +77,7 @@ impl TestEnv {
         Made { path, run }
     }
 
-    /// Convert and expect exit code 2 and nothing new. `tests/messages` has the error.
+    /// Converts, and asserts exit code 2 and no new file. `tests/messages` has the error.
     #[track_caller]
     pub fn refuse(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Run {
         let source = fixture("").join(source);
@@ -87,28 +87,28 @@ impl TestEnv {
         run
     }
 
-    /// Nothing but `verify`, `inspect` and a conversion can be asked of a damaged source: the last must exit with 2
-    /// and leave no trace, the first must exit with 1.
-    pub fn is_bad(&self, source: &Path) {
+    /// Asserts how verbs treat a damaged source: a conversion exits with 2 and leaves nothing, `verify` exits with 1,
+    /// and `inspect` does not crash.
+    pub fn assert_bad_input(&self, source: &Path) {
         let before = self.names();
-        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(&[]);
+        dtshard(&[&"unshard", &source, &self.path("out.pt")]).assert_refused(&[]);
         assert_eq!(self.names(), before, "something was left behind");
         let verified = dtshard(&[&"verify", &source]);
         assert_eq!(verified.code, Some(1), "verify: {verified:?}");
-        dtshard(&[&"inspect", &source]).did_not_crash();
+        dtshard(&[&"inspect", &source]).assert_no_crash();
     }
 
-    /// As [`Self::is_bad`] where the bytes are sound but not supported: every verb but `inspect` exits with 2.
-    pub fn is_unsupported(&self, source: &Path) {
+    /// Asserts how verbs treat a valid source that is not supported: every verb but `inspect` exits with 2.
+    pub fn assert_unsupported_input(&self, source: &Path) {
         let before = self.names();
-        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(&[]);
+        dtshard(&[&"unshard", &source, &self.path("out.pt")]).assert_refused(&[]);
         assert_eq!(self.names(), before, "something was left behind");
-        dtshard(&[&"verify", &source]).refused(&[]);
-        dtshard(&[&"inspect", &source]).did_not_crash();
+        dtshard(&[&"verify", &source]).assert_refused(&[]);
+        dtshard(&[&"inspect", &source]).assert_no_crash();
     }
 }
 
-/// What a conversion made.
+/// The output of a conversion.
 pub struct Made {
     pub path: PathBuf,
     pub run: Run,
@@ -123,7 +123,7 @@ impl Made {
         self.tensors().into_keys().collect()
     }
 
-    pub fn closing(&self) -> &str {
+    pub fn closing_line(&self) -> &str {
         self.run.stderr.lines().last().unwrap_or_default()
     }
 }

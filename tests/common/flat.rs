@@ -1,4 +1,4 @@
-//! The fixtures with flat parameters of FSDP1, and the flat layouts that lie beside their folders.
+//! The fixtures with flat parameters of FSDP1, and the flat layouts beside their folders.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use serde_json::Value as Json;
 
 use super::{copy_folder, fixture};
 
-/// Options of `flatten`: the units of the fixtures' model, and its buffers, for a state dict in its order.
+/// Options of `flatten`: the units of the fixtures' model, and its buffers, for a state dict in registration order.
 pub const WRAP: &str = "--wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
 
-/// What the live model of a fixture said of its flat layout.
+/// Returns the path of the flat layout that the live model of a fixture wrote.
 pub fn layout_file(case: &str, name: &str) -> PathBuf {
     fixture(case).join(format!("{name}.flat_layout.json"))
 }
@@ -23,7 +23,7 @@ pub fn read_layout(path: &Path) -> Json {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// A copy of a fixture's folder with the flat layout of one of that case beside its files.
+/// Copies a fixture's folder, with its flat layout beside the files.
 pub fn copy_with_layout(case: &str, name: &str, to: &Path) {
     copy_folder(&fixture(case).join(name), to);
     fs::copy(layout_file(case, name), to.join("flat_layout.json")).unwrap();

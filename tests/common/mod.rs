@@ -1,4 +1,4 @@
-//! What the integration tests share: the fixtures and their ground truth, the binary, and readers of what it wrote.
+//! Shared code of the integration tests: the fixtures and their ground truth, the binary, and readers of its output.
 
 #[allow(unused_imports, reason = "each test program uses its own part")]
 pub mod corrupt;
@@ -22,8 +22,8 @@ use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
-/// A whole tensor. Values are compared by the digest of `inspect --digest`, which is computed anew here from bytes
-/// that dtshard has not touched.
+/// A whole tensor. Values are compared by the digest of `inspect --digest`, computed here from bytes that dtshard has
+/// not read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
     pub dtype: String,
@@ -42,13 +42,13 @@ impl Tensor {
 
 pub type Tensors = BTreeMap<String, Tensor>;
 
-/// The tensors below a prefix, which is cut.
+/// Returns the tensors below a prefix, without the prefix.
 pub fn below(prefix: &str, tensors: &Tensors) -> Tensors {
     let cut = |(name, tensor): (&String, &Tensor)| Some((name.strip_prefix(prefix)?.to_owned(), tensor.clone()));
     tensors.iter().filter_map(cut).collect()
 }
 
-/// Fail with the names that differ, not with two walls of digests.
+/// Asserts equal tensors, and lists the differing names.
 #[track_caller]
 pub fn assert_same(found: &Tensors, expected: &Tensors, what: &str) {
     let names: std::collections::BTreeSet<_> = found.keys().chain(expected.keys()).collect();
@@ -64,7 +64,7 @@ pub fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
 }
 
-/// What the generator says a case holds.
+/// The ground truth of a fixture, written by its generator.
 #[derive(Debug)]
 pub struct Truth {
     pub tensors: Tensors,
@@ -79,20 +79,20 @@ impl Truth {
         let stored = SafeTensors::deserialize(&content).unwrap();
         let tensors = json["tensors"].as_object().unwrap().iter().map(|(name, about)| {
             let shape: Vec<u64> = serde_json::from_value(about["shape"].clone()).unwrap();
-            // What safetensors has no dtype for lies there as plain bytes.
+            // Dtypes that safetensors does not have are stored as plain bytes.
             let bytes = stored.tensor(name).unwrap().data();
             (name.clone(), Tensor::new(about["dtype"].as_str().unwrap(), &shape, bytes))
         });
         Self { tensors: tensors.collect(), json }
     }
 
-    /// The entry of a list or table, or nothing where the case has none.
+    /// Returns a list of names in the ground truth, or nothing where the case has none.
     pub fn names(&self, key: &str) -> Vec<String> {
         serde_json::from_value(self.json[key].clone()).unwrap_or_default()
     }
 }
 
-/// How a checkpoint names its tensors.
+/// The kind of a fixture, which determines the names of its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Dcp,
@@ -100,7 +100,7 @@ pub enum Kind {
     File,
 }
 
-/// A checkpoint among the fixtures.
+/// A checkpoint of the fixtures.
 #[derive(Clone, Debug)]
 pub struct Source {
     pub path: PathBuf,
@@ -113,7 +113,7 @@ impl Source {
         Truth::load(&self.truth)
     }
 
-    /// Every tensor under the name dtshard gives it.
+    /// Returns every tensor under the name that dtshard uses.
     pub fn expected(&self) -> Tensors {
         let truth = self.truth();
         match self.kind {
@@ -154,7 +154,7 @@ impl Source {
             .collect()
     }
 
-    /// What `consolidate` takes by itself.
+    /// Returns the tensors that `consolidate` writes without options.
     pub fn expected_model(&self) -> Tensors {
         let truth = self.expected();
         let model = below("model.", &truth);
@@ -168,7 +168,7 @@ impl Source {
     }
 }
 
-/// The DCP directories and rank files of a case.
+/// Returns the DCP directory and the rank files of a case.
 pub fn case(name: &str) -> Vec<Source> {
     let kinds = [("dcp", Kind::Dcp), ("ranks", Kind::Ranks)];
     let source = |(folder, kind)| Source { path: fixture(name).join(folder), kind, truth: format!("{name}/truth") };
@@ -182,12 +182,12 @@ pub fn file(path: &str, truth: &str) -> Source {
 pub const CASES: [&str; 10] =
     ["fsdp4", "fsdp3", "hsdp", "fsdp_tp", "fsdp_tp6", "tp2", "odd4", "fsdp1_sharded", "replicated_plain", "llama_tiny"];
 
-/// Sharded checkpoints of the PyTorch the fixtures are made with.
+/// Returns the sharded checkpoints of the PyTorch version that made the fixtures.
 pub fn sharded(kind: Kind) -> Vec<Source> {
     CASES.iter().flat_map(|name| case(name)).filter(|source| source.kind == kind).collect()
 }
 
-/// Files of whole tensors.
+/// Returns the files of whole tensors.
 pub fn files() -> Vec<Source> {
     vec![
         file("torch_file/model.pt", "torch_file/model.truth"),
@@ -199,7 +199,7 @@ pub fn files() -> Vec<Source> {
     ]
 }
 
-/// Checkpoints of other PyTorch versions, which the published package leaves out.
+/// Returns the checkpoints of other PyTorch versions, which the published package leaves out.
 pub fn compat() -> Vec<Source> {
     let list = |path: &Path| {
         let entries = fs::read_dir(path).into_iter().flatten();
@@ -220,7 +220,7 @@ pub fn compat() -> Vec<Source> {
     found
 }
 
-/// How a run of the binary ended.
+/// The exit code and output of a run.
 #[derive(Debug)]
 pub struct Run {
     pub code: i32,
@@ -247,7 +247,7 @@ pub fn run<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
     run
 }
 
-/// Run `VERB SRC [DST]` with options written as on a command line and expect this exit code.
+/// Runs `VERB SRC [DST]` with options as on a command line, and asserts this exit code.
 #[track_caller]
 pub fn expect(code: i32, verb: &str, paths: &[&Path], options: &str) -> Run {
     let mut arguments: Vec<&OsStr> = vec![verb.as_ref()];
@@ -271,7 +271,7 @@ pub fn inspect(path: &Path, options: &str) -> Json {
     succeed("inspect", &[path], &format!("--json {options}")).json()
 }
 
-/// Every tensor of a checkpoint, or of one rank's file of it, gathered by the library.
+/// Returns every tensor of a checkpoint, or of one rank's file, read by the library.
 pub fn read(path: &Path) -> Tensors {
     let options = ReadOptions { series: SeriesChoice::All, show_incomplete: true, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(path, &options).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -280,7 +280,7 @@ pub fn read(path: &Path) -> Tensors {
 
 pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     let (files, catalog) = (&checkpoint.files, &checkpoint.catalog);
-    // Strips far shorter than the tensors, so that there are several of each.
+    // Write blocks are far shorter than the tensors, so that each tensor has several.
     let options = Options { threads: 1, write_block_bytes: 64, sync: false };
     let digest = |entry: &TensorEntry| {
         let input = Input { files, catalog, resolve: &resolve };
@@ -294,7 +294,7 @@ pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     tensors.collect()
 }
 
-/// Every tensor of a safetensors file or folder, read by the safetensors crate.
+/// Returns every tensor of a safetensors file or folder, read by the safetensors crate.
 pub fn read_safetensors(path: &Path) -> Tensors {
     let files: Vec<PathBuf> = if path.is_dir() {
         let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
@@ -319,7 +319,7 @@ pub fn read_safetensors(path: &Path) -> Tensors {
     tensors
 }
 
-/// The content of every file of a checkpoint, by name.
+/// Returns the content of every file of a checkpoint, by name.
 pub fn bytes_of(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     if path.is_file() {
         return BTreeMap::from([(PathBuf::new(), fs::read(path).unwrap())]);
@@ -328,7 +328,7 @@ pub fn bytes_of(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     files.map(|file| (file.file_name().unwrap().into(), fs::read(&file).unwrap())).collect()
 }
 
-/// Copy the files of a folder.
+/// Copies the files of a folder.
 pub fn copy_folder(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for (name, content) in bytes_of(from) {

@@ -1,4 +1,4 @@
-//! Runs of the program and how they end, for tests that expect more than success.
+//! Runs of the program and their outcomes, for tests that expect other results than success.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -22,7 +22,7 @@ pub fn copy_all(from: &Path, to: &Path) {
     }
 }
 
-/// Files and folders below `folder`, sorted.
+/// Returns the files and folders below `folder`, sorted.
 pub fn files_of(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -36,7 +36,7 @@ pub fn files_of(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// How a run of the program ended.
+/// The exit code or signal of a run, and its output.
 #[derive(Debug)]
 pub struct Outcome {
     pub code: Option<i32>,
@@ -57,26 +57,26 @@ impl From<Output> for Outcome {
 }
 
 impl Outcome {
-    pub fn did_not_crash(&self) -> &Self {
+    pub fn assert_no_crash(&self) -> &Self {
         assert!(matches!(self.code, Some(0..=2)) && !self.err.contains("panicked"), "{self:?}");
         self
     }
 
-    pub fn says(&self, words: &[&str]) -> &Self {
+    pub fn assert_mentions(&self, words: &[&str]) -> &Self {
         for word in words {
             assert!(self.err.contains(word) || self.out.contains(word), "no `{word}` in {self:?}");
         }
         self
     }
 
-    /// Exit code 2 with an error that has all these words.
-    pub fn refused(&self, words: &[&str]) -> &Self {
+    /// Asserts exit code 2 and an error that contains all these words.
+    pub fn assert_refused(&self, words: &[&str]) -> &Self {
         assert_eq!(self.code, Some(2), "{self:?}");
         assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");
-        self.says(words)
+        self.assert_mentions(words)
     }
 
-    pub fn succeeded(&self) -> &Self {
+    pub fn assert_succeeded(&self) -> &Self {
         assert_eq!(self.code, Some(0), "{self:?}");
         self
     }

@@ -1,5 +1,5 @@
-//! Rank files that were written, against those that PyTorch wrote of the same state: the same tree, the same views of
-//! the same storages, the same bytes, padding included.
+//! Comparison of written rank files with those of PyTorch for the same state: the same tree, the same views of the same
+//! storages, and the same bytes, padding included.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -10,7 +10,7 @@ use dtshard::format::torch::{TensorNode, View};
 use dtshard::storage::{Files, IoMode};
 use torch_pickle::pickle::Unknown;
 
-/// A file, and what its pickle says.
+/// An open file, and the contents of its pickle.
 pub type Opened = (Files, ArchiveContents);
 
 pub fn read(path: &Path) -> Opened {
@@ -25,7 +25,7 @@ pub fn read(path: &Path) -> Opened {
     (files, contents)
 }
 
-/// All of the storage that a view is of.
+/// Returns all bytes of the storage of a view.
 pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     if view.storage_bytes == 0 {
         return Vec::new();
@@ -34,7 +34,7 @@ pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8
     files.read(at.file, at.offset - view.offset * view.dtype.itemsize(), view.storage_bytes).unwrap()
 }
 
-/// The elements of a view, row-major.
+/// Returns the elements of a view, row-major.
 pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     let storage = storage(files, contents, view);
     let width = usize::try_from(view.dtype.itemsize()).unwrap();
@@ -51,13 +51,13 @@ pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u
     elements
 }
 
-/// A rank file that was written beside the one that it should be.
+/// A comparison of a written rank file with that of PyTorch.
 pub struct Comparison {
     own: Opened,
     real: Opened,
-    /// Storages of the real file, and what they are called in the other.
+    /// The storages of PyTorch's file, with their keys in the written file.
     keys: HashMap<String, String>,
-    /// Where nothing is sharded PyTorch clones what is tied, and keeps the order of elements.
+    /// Without sharding PyTorch clones tied tensors, and keeps strides.
     is_sharded: bool,
 }
 
@@ -99,7 +99,7 @@ impl Comparison {
         assert!(!is_sharded || distinct.len() == comparison.keys.len(), "{}: storages that are one", real.display());
     }
 
-    /// The same part of equal storages.
+    /// Asserts that two views are the same part of equal storages.
     #[track_caller]
     fn views(&mut self, own: &View, real: &View, what: &str) {
         let known = self.keys.entry(real.key.to_string()).or_insert_with(|| own.key.to_string());

@@ -1,9 +1,9 @@
-//! Texts as they should be, each in a file that a person has looked at.
+//! Expected outputs, each in a reviewed file.
 
 use std::fs;
 use std::path::Path;
 
-/// Compare with the text of `tests/snapshots/NAME`; `UPDATE_SNAPSHOTS=1` writes it anew, for a person to look at.
+/// Compares with the text of `tests/snapshots/NAME`; `UPDATE_SNAPSHOTS=1` writes the file again, for review.
 #[track_caller]
 pub fn assert_snapshot(name: &str, found: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name);

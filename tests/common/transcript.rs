@@ -1,4 +1,4 @@
-//! Messages of the runs in a test, compared with those that a person has looked at.
+//! Messages of the runs in a test, compared with reviewed transcripts.
 //!
 //! [`Transcript::begin`] starts it for the test of this thread, [`record`] adds a run, and dropping the last one compares with the
 //! section of the test in `tests/messages/tests/MODULE.txt`. `UPDATE_SNAPSHOTS=1` writes that section.
@@ -13,12 +13,12 @@ use std::thread;
 
 use regex::Regex;
 
-/// Lines of one run that are compared; tests of long lists look at the rest.
+/// The number of lines of one run that are compared; tests of long lists check the rest.
 const MAX_LINES: usize = 40;
 
 #[derive(Default)]
 struct State {
-    /// Folders of the test, whose names differ between runs.
+    /// Folders of the test, with names that differ between runs.
     folders: Vec<PathBuf>,
     open: usize,
     compared: usize,
@@ -58,7 +58,7 @@ impl Drop for Transcript {
     }
 }
 
-/// Forgets the runs so far, where a test leaves out what it cannot do on this machine.
+/// Discards the runs so far, for a test that skips a case on this machine.
 pub fn discard() {
     STATE.with_borrow_mut(|state| *state = State { open: state.open, ..State::default() });
 }
@@ -75,7 +75,7 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err
             writeln!(text, "? {}", code.map_or("signal".into(), |code| code.to_string())).unwrap();
         }
         err.lines().take(MAX_LINES).for_each(|line| writeln!(text, "{}", line.trim_end()).unwrap());
-        // Data of a run that ended well is for tests of that data, and a document repeats the message.
+        // Tests check the data of a successful run, and a document repeats the message.
         if code != Some(0) && !out.starts_with('{') {
             out.lines().take(MAX_LINES).for_each(|line| writeln!(text, "> {}", line.trim_end()).unwrap());
         }
@@ -122,7 +122,7 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
         .fold(text, |text, (pattern, with)| Regex::new(pattern).unwrap().replace_all(&text, *with).into_owned())
 }
 
-/// Shows the lines that are not the same.
+/// Returns the lines that differ.
 pub fn difference(expected: &str, found: &str) -> String {
     let (old, new): (Vec<_>, Vec<_>) = (expected.trim_end().lines().collect(), found.trim_end().lines().collect());
     let same = old.iter().zip(&new).take_while(|(a, b)| a == b).count();
@@ -135,7 +135,7 @@ pub fn difference(expected: &str, found: &str) -> String {
     text
 }
 
-/// Compares with the section of this thread's test. A test may end several transcripts, one behind the other.
+/// Compares with the section of this thread's test. A test may end several transcripts, one after the other.
 fn compare(text: &str, number: usize) {
     let test = thread::current().name().unwrap_or_default().to_owned();
     let (module, name) = test.rsplit_once("::").expect("a test in a module, in a thread that has its name");

@@ -1,4 +1,4 @@
-//! What a run leaves: files with their contents, and names.
+//! Files and names that a run leaves.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ pub fn tree(path: &Path) -> Tree {
     files.map(|file| (file.strip_prefix(path).unwrap().to_path_buf(), fs::read(&file).unwrap())).collect()
 }
 
-/// What is in a folder, hidden things too.
+/// Returns the names in a folder, hidden ones too, sorted.
 pub fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

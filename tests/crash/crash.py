@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Kills conversions at random moments, goes on with --resume, kills those, too, and compares what comes of it.
+"""Kills conversions at random moments, resumes and kills them again, and compares the final output.
 
     cargo build --release
     python3 tests/crash/crash.py target/release/dtshard --cases 200
 
 Each case is one conversion by 1 to 4 processes. In each of its rounds any of them get KILL, TERM, USR1 or INT at a random
-moment; the next round goes on, often with another number of processes, until one comes through. After every round the
-destination has to be as it was, or complete and right; in the end it has to be what an undisturbed run writes, with nothing
-left beside it, and the source has to be unchanged.
+moment; the next round resumes, often with another number of processes, until one completes. After every round the
+destination must be unchanged, or complete and correct; in the end it must equal the output of an undisturbed run, with
+nothing left beside it, and the source must be unchanged.
 
 A build with debug assertions writes its journal after every 256 KiB with DTSHARD_FAULT=none, which --hurried sets:
 
     CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true cargo build --release --target-dir target/hurried
     python3 tests/crash/crash.py target/hurried/release/dtshard --cases 200 --hurried --mb 60
 
-Needs Python 3 and nothing else, and about six times --mb of room in --work.
+Needs Python 3 only, and about six times --mb of space in --work.
 """
 
 import argparse
@@ -33,14 +33,14 @@ import time
 from pathlib import Path
 
 SIGNALS = [signal.SIGKILL] * 6 + [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-# What a process may end with: done, refused or another one died, to be tried again, by a signal that keeps nothing; and by
-# one that came before it was ready for any.
+# Valid exit codes: success, a refusal or a dead peer, retry, a signal that keeps no work, and a signal that arrived before
+# its handler was installed.
 ENDS = {0, 2, 75, 130, 138, 143, *(-number for number in SIGNALS)}
 MOST_ROUNDS = 6
 
 
 def write_source(folder, mb, rng):
-    """A safetensors checkpoint of tensors from 4 KB to an eighth of the whole, beside two files that go along."""
+    """A safetensors checkpoint of tensors from 4 KB to an eighth of the whole, and two sidecar files."""
     folder.mkdir()
     left, tensors, at = mb * 1_000_000, {}, 0
     while left > 0:
@@ -64,7 +64,7 @@ def write_source(folder, mb, rng):
 
 
 def digest(path):
-    """Of all files below a path, and their names."""
+    """Returns a hash of all files below a path, and their names."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     found = {}
     for file in files:
@@ -76,7 +76,7 @@ def digest(path):
 
 
 class Job:
-    """A conversion, what it writes, and how long it takes when nobody disturbs it."""
+    """A conversion, its output, and its duration without interruption."""
 
     def __init__(self, bench, verb, source, name, options):
         self.bench, self.verb, self.source, self.options = bench, verb, source, options
@@ -136,7 +136,7 @@ class Bench:
         return digest(job.target)
 
     def state(self, job, old):
-        """What stands at the destination. Anything but these is a fault."""
+        """Returns the state of the destination. Any other state is a failure."""
         if not job.target.exists():
             if old is None:
                 return "absent"
@@ -168,20 +168,20 @@ class Bench:
             if state == "new" and all(end == 0 for end in ends):
                 break
             if is_last:
-                # Those of the last round may have been refused: parts that ran at once, one of which was late.
+                # Parts of the last round may have been refused: they ran at the same time, and one was late.
                 ended = subprocess.run(job.command(more), env=self.env, capture_output=True, text=True)
                 assert ended.returncode == 0, f"{ends} {ended.stderr}"
         else:
             number = MOST_ROUNDS
         self.count[f"done in round {number}"] += 1
-        # A run that was killed right behind its rename left what the next one takes away.
+        # A run that was killed right after its rename left files that the next run removes.
         subprocess.run(job.command(fixed + ["--resume"]), check=True, env=self.env, stderr=subprocess.DEVNULL)
         assert digest(job.target) == job.wanted, f"{job.target} is wrong"
         left = sorted(path.name for path in self.desk.iterdir())
         assert left == [job.target.name], f"left behind: {left}"
 
     def round(self, job, of, more, waits, victims):
-        """Start all parts, send signals to some, and wait for all. Gives the exit codes."""
+        """Starts all parts, sends signals to some, waits for all, and returns the exit codes."""
         rng = self.rng
         parts = [["--parts", str(of), "--part", str(index)] + ([] if waits else ["--no-wait"]) for index in range(of)]
         if of == 1:
@@ -194,7 +194,7 @@ class Bench:
         length = job.seconds * rng.choice([0.3, 1.0, 1.0, 1.5])
         plan = sorted((rng.random() * length, index) for index in rng.sample(range(of), victims))
         if len(plan) > 1 and rng.random() < 0.5:
-            # All at the same moment, as a node that goes down.
+            # All parts are killed at the same moment, like on a failing node.
             plan = [(plan[0][0], index) for _, index in plan]
         for when, index in plan:
             time.sleep(max(0.0, began + when - time.monotonic()))
@@ -202,7 +202,7 @@ class Bench:
             if processes[index].poll() is None:
                 processes[index].send_signal(chosen)
                 self.count[f"sent {chosen.name}"] += 1
-        # Who waits for a part that was killed before it had begun would do so for minutes.
+        # A process that waits for a part which was killed before it began would wait for minutes.
         patience = time.monotonic() + 10 * job.seconds + 2 if victims else float("inf")
         while any(process.poll() is None for process in processes):
             if time.monotonic() > patience:

@@ -1,4 +1,4 @@
-//! Conversions by several processes: sources that each process sees in part, GPUs, and the memory that all of it takes.
+//! Conversions by several processes: sources that each process sees in part, GPUs, and memory use.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 

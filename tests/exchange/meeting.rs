@@ -1,11 +1,12 @@
-//! Where the processes of `--source per-rank` meet: what they leave there, and what they do not touch.
+//! The work folder in which the processes of `--source per-rank` meet: what they leave there, and what they do not
+//! change.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::nodes::{Nodes, Spread, ended, names, succeeds, tree};
+use crate::nodes::{Nodes, Spread, assert_succeeded, names, tree, wait_all};
 use crate::outcome::{Outcome, command, fixture};
 
 const WORDS: &str = "consolidate out --bucket-size 300";
@@ -14,11 +15,11 @@ fn nodes() -> Nodes {
     Nodes::new("fsdp4/ranks", 2, Spread::One)
 }
 
-/// Two runs, of which the launchers tell them apart, at one DST: one is refused, and both take away what is theirs.
+/// Two runs of different jobs at one DST: one is refused, and both remove their files.
 #[test]
-fn two_runs_at_one_destination() {
+fn second_run_at_one_destination_is_refused_and_both_clean_up() {
     let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
-    let (wanted, _) = nodes.alone("consolidate out");
+    let (expected, _) = nodes.run_alone("consolidate out");
     let mut published = 0;
     for _ in 0..4 {
         nodes.clear();
@@ -29,119 +30,119 @@ fn two_runs_at_one_destination() {
             };
             [of(0), of(1)]
         };
-        let runs = [start("1"), start("2")].map(ended);
+        let runs = [start("1"), start("2")].map(wait_all);
         for run in &runs {
             let codes: Vec<_> = run.iter().map(|outcome| outcome.code).collect();
             assert!(codes == [Some(0); 2] || codes == [Some(2); 2], "{run:?}");
             published += usize::from(codes == [Some(0); 2]);
         }
-        if names(&nodes.desk()) == ["out"] {
-            assert!(tree(&nodes.desk().join("out")) == wanted);
+        if names(&nodes.dst_folder()) == ["out"] {
+            assert!(tree(&nodes.dst_folder().join("out")) == expected);
         } else {
-            assert!(names(&nodes.desk()).iter().all(|name| name == ".out.dtshard-partial"), "{runs:?}");
+            assert!(names(&nodes.dst_folder()).iter().all(|name| name == ".out.dtshard-partial"), "{runs:?}");
         }
     }
     assert!(published > 0);
 }
 
 #[test]
-fn a_destination_in_the_source_leaves_it_alone() {
+fn destination_in_the_source_is_refused_and_source_unchanged() {
     let nodes = nodes();
     let before = |node| (names(&nodes.source(node)), fs::metadata(nodes.source(node)).unwrap().ctime_nsec());
     let untouched = [before(0), before(1)];
     for more in [&[][..], &["--dry-run"]] {
-        let outcomes = ended((0..2).map(|rank| {
+        let outcomes = wait_all((0..2).map(|rank| {
             let (source, part) = (nodes.source(rank), rank.to_string());
             let mut command = command(&[&"consolidate", &source, &source.join("sub/out"), &"--source=per-rank"]);
             command.args(["--part", &part, "--parts", "2"]).args(more).env("DTSHARD_FAULT", "none").spawn().unwrap()
         }));
         outcomes.iter().for_each(|outcome| {
-            outcome.refused(&["sub/out lies inside the source", "hint: choose a destination beside the source"]);
+            outcome.assert_refused(&["sub/out lies inside the source", "hint: choose a destination beside the source"]);
         });
         assert_eq!([before(0), before(1)], untouched);
     }
 }
 
 #[test]
-fn a_dry_run_leaves_no_folders() {
+fn dry_run_leaves_no_folders() {
     let nodes = nodes();
-    for outcome in nodes.together("consolidate a/b/out --dry-run") {
-        outcome.succeeded();
+    for outcome in nodes.run_together("consolidate a/b/out --dry-run") {
+        outcome.assert_succeeded();
     }
-    assert_eq!(names(&nodes.desk()), [""; 0]);
+    assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// Rank 0 dies behind the rename: DST is there, and whoever is left says so, and takes away the rest.
+/// Rank 0 dies after the rename: DST exists, the other process succeeds, and removes the rest.
 #[test]
-fn published_is_published() {
+fn processes_succeed_after_the_first_dies_past_publishing() {
     for point in ["commit-renamed", "commit-synced-parent", "commit-removed-old", "commit-left"] {
         let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
-        let (wanted, _) = nodes.alone("consolidate out");
+        let (expected, _) = nodes.run_alone("consolidate out");
         let start = |rank| {
             let fault = if rank == 0 { point } else { "none" };
             nodes.command(rank, WORDS).env("DTSHARD_FAULT", fault).spawn().unwrap()
         };
-        let outcomes = ended((0..2).map(start));
+        let outcomes = wait_all((0..2).map(start));
         assert!(outcomes[0].signal.is_some(), "{outcomes:?}");
-        outcomes[1].succeeded();
-        assert!(tree(&nodes.desk().join("out")) == wanted);
-        assert_eq!(names(&nodes.desk()), ["out"], "{point}");
+        outcomes[1].assert_succeeded();
+        assert!(tree(&nodes.dst_folder().join("out")) == expected);
+        assert_eq!(names(&nodes.dst_folder()), ["out"], "{point}");
     }
 }
 
-/// Folders of one name on two nodes.
+/// Two nodes have local folders of one name.
 #[test]
-fn a_destination_that_is_not_shared() {
+fn unshared_destination_is_refused() {
     let nodes = nodes();
-    let outcomes = nodes.each(|rank| {
-        fs::create_dir_all(nodes.desk().join(format!("disk{rank}"))).unwrap();
+    let outcomes = nodes.run_each(|rank| {
+        fs::create_dir_all(nodes.dst_folder().join(format!("disk{rank}"))).unwrap();
         format!("consolidate disk{rank}/out")
     });
     for (outcome, other) in outcomes.iter().zip([1, 0]) {
-        outcome.refused(&[
+        outcome.assert_refused(&[
             &format!("process {other} of 2: meet: did not come within 10 s"),
             "hint: start all processes at the same time, with the same DST on a file system that all of them share",
         ]);
     }
     for rank in 0..2 {
-        assert_eq!(names(&nodes.desk().join(format!("disk{rank}"))), [""; 0]);
+        assert_eq!(names(&nodes.dst_folder().join(format!("disk{rank}"))), [""; 0]);
     }
 }
 
-/// By all that wait, unless they are to be quiet.
+/// All waiting processes print it, unless `--quiet` is given.
 #[test]
-fn whom_processes_wait_for() {
+fn waiting_processes_print_whom_they_wait_for() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
     let outcomes =
-        ended((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
+        wait_all((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
     for (rank, outcome) in outcomes.iter().enumerate() {
-        outcome.refused(&["error: process 3 of 4: meet: did not come within 10 s"]);
-        let said = format!("[{rank}/4] waiting for process {} (", [3, 0, 0][rank]);
-        let is_said = |line: &str| line.starts_with(&said) && line.ends_with(" of at most 10 s)");
-        assert_eq!(outcome.err.lines().any(is_said), rank < 2, "{outcome:?}");
+        outcome.assert_refused(&["error: process 3 of 4: meet: did not come within 10 s"]);
+        let expected_line = format!("[{rank}/4] waiting for process {} (", [3, 0, 0][rank]);
+        let is_expected = |line: &str| line.starts_with(&expected_line) && line.ends_with(" of at most 10 s)");
+        assert_eq!(outcome.err.lines().any(is_expected), rank < 2, "{outcome:?}");
         assert_eq!(outcome.err.contains("waiting for"), rank < 2, "{outcome:?}");
     }
-    assert_eq!(names(&nodes.desk()), [""; 0]);
+    assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
 #[test]
 fn part_that_is_given_twice_is_an_error() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
-    let outcomes = ended([0, 1, 1].into_iter().map(|rank| nodes.start(rank, WORDS)));
-    outcomes[0].refused(&["process 2 of 3: meet: did not come within 10 s"]);
+    let outcomes = wait_all([0, 1, 1].into_iter().map(|rank| nodes.start(rank, WORDS)));
+    outcomes[0].assert_refused(&["process 2 of 3: meet: did not come within 10 s"]);
     let blocked = outcomes[1..].iter().filter(|outcome| outcome.err.contains("still has this part"));
     assert_eq!(blocked.count(), 1, "{outcomes:?}");
     for outcome in &outcomes[1..] {
-        outcome.refused(&["hint: start all processes"]);
+        outcome.assert_refused(&["hint: start all processes"]);
     }
 }
 
-/// The next run may have another number of parts, or be one process.
+/// The next run has another number of parts, or is one process.
 #[test]
-fn first_process_that_was_killed_is_in_nobodys_way() {
+fn work_folder_of_a_killed_first_process_does_not_block_other_runs() {
     for is_alone in [false, true] {
         let nodes = nodes();
-        let work = nodes.desk().join(".out.dtshard-work");
+        let work = nodes.dst_folder().join(".out.dtshard-work");
         let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
         let begun = Instant::now();
         while !work.exists() {
@@ -151,29 +152,30 @@ fn first_process_that_was_killed_is_in_nobodys_way() {
         sleep(Duration::from_millis(50));
         first.kill().unwrap();
         first.wait().unwrap();
-        assert_eq!(names(&nodes.desk()), [".out.dtshard-work"]);
+        assert_eq!(names(&nodes.dst_folder()), [".out.dtshard-work"]);
         if is_alone {
-            succeeds(&nodes.command_alone(WORDS).output().unwrap().into());
+            assert_succeeded(&nodes.command_alone(WORDS).output().unwrap().into());
         } else {
-            nodes.together(WORDS).iter().for_each(succeeds);
+            nodes.run_together(WORDS).iter().for_each(assert_succeeded);
         }
-        assert_eq!(names(&nodes.desk()), ["out"]);
+        assert_eq!(names(&nodes.dst_folder()), ["out"]);
     }
 }
 
-/// As of the folder that it is in, it is mapped where that is on a local disk.
+/// Whether the file is mapped depends on the file system of the current folder.
 #[test]
-fn a_source_that_is_a_bare_name() {
+fn source_without_a_folder_in_its_path_is_read() {
     let nodes = Nodes::new("safetensors/sharded", 2, Spread::One);
     let name = "model.safetensors.index.json";
     (0..2).for_each(|node| drop(fs::copy(fixture("safetensors/sharded").join(name), nodes.source(node).join(name))));
-    let outcomes: Vec<Outcome> = ended((0..2).map(|rank| {
+    let outcomes: Vec<Outcome> = wait_all((0..2).map(|rank| {
         let part = rank.to_string();
-        let mut command = command(&[&"consolidate", &name, &nodes.desk().join("out"), &"--source=per-rank", &"-v"]);
+        let mut command =
+            command(&[&"consolidate", &name, &nodes.dst_folder().join("out"), &"--source=per-rank", &"-v"]);
         command.args(["--part", &part, "--parts", "2"]).env("DTSHARD_FAULT", "none").current_dir(nodes.source(rank));
         command.spawn().unwrap()
     }));
     outcomes.iter().for_each(|outcome| {
-        outcome.succeeded().says(&["reading from mappings"]);
+        outcome.assert_succeeded().assert_mentions(&["reading from mappings"]);
     });
 }

@@ -1,8 +1,8 @@
-//! The memory that `--dry-run` tells is never exceeded.
+//! A run never exceeds the memory that `--dry-run` reports.
 //!
-//! Two measures of a run: the anonymous pages that the kernel counts, looked at again and again, and a limit on all
-//! private memory, used or not (RLIMIT_DATA), that the run must get along with. The latter also counts what lists have
-//! reserved to grow into, and the stacks of threads in full, which are allowed for.
+//! Two measures of a run: the anonymous pages that the kernel counts, polled repeatedly, and a limit on all private
+//! memory, used or not (RLIMIT_DATA), that the run must fit in. The limit also counts capacity that lists reserve and
+//! the full stacks of threads, which are added to it.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -22,7 +22,7 @@ use serde_json::Value as Json;
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
 const STACK_BYTES: u64 = 2 << 20;
 
-/// A safetensors file of many small tensors and three of 4 MiB, all zeros.
+/// Writes a safetensors file of many small tensors and three of 4 MiB, all zeros.
 fn model(path: &Path, small: usize) {
     let mut header = String::from("{");
     let mut end = 0;
@@ -45,15 +45,15 @@ fn model(path: &Path, small: usize) {
     file.set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// What a dry run promises.
-fn promised(arguments: &[&str]) -> u64 {
+/// Returns the peak memory that a dry run reports.
+fn planned_memory(arguments: &[&str]) -> u64 {
     let run = Command::new(BINARY).args(arguments).args(["--dry-run", "--json"]).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     serde_json::from_slice::<Json>(&run.stdout).unwrap()["peak_bytes"].as_u64().unwrap()
 }
 
-/// The most anonymous memory that a run was seen with. It may have `limit` bytes of private memory.
-fn used(arguments: &[&str], limit: u64) -> u64 {
+/// Returns the peak anonymous memory of a run, in bytes. The run may use `limit` bytes of private memory.
+fn used_memory(arguments: &[&str], limit: u64) -> u64 {
     let limited = r#"ulimit -d "$0"; exec "$@""#;
     let mut run = Command::new("sh")
         .args(["-c", limited, &(limit / 1024).to_string(), BINARY])
@@ -76,28 +76,28 @@ fn used(arguments: &[&str], limit: u64) -> u64 {
     most
 }
 
-/// No fewer than a run takes that is not told.
+/// Returns at least the number of threads of a run without `--threads`.
 fn default_threads() -> u64 {
     std::thread::available_parallelism().map_or(4, |cores| cores.get().max(4) as u64)
 }
 
-/// `{}` in a line is the folder.
-fn keeps(folder: &Path, line: &str) {
-    keeps_as_told(folder, &format!("{line} --no-sync"));
+/// Asserts that a run stays within the planned memory. `{}` in the line is the folder.
+fn assert_within_plan(folder: &Path, line: &str) {
+    assert_synced_run_within_plan(folder, &format!("{line} --no-sync"));
 }
 
-fn keeps_as_told(folder: &Path, line: &str) {
+fn assert_synced_run_within_plan(folder: &Path, line: &str) {
     let line = line.replace("{}", folder.to_str().unwrap());
     let arguments: Vec<&str> = line.split_whitespace().collect();
     let threads = arguments.iter().position(|argument| *argument == "--threads").map(|at| arguments[at + 1]);
     let threads: u64 = threads.map_or_else(default_threads, |threads| threads.parse().unwrap());
-    let promised = promised(&arguments);
-    let used = used(&arguments, promised + promised / 4 + (threads + 1) * STACK_BYTES);
+    let promised = planned_memory(&arguments);
+    let used = used_memory(&arguments, promised + promised / 4 + (threads + 1) * STACK_BYTES);
     assert!(used <= promised, "{line}: {used} used, {promised} promised");
 }
 
 #[test]
-fn the_memory_that_a_dry_run_tells_is_enough() {
+fn run_stays_within_the_memory_that_dry_run_reports() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 4_000);
@@ -114,14 +114,14 @@ fn the_memory_that_a_dry_run_tells_is_enough() {
         "reshard {}/ranks {}/h --mesh fsdp=3 --to dcp --threads 2",
         "flatten {}/e.pt {}/i --world-size 2 --threads 2",
     ] {
-        keeps(folder, line);
+        assert_within_plan(folder, line);
     }
 }
 
-/// What is on disk in the end is written by more threads, and blocks that strips share wait in memory.
+/// Synced output is written by more threads, and partial blocks of neighbouring write blocks wait in memory.
 #[test]
-fn it_is_enough_for_what_has_to_be_on_disk() {
-    // The working folder is on a disk, which /tmp need not be.
+fn synced_run_stays_within_the_memory_that_dry_run_reports() {
+    // The working folder is on a disk; /tmp may be in memory.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 2_000);
@@ -133,30 +133,30 @@ fn it_is_enough_for_what_has_to_be_on_disk() {
         "reshard {}/dcp {}/d --mesh tp=4 --placements S(1) --threads 8",
         "reshard {}/dcp {}/e --mesh fsdp=3 --max-memory 60MB",
     ] {
-        keeps_as_told(folder, line);
+        assert_synced_run_within_plan(folder, line);
     }
 }
 
 #[test]
-fn it_follows_neither_the_size_of_a_tensor_nor_their_number_of_bytes() {
+fn memory_does_not_depend_on_tensor_sizes() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 10);
     for threads in [1, 2, 8] {
-        // The floor that is stated for them.
+        // The documented minimum for these threads.
         let floor = (32 << 20) + threads * ((64 << 10) + (3584 << 10)) + (1 << 20);
         let options = format!("--threads {threads} --max-memory {floor}");
-        keeps(folder, &format!("unshard {{}}/model.safetensors {{}}/{threads}.pt {options}"));
-        keeps(
+        assert_within_plan(folder, &format!("unshard {{}}/model.safetensors {{}}/{threads}.pt {options}"));
+        assert_within_plan(
             folder,
             &format!("reshard {{}}/model.safetensors {{}}/{threads} --mesh tp=4 --placements S(1) {options}"),
         );
     }
 }
 
-/// The floor that an error states is one, also where most of it is headers.
+/// The error states a sufficient minimum, also if headers take most of it.
 #[test]
-fn the_least_that_is_asked_for_is_enough() {
+fn run_succeeds_with_the_minimum_memory_of_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("model.safetensors");
     model(&source, 40_000);
@@ -174,10 +174,10 @@ fn the_least_that_is_asked_for_is_enough() {
     assert!(fits, "{error}");
 }
 
-/// Two processes that each see a half of SRC, and give each other what they read: headers and rounds are shared out anew
-/// where both have less memory than they would take.
+/// Two processes each see a half of SRC and exchange data; the memory for headers and rounds is divided again if both
+/// have less than they need.
 #[test]
-fn it_is_enough_for_processes_that_exchange() {
+fn exchanging_processes_stay_within_the_memory_that_dry_run_reports() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 8_000);
@@ -214,14 +214,14 @@ fn it_is_enough_for_processes_that_exchange() {
                 ranks.map(|rank| rank.join().unwrap())
             })
         };
-        let promised = both(&promised);
+        let promised = both(&planned_memory);
         let limit = promised.iter().max().unwrap() * 5 / 4 + 8 * STACK_BYTES;
-        let used = both(&|words| used(words, limit));
+        let used = both(&|words| used_memory(words, limit));
         assert!(used.iter().zip(promised).all(|(used, promised)| *used <= promised), "{line}: {used:?}, {promised:?}");
     }
 }
 
-/// How a matrix of 64 rows and columns lies, or one of as many as there are pieces, if those are more.
+/// The layout of a matrix of 64 rows and columns, or of as many as there are pieces, if those are more.
 #[derive(Clone, Copy, Debug)]
 enum Cut {
     Rows(u64),
@@ -246,8 +246,8 @@ impl Cut {
     }
 }
 
-/// Memory that the plans take of so many tensors that go from one layout to another, with a file for each piece.
-fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
+/// Returns the memory of the transfer plans for so many tensors between two layouts, with a file for each piece.
+fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
     let size = from.pieces().max(to.pieces()).max(64);
     let files =
         |cut: Cut| -> Vec<OutputFile> { (0..cut.pieces()).map(|piece| OutputFile::new(piece.to_string())).collect() };
@@ -279,7 +279,7 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
         reducing: ReductionMethod::InRankOrder,
     };
     let before = memory::anonymous_memory().unwrap().now;
-    // Those that are staged, moved and written while the next is made.
+    // Three plans exist at once: staged, moved and written, while the next one is computed.
     let mut under_way = VecDeque::new();
     for round in Rounds::new(&catalog, &reserved, &owners, &parties, 64_000_000).take(5) {
         under_way.push_back(Moves::new(&round.unwrap(), 0));
@@ -291,14 +291,14 @@ fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
 }
 
 const PLANNED: [(u32, u32, Cut, Cut); 8] = [
-    // Small ones, of a piece each.
+    // Small tensors of one piece each.
     (21_000, 1, Cut::Rows(1), Cut::Rows(1)),
     (13_000, 128, Cut::Rows(1), Cut::Rows(1)),
-    // What is told to all, and what goes to most.
+    // Plans that are sent to all processes, and data that goes to most.
     (8_000, 64, Cut::Rows(1), Cut::Replicas(64)),
     (2_500, 256, Cut::Rows(1), Cut::Replicas(256)),
     (2_500, 256, Cut::Rows(1), Cut::Replicas(200)),
-    // Of many pieces each.
+    // Tensors of many pieces each.
     (300, 8, Cut::Rows(1024), Cut::Rows(1)),
     (60, 64, Cut::Rows(64), Cut::Columns(64)),
     (300, 256, Cut::Rows(256), Cut::Rows(192)),
@@ -306,31 +306,31 @@ const PLANNED: [(u32, u32, Cut, Cut); 8] = [
 
 #[test]
 #[ignore = "a process of a test"]
-fn plans_of_rounds() {
+fn memory_of_transfer_plans() {
     let (tensors, ranks, from, to) = PLANNED[std::env::var("CASE").map_or(0, |case| case.parse().unwrap())];
-    // What runs tests may have begun a line.
-    writeln!(std::io::stdout(), "\n{}", plans(tensors, ranks, from, to)).unwrap();
+    // The test harness may have begun a line.
+    writeln!(std::io::stdout(), "\n{}", memory_of_plans(tensors, ranks, from, to)).unwrap();
 }
 
-/// However many ranks and pieces there are.
+/// The limit holds for any number of ranks and pieces.
 #[test]
-fn plans_of_rounds_take_no_more_than_is_counted() {
+fn transfer_plans_take_at_most_the_accounted_memory() {
     let run = |case: usize| {
         let own = std::env::current_exe().unwrap();
-        let words = ["memory::plans_of_rounds", "--exact", "--ignored", "--nocapture"];
+        let words = ["memory::memory_of_transfer_plans", "--exact", "--ignored", "--nocapture"];
         let run = Command::new(own).args(words).env("CASE", case.to_string()).output().unwrap();
-        let said = String::from_utf8(run.stdout).unwrap();
-        said.lines().find_map(|line| line.parse::<u64>().ok()).expect(&said)
+        let stdout = String::from_utf8(run.stdout).unwrap();
+        stdout.lines().find_map(|line| line.parse::<u64>().ok()).expect(&stdout)
     };
     let took: Vec<u64> = (0..PLANNED.len()).map(run).collect();
     assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
 }
 
-/// Anonymous memory that a run may use besides the bytes it reads.
+/// Anonymous memory, in bytes, that a run may use besides the bytes it reads.
 const PROGRAM_BYTES: u64 = 12 << 20;
 
-/// The most anonymous memory of a run, whether it succeeds or not, and its exit code.
-fn most(arguments: &[&str]) -> (u64, Option<i32>) {
+/// Returns the peak anonymous memory of a run, whether it succeeds or not, and its exit code.
+fn peak_memory(arguments: &[&str]) -> (u64, Option<i32>) {
     let mut run = Command::new(BINARY).args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let status = format!("/proc/{}/status", run.id());
     let mut most = 0;
@@ -346,7 +346,7 @@ fn most(arguments: &[&str]) -> (u64, Option<i32>) {
     }
 }
 
-fn with_header(path: &Path, mut header: String) -> u64 {
+fn write_header(path: &Path, mut header: String) -> u64 {
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = std::fs::File::create(path).unwrap();
     file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
@@ -361,7 +361,7 @@ fn header_of_many_tensors_takes_four_times_its_length() {
     model(&path, 60_000);
     let mut len = [0; 8];
     std::io::Read::read_exact(&mut std::fs::File::open(&path).unwrap(), &mut len).unwrap();
-    let (most, code) = most(&["inspect", "--brief", path.to_str().unwrap()]);
+    let (most, code) = peak_memory(&["inspect", "--brief", path.to_str().unwrap()]);
     assert_eq!(code, Some(0));
     assert!(most <= 4 * u64::from_le_bytes(len) + PROGRAM_BYTES, "{most} for {}", u64::from_le_bytes(len));
 }
@@ -378,14 +378,14 @@ fn header_of_long_lists_is_refused_in_little_memory() {
         format!(r#"{{"x":{{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{zeros}0]}}}}"#),
         format!(r#"{{"__metadata__":{{"a":[{zeros}0]}}}}"#),
     ] {
-        let len = with_header(&path, header);
-        let (most, code) = most(&["inspect", path.to_str().unwrap()]);
+        let len = write_header(&path, header);
+        let (most, code) = peak_memory(&["inspect", path.to_str().unwrap()]);
         assert_eq!(code, Some(2));
         assert!(most <= 2 * len + PROGRAM_BYTES, "{most} for {len}");
     }
 }
 
-/// 2 * 10^7 ints may take 700 MB; these are an eighth.
+/// 2 * 10^7 ints may take 700 MB; this test has an eighth of them.
 #[test]
 fn list_of_ints_takes_35_bytes_an_int() {
     const INTS: u32 = 2_500_000;
@@ -409,11 +409,11 @@ fn list_of_ints_takes_35_bytes_an_int() {
         let mut arguments = vec![verb, source];
         arguments.extend(target.as_ref().map(|path| path.to_str().unwrap()));
         arguments.extend(options.split_whitespace());
-        let (most, code) = most(&arguments);
+        let (most, code) = peak_memory(&arguments);
         assert_eq!(code, Some(0), "{arguments:?}");
         assert!(most <= 35 * u64::from(INTS) + PROGRAM_BYTES, "{verb}: {most}");
         if let Some(target) = target {
-            let (_, code) = self::most(&["verify", source, target.to_str().unwrap()]);
+            let (_, code) = peak_memory(&["verify", source, target.to_str().unwrap()]);
             assert_eq!(code, Some(0), "{verb}");
         }
     }

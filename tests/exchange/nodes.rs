@@ -1,4 +1,4 @@
-//! A checkpoint whose files lie on several nodes: folders of which each process is given one.
+//! Nodes with parts of a checkpoint: each node is a folder, which one process gets as SRC.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,14 +9,14 @@ use tempfile::TempDir;
 use crate::outcome::{Outcome, command, files_of, fixture};
 pub use crate::tree::{Tree, names, tree};
 
-/// How many nodes have each file.
+/// The number of nodes that have each file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spread {
     One,
     Two,
 }
 
-/// Nodes, and a desk for what is made.
+/// Nodes, and a folder for the output.
 pub struct Nodes {
     folder: TempDir,
     pub of: u32,
@@ -25,17 +25,17 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// The files of a fixture, dealt out in the order of their names.
+    /// Divides the files of a fixture among the nodes, in the order of their names.
     pub fn new(source: &'static str, of: u32, spread: Spread) -> Self {
-        Self::dealt(source, of, spread)
+        Self::divided(source, of, spread)
     }
 
-    fn dealt(source: &'static str, of: u32, spread: Spread) -> Self {
-        // Runs of several processes sync, which takes no time where nothing has to go to a disk.
+    fn divided(source: &'static str, of: u32, spread: Spread) -> Self {
+        // Runs of several processes sync; in memory that takes no time.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let name = source.rsplit('/').next().unwrap();
         let nodes = Self { folder, of, whole: fixture(source), name };
-        fs::create_dir(nodes.desk()).unwrap();
+        fs::create_dir(nodes.dst_folder()).unwrap();
         (0..of).for_each(|node| fs::create_dir(nodes.node(node)).unwrap());
         let files = if nodes.whole.is_file() { vec![nodes.whole.clone()] } else { files_of(&nodes.whole) };
         for (number, file) in (0..).zip(files.iter().filter(|file| file.is_file())) {
@@ -47,13 +47,13 @@ impl Nodes {
         nodes
     }
 
-    /// Put a file of the whole checkpoint on a node.
+    /// Puts a file of the whole checkpoint on a node.
     pub fn copy(&self, file: &Path, node: u32) {
         let below = file.strip_prefix(&self.whole).unwrap();
         let to = if below.as_os_str().is_empty() { self.source(node) } else { self.source(node).join(below) };
         fs::create_dir_all(to.parent().unwrap()).unwrap();
         fs::copy(file, &to).unwrap();
-        // As of a copy that keeps the time: whoever goes on may see another one.
+        // The copy keeps the modification time, because a resumed run may see another copy.
         let copied = fs::File::options().write(true).open(&to).unwrap();
         copied.set_modified(file.metadata().unwrap().modified().unwrap()).unwrap();
     }
@@ -62,46 +62,46 @@ impl Nodes {
         self.folder.path().join(format!("node{node}"))
     }
 
-    /// SRC of the process on a node.
+    /// Returns SRC of the process on a node.
     pub fn source(&self, node: u32) -> PathBuf {
         self.node(node).join(self.name)
     }
 
-    /// Every copy of a file.
+    /// Returns every copy of a file.
     pub fn copies(&self, name: &str) -> Vec<PathBuf> {
         (0..self.of).map(|node| self.source(node).join(name)).filter(|path| path.exists()).collect()
     }
 
-    /// The node that has a file.
-    pub fn home(&self, name: &str) -> u32 {
+    /// Returns the node that has a file.
+    pub fn node_of(&self, name: &str) -> u32 {
         (0..self.of).find(|node| self.source(*node).join(name).exists()).expect("some node has it")
     }
 
-    /// The folder with the destination, and nothing else.
-    pub fn desk(&self) -> PathBuf {
+    /// Returns the folder that contains the destination only.
+    pub fn dst_folder(&self) -> PathBuf {
         self.folder.path().join("desk")
     }
 
     pub fn clear(&self) {
-        fs::remove_dir_all(self.desk()).unwrap();
-        fs::create_dir(self.desk()).unwrap();
+        fs::remove_dir_all(self.dst_folder()).unwrap();
+        fs::create_dir(self.dst_folder()).unwrap();
     }
 
-    /// The command of one process. `words` are the verb, DST's name and options.
+    /// Returns the command of one process. `words` are the verb, DST's name and options.
     pub fn command(&self, rank: u32, words: &str) -> Command {
         self.command_of(rank, self.of, words)
     }
 
     pub fn command_of(&self, rank: u32, of: u32, words: &str) -> Command {
         let more = format!("--source per-rank --part {rank} --parts {of}");
-        let mut command = run(&self.source(rank), &self.desk(), &format!("{words} {more}"));
+        let mut command = run(&self.source(rank), &self.dst_folder(), &format!("{words} {more}"));
         command.env("DTSHARD_FAULT", "none");
         command
     }
 
-    /// The command of one process that sees everything, for the same destination.
+    /// Returns the command of one process that sees all files, for the same destination.
     pub fn command_alone(&self, words: &str) -> Command {
-        let mut command = run(&self.whole, &self.desk(), &format!("{words} --parts 1"));
+        let mut command = run(&self.whole, &self.dst_folder(), &format!("{words} --parts 1"));
         command.env("DTSHARD_FAULT", "none");
         command
     }
@@ -110,18 +110,18 @@ impl Nodes {
         self.command(rank, words).spawn().unwrap()
     }
 
-    /// All of them, to the end.
-    pub fn together(&self, words: &str) -> Vec<Outcome> {
-        self.each(|_| words.to_owned())
+    /// Runs all processes with the same words, and waits for them.
+    pub fn run_together(&self, words: &str) -> Vec<Outcome> {
+        self.run_each(|_| words.to_owned())
     }
 
-    /// All of them, each with words of its own.
-    pub fn each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
-        ended((0..self.of).map(|rank| self.start(rank, &words(rank))))
+    /// Runs all processes, each with its own words, and waits for them.
+    pub fn run_each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
+        wait_all((0..self.of).map(|rank| self.start(rank, &words(rank))))
     }
 
-    /// What one process does that sees everything: what it writes, and how it ends.
-    pub fn alone(&self, words: &str) -> (Tree, Outcome) {
+    /// Runs one process that sees all files, and returns its output files and its outcome.
+    pub fn run_alone(&self, words: &str) -> (Tree, Outcome) {
         let desk = tempfile::tempdir_in(self.folder.path()).unwrap();
         let outcome: Outcome =
             run(&self.whole, desk.path(), &format!("{words} --no-sync --parts 1")).output().unwrap().into();
@@ -129,29 +129,30 @@ impl Nodes {
         (made.first().map_or_else(Tree::new, |name| tree(&desk.path().join(name))), outcome)
     }
 
-    /// All processes together make what one makes, and leave nothing else.
+    /// Asserts that all processes together give the output of one process, and leave nothing else.
     #[track_caller]
-    pub fn agree(&self, words: &str, more: &str) {
-        let (wanted, outcome) = self.alone(words);
-        outcome.succeeded();
-        assert!(!wanted.is_empty());
-        for outcome in self.together(&format!("{words} {more}")) {
-            outcome.succeeded();
+    pub fn assert_equals_one_process(&self, words: &str, more: &str) {
+        let (expected, outcome) = self.run_alone(words);
+        outcome.assert_succeeded();
+        assert!(!expected.is_empty());
+        for outcome in self.run_together(&format!("{words} {more}")) {
+            outcome.assert_succeeded();
         }
-        self.has_made(&wanted, words);
+        self.assert_made(&expected, words);
     }
 
     #[track_caller]
-    pub fn has_made(&self, wanted: &Tree, words: &str) {
+    pub fn assert_made(&self, expected: &Tree, words: &str) {
         let dst = words.split(' ').nth(1).unwrap();
-        assert_eq!(names(&self.desk()), [dst], "{words}");
-        let found = tree(&self.desk().join(dst));
-        let differing: Vec<_> = wanted.keys().filter(|name| found.get(*name) != wanted.get(*name)).collect();
-        assert!(found == *wanted, "{words}: {differing:?} of {:?} differ", found.keys());
+        assert_eq!(names(&self.dst_folder()), [dst], "{words}");
+        let found = tree(&self.dst_folder().join(dst));
+        let differing: Vec<_> = expected.keys().filter(|name| found.get(*name) != expected.get(*name)).collect();
+        assert!(found == *expected, "{words}: {differing:?} of {:?} differ", found.keys());
     }
 }
 
-/// `words` are the verb, the name of DST, and options, in which `@` stands for the folder of fixtures.
+/// Returns a command. `words` are the verb, the name of DST, and options, in which `@` stands for the folder of
+/// fixtures.
 fn run(source: &Path, desk: &Path, words: &str) -> Command {
     let mut words = words.split_whitespace();
     let (verb, dst) = (words.next().unwrap(), words.next().unwrap());
@@ -160,17 +161,17 @@ fn run(source: &Path, desk: &Path, words: &str) -> Command {
     command
 }
 
-pub fn ended(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
+pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     let processes: Vec<Child> = processes.into_iter().collect();
     processes.into_iter().map(|process| process.wait_with_output().unwrap().into()).collect()
 }
 
 #[track_caller]
-pub fn succeeds(outcome: &Outcome) {
-    outcome.succeeded();
+pub fn assert_succeeded(outcome: &Outcome) {
+    outcome.assert_succeeded();
 }
 
 #[track_caller]
-pub fn refuses(outcome: &Outcome, words: &[&str]) {
-    outcome.refused(words);
+pub fn assert_refused(outcome: &Outcome, words: &[&str]) {
+    outcome.assert_refused(words);
 }

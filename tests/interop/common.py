@@ -1,4 +1,4 @@
-"""What the interop tests share: the binary, the fixtures with their truth, comparison, processes."""
+"""Shared code of the interop tests: the binary, the fixtures with their ground truth, comparison, and processes."""
 
 import functools
 import glob
@@ -28,12 +28,12 @@ TARGETS = {
     "strided": ([("dp", 2), ("tp", 2)], ["_S(0,2)", "S(0)"]),
 }
 
-# cases whose ranks files are one series; their names have no "model." in front then
+# cases with rank files of one series; their names do not begin with "model."
 ONE_SERIES = {"odd4", "outside4"}
 
 
 def cases(source):
-    """Names of the fixtures that have truth and a `dcp` or `ranks` folder that reshard takes."""
+    """Returns the names of fixtures that have a ground truth and a `dcp` or `ranks` folder that reshard accepts."""
     found = [os.path.basename(os.path.dirname(p)) for p in glob.glob(f"{FIXTURES}/*/{source}")]
     return sorted(set(found) - {"partial2", "foreign_objects"})
 
@@ -42,7 +42,7 @@ SOURCES = [(case, source) for source in ("dcp", "ranks") for case in cases(sourc
 
 
 def whole(size):
-    """The one chunk of a tensor that is not cut; none of an empty one."""
+    """Returns the one chunk of an unsharded tensor; none for an empty one."""
     return set() if 0 in size else {((0,) * len(size), tuple(size))}
 
 
@@ -71,21 +71,21 @@ def dtshard(*arguments):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what a checkpoint must hold
+# expected content of a checkpoint
 
 @functools.cache
 def truth(case, stem="truth"):
-    """(the JSON, whole tensors by name); tensors are never modified by tests."""
+    """Returns (the JSON, whole tensors by name); tests never modify the tensors."""
     return generate.read_truth(os.path.join(FIXTURES, case), stem)
 
 
 def trainer_truth(case):
-    """The same for a whole folder of a trainer, whose truth lies beside it."""
+    """Returns the ground truth of a trainer's folder, which is beside it."""
     return truth(".", f"{case}.truth")
 
 
 def plain_tree(tree, whole, name=""):
-    """The tree with each DTensor and ShardedTensor replaced by whole(its dotted path)."""
+    """Returns the tree with each DTensor and ShardedTensor replaced by whole(its dotted path)."""
     if isinstance(tree, torch.Tensor):
         tensor = whole(name)
         if not isinstance(tree, DTensor) and type(tree).__name__ != "ShardedTensor":
@@ -105,7 +105,8 @@ def plain_tree(tree, whole, name=""):
 
 @functools.cache
 def ranks_tree(case):
-    """Series -> state dict of all the ranks' files, the model first, whole: structure of rank 0's, tensors of the truth."""
+    """Returns series -> whole state dict of all rank files, the model first: structure of rank 0, tensors of the ground
+    truth."""
     info, tensors = truth(case)
     series = {}
     paths = glob.glob(f"{FIXTURES}/{case}/ranks/*_rank_0.pt")
@@ -128,7 +129,7 @@ def ranks_tree(case):
 
 @functools.cache
 def expected_by_key(case, kind):
-    """DCP key -> whole tensor or object."""
+    """Returns DCP key -> whole tensor or object."""
     if kind == "dcp":
         info, tensors = truth(case)
         items = {k: v for k, v in tensors.items() if k not in info.get("not_in_dcp", ())}
@@ -139,7 +140,7 @@ def expected_by_key(case, kind):
 
 
 def decode(value):
-    """The objects that DCP fixtures hold, from the truth's JSON."""
+    """Returns the objects of DCP fixtures from the JSON of the ground truth."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if isinstance(value, dict):
@@ -157,7 +158,7 @@ def dcp_keys(folder):
 
 
 def load_nested(folder):
-    """The nested state dict of a DCP folder: PyTorch's own conversion to a torch.save file."""
+    """Returns the nested state dict of a DCP folder, converted to a torch.save file by PyTorch."""
     path = f"{folder}.as_torch.pt"
     if not os.path.exists(path):
         dcp_to_torch_save(folder, path)
@@ -166,7 +167,8 @@ def load_nested(folder):
 
 @functools.cache
 def expected_tree(case, kind, scratch):
-    """What dcp_to_torch_save gives of the original: its own DCP folder, or one PyTorch saves of the ranks' tree."""
+    """Returns the result of dcp_to_torch_save for the original: its own DCP folder, or one PyTorch saves of the ranks'
+    tree."""
     _, tensors = truth(case)
     if kind == "dcp":
         path = f"{scratch}/{case}.pt"
@@ -185,7 +187,7 @@ def expected_tree(case, kind, scratch):
 # comparison
 
 def assert_equal(found, expected, name="", order=True):
-    """Bit for bit, type for type, through all containers."""
+    """Asserts equal bits and equal types, in all containers."""
     assert type(found) is type(expected), f"{name}: {type(found)} for {type(expected)}"
     if isinstance(found, torch.Tensor):
         assert found.dtype == expected.dtype and found.shape == expected.shape, (
@@ -214,7 +216,8 @@ def assert_equal(found, expected, name="", order=True):
 # layout
 
 def rectangles(shape, target):
-    """The chunks a target cuts a tensor into, empty ones left out: {(offsets, sizes)}, by the truth's arithmetic."""
+    """Returns the chunks of a tensor in a target layout, without empty ones: {(offsets, sizes)}, computed from the
+    definition."""
     mesh, placements = TARGETS[target]
     sizes = [s for _, s in mesh]
     fits = lambda p: p == "R" or int(re.search(r"\d+", p)[0]) < len(shape)

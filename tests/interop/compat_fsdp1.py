@@ -22,7 +22,7 @@ from flat_layout import flat_layout
 
 
 class Stream(torch.cpu.Stream):
-    """That of 2.1 takes no arguments, although FSDP1 gives it some."""
+    """Works around 2.1, whose function takes no arguments although FSDP1 passes some."""
 
     def __init__(self, *_, **__):
         pass
@@ -69,7 +69,7 @@ def wrapped(views, seed):
 
 
 def paths(directory):
-    """The files of this rank."""
+    """Returns the files of this rank."""
     own = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
     return [f"{directory}/{series}_{own}" for series in ("model", "optim")]
 
@@ -80,7 +80,7 @@ def local(module):
 
 
 def whole(module, optimizer):
-    """{name: tensor} of model and state: what ranks hold, one behind the other, in the shapes of the layout."""
+    """Returns {name: tensor} of model and state: the shards of all ranks, concatenated, in the shapes of the layout."""
     layout, known = flat_layout(module, optimizer), dict(plain_names(module))
     found = {name: t.clone() for name, t in module.named_buffers()}
     for unit in layout["units"]:
@@ -105,7 +105,7 @@ def plain_names(module):
 
 
 def joined(t):
-    """A tensor of every rank, one behind the other."""
+    """Returns the concatenated tensors of all ranks."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, t)
     return torch.cat(everyone)

@@ -1,4 +1,4 @@
-"""What runs in each rank's process with FSDP1: load rank files, compare, train one step, save again."""
+"""Functions that run in the process of each rank with FSDP1: load rank files, compare, train one step, save again."""
 
 import contextlib
 import copy
@@ -22,7 +22,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # rank files
 
 def load_rank(folder, ranks, rank, series=("model", "optim")):
-    """{series: tree} of what there is, inside a process group that fits; one file of a rank may hold them all."""
+    """Returns {series: tree} of existing series; needs a process group of this size. One file per rank may hold all
+    series."""
     one = f"{folder}/checkpoint_world_size_{ranks}_rank_{rank}.pt"
     if os.path.exists(one):
         tree = torch.load(one, weights_only=False)
@@ -32,7 +33,7 @@ def load_rank(folder, ranks, rank, series=("model", "optim")):
 
 
 def load_all(folder, ranks, group_size=None):
-    """The files of every rank, in one process."""
+    """Loads the files of every rank in one process."""
     trees = []
     for r in range(ranks):
         with flat.fake_rank(r, ranks, group_size or ranks):
@@ -41,7 +42,7 @@ def load_all(folder, ranks, group_size=None):
 
 
 def assert_same_files(found, expected, name="", order=True):
-    """Bit for bit, the shards' places and what lies beyond them in their storages included."""
+    """Asserts equal bits, including the offsets of shards and the rest of their storages."""
     if isinstance(found, dict) and isinstance(expected, dict):
         assert set(found) == set(expected), f"{name}: {set(found) ^ set(expected)}"
         assert not order or list(found) == list(expected), f"{name}: {list(found)} for {list(expected)}"
@@ -67,7 +68,7 @@ def in_storage(t):
 
 
 def assert_views(model):
-    """Names are views of their unit's flat parameter: nothing is stored twice."""
+    """Asserts that parameters are views of their unit's flat parameter, so nothing is stored twice."""
     flats = [s.tensor for t in model.values() if isinstance(t, ShardedTensor) for s in t.local_shards()]
     at = {t.untyped_storage().data_ptr() for t in flats}
     for name, t in model.items():
@@ -90,7 +91,7 @@ def options(job):
 
 
 def blank(job):
-    """The model with other values than the truth's, and its optimizer."""
+    """Returns the model with values other than the ground truth, and its optimizer."""
     module = flat.FlatModel().to(DTYPES[job.get("dtype", "f32")])
     with torch.no_grad():
         for t in module.state_dict().values():
@@ -107,7 +108,8 @@ def shard_group(module):
 
 
 def parts(module, optimizer):
-    """What this rank holds of each parameter: (fqn, key, tensor, its part of a whole tensor) of model and state."""
+    """Yields what this rank holds of each parameter: (fqn, key, tensor, its part of a whole tensor) of model and
+    state."""
     names = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in module.named_parameters()}
     for unit, handle, held in flat.pieces(module):
         views, sharded = handle._use_orig_params, handle.uses_sharded_strategy
@@ -129,7 +131,7 @@ def parts(module, optimizer):
 
 
 def check_loaded(module, optimizer, tensors):
-    """Every element at its place, the truth's bits; buffers, too."""
+    """Asserts that every element and buffer equals the ground truth bit by bit."""
     for fqn, key, t, part in parts(module, optimizer):
         name = f"optim.state.{fqn}.{key}" if key else f"model.{fqn}"
         assert generate.same(t, part(tensors[name])), f"{name}: other values on rank {dist.get_rank()}"
@@ -145,7 +147,7 @@ def one_step(module, optimizer):
 
 
 def reference_step(job, tensors, groups):
-    """The same step of the whole model in one process: (loss, {fqn: parameter}, {fqn: its state})."""
+    """Returns the step of the whole model in one process: (loss, {fqn: parameter}, {fqn: its state})."""
     module = flat.FlatModel().to(DTYPES[job.get("dtype", "f32")])
     with torch.no_grad():
         for name, t in module.state_dict().items():
@@ -171,10 +173,10 @@ def reference_step(job, tensors, groups):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what the ranks do
+# functions of the ranks
 
 def resume(job):
-    """Load `folder` as a trainer does; the truth's values, the files again; a step as the unsharded model takes it."""
+    """Loads `folder` as a trainer does, compares values and saved files, and takes a step like the unsharded model."""
     torch.manual_seed(dist.get_rank())
     _, tensors = common.truth(job["truth"])
     module, optimizer = blank(job)
@@ -182,7 +184,7 @@ def resume(job):
         files = load_rank(job["folder"], dist.get_world_size(), dist.get_rank())
     untouched = copy.copy(files["model"])  # loading renames keys
     with FSDP.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
-        # With use_orig_params PyTorch wants `_flat_param` to be there, and then has no use for it.
+        # With use_orig_params PyTorch requires `_flat_param`, and then ignores it.
         left = module.load_state_dict(copy.copy(files["model"]), strict=False)
         extra = [unit for unit, _ in flat.units(module)] if job["views"] and job.get("strategy") != "none" else []
         assert not left.missing_keys, left
@@ -209,7 +211,7 @@ def resume(job):
     moved = 0
     for fqn, key, t, part in parts(module, optimizer):
         if fqn == "conv.weight" and job["views"] and job.get("strategy") == "none":
-            continue  # PyTorch takes the gradient's elements by rows there, although they lie channels_last
+            continue  # PyTorch reads the gradient row by row there, although it is channels_last
         wanted = state[fqn][key] if key else whole[fqn].detach()
         torch.testing.assert_close(t, part(wanted), **close, msg=lambda m: f"{fqn} {key} after a step: {m}")
         moved += not key and not torch.equal(t, part(tensors[f"model.{fqn}"]))
@@ -217,7 +219,7 @@ def resume(job):
 
 
 def resume_sharded(job):
-    """SHARDED_STATE_DICT of ShardedTensors: model and FSDP.optim_state_dict, from this rank's files."""
+    """Loads model and FSDP.optim_state_dict from this rank's files of ShardedTensors (SHARDED_STATE_DICT)."""
     _, tensors = common.truth(job["truth"])
     if job["truth"] == "fsdp1_sharded":
         module = FSDP(generate.SmallModel(), auto_wrap_policy=ModuleWrapPolicy({generate.Block}), use_orig_params=True,

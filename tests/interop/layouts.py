@@ -1,4 +1,4 @@
-"""Loads rank files whose tensors lie each in its own way, in one gloo process a rank, with any PyTorch from 2.5 on.
+"""Loads rank files whose tensors each have their own placements, in one gloo process per rank, with any PyTorch from 2.5 on.
 
 `python layouts.py JOB.json`: folder of the files, mesh, the placements of each tensor, a torch file of the whole tensors, and
 one with what stands at each coordinate of a Partial mesh dim. What full_tensor() gives of each goes to job["report"].
@@ -24,10 +24,10 @@ import generate
 import rank_files
 
 
-def check_summand(found, summands, mesh, placements, name):
-    """The rank's part of its own summand, with placements that PyTorch's own DTensor of it has."""
+def check_partial_value(found, partial_values, mesh, placements, name):
+    """Asserts that the rank has its part of its partial value, with the placements of PyTorch's own DTensor."""
     dim = next(i for i, p in enumerate(placements) if p.startswith("P"))
-    whole = summands[mesh.get_coordinate()[dim]]
+    whole = partial_values[mesh.get_coordinate()[dim]]
     local = generate.local_part(whole, tuple(mesh.shape), mesh.get_coordinate(), placements)
     other = DTensor.from_local(local, mesh, [generate.placement_object(p) for p in placements], run_check=False,
                                shape=whole.shape, stride=whole.stride())
@@ -36,7 +36,7 @@ def check_summand(found, summands, mesh, placements, name):
 
 
 def outcome(found, whole):
-    """What full_tensor() and redistribute() give: the truth, something else, or an error."""
+    """Returns the outcome of full_tensor() and redistribute(): the ground truth, another value, or an error."""
     try:
         both = found.full_tensor(), found.redistribute(placements=[Replicate()] * found.device_mesh.ndim).to_local()
     except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError) as error:
@@ -51,25 +51,25 @@ def rank_main(rank, job):
     dist.init_process_group("gloo", init_method=f"file://{job['rendezvous']}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
     truth = torch.load(job["truth"], weights_only=True)
-    summands = torch.load(job["summands"], weights_only=True) if "summands" in job else {}
+    partial_values = torch.load(job["partial_values"], weights_only=True) if "partial_values" in job else {}
     path = f"{job['folder']}/model_world_size_{world}_rank_{rank}.pt"
-    told = {}
+    outcomes = {}
     for weights_only in (False, True):
         if weights_only and not rank_files.loads_with_weights_only(sum(job["tensors"].values(), [])):
             continue
         state = torch.load(path, weights_only=weights_only)
         assert list(state) == list(job["tensors"])
         for name, placements in job["tensors"].items():
-            if name in summands:
-                check_summand(state[name], summands[name], mesh, placements, name)
+            if name in partial_values:
+                check_partial_value(state[name], partial_values[name], mesh, placements, name)
             else:
                 rank_files.check(state[name], truth[name], mesh, placements, names, name, full=False)
-            told[name] = outcome(state[name], truth[name])
+            outcomes[name] = outcome(state[name], truth[name])
     gathered = [None] * world
-    dist.all_gather_object(gathered, told)
+    dist.all_gather_object(gathered, outcomes)
     if rank == 0:
         with open(job["report"], "w") as f:
-            json.dump({name: sorted({told[name] for told in gathered}) for name in told}, f)
+            json.dump({name: sorted({outcomes[name] for outcomes in gathered}) for name in outcomes}, f)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""What runs in each rank's process where tensors are plain: gradients before any reduction, and an engine of its own."""
+"""Functions that run in the process of each rank with plain tensors: gradients before any reduction, and an inference
+engine."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +7,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-import test_told
+import test_declared_layout
 
 
 def batch(rank):
@@ -14,10 +15,10 @@ def batch(rank):
 
 
 def backward(folder):
-    """The rank's own gradients to its file, and those that DDP gives it of the same data."""
+    """Saves the rank's own gradients, and those of DDP for the same data."""
     rank = dist.get_rank()
-    own = test_told.model()
-    averaged = DistributedDataParallel(test_told.model())
+    own = test_declared_layout.model()
+    averaged = DistributedDataParallel(test_declared_layout.model())
     for module in (own, averaged):
         module(batch(rank)).square().mean().backward()
     torch.save({name: tensor.grad for name, tensor in own.named_parameters()}, f"{folder}/ranks/rank_{rank}.pt")
@@ -25,7 +26,7 @@ def backward(folder):
 
 
 def infer(folder, expected):
-    """The model of test_told by hand, of the rank's file of plain tensors alone: what it says must be `expected`."""
+    """Runs the model of test_declared_layout with plain tensors of the rank's file; its output must be `expected`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     w = load_file(f"{folder}/rank-{rank:05}.safetensors")
     tokens, wanted = torch.load(expected)
@@ -38,5 +39,5 @@ def infer(folder, expected):
     wide = functional.gelu(functional.linear(hidden, w["up.weight"], w["up.bias"]))
     down = functional.linear(wide, w["down.weight"])
     dist.all_reduce(down)
-    said = functional.layer_norm(hidden + down + w["down.bias"], (6,), w["norm.weight"], w["norm.bias"])
-    torch.testing.assert_close(said, wanted, rtol=1e-12, atol=1e-13)
+    output = functional.layer_norm(hidden + down + w["down.bias"], (6,), w["norm.weight"], w["norm.bias"])
+    torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-13)

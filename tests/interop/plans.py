@@ -1,4 +1,4 @@
-"""Tensor-parallel plans in gloo processes, one a rank, of all model families that are placed on a mesh.
+"""Tensor-parallel plans of all model families that are placed on a mesh, in one gloo process per rank.
 
 `python plans.py save FOLDER MESH`: for each family FOLDER/FAMILY/model.pt, the whole state dict, and in FOLDER/FAMILY/torch the
 rank files of what parallelize_module and fully_shard make of it.
@@ -27,7 +27,7 @@ import generate_plans
 
 
 def families(mesh):
-    """Those of known names, whose plan dtshard has too."""
+    """Returns the families with a built-in plan of dtshard."""
     return [family for family in generate_plans.FAMILIES
             if family != "styles" and (mesh, "dp" in mesh) in generate_plans.placings(family)]
 
@@ -37,7 +37,7 @@ def rank_file(folder):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what PyTorch makes
+# the result of PyTorch
 
 def save(folder, mesh):
     for family in families(mesh):
@@ -48,10 +48,10 @@ def save(folder, mesh):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what dtshard wrote
+# the files of dtshard
 
 def look(t):
-    """All of a tensor but its elements, as text."""
+    """Returns a description of a tensor without its elements."""
     seen = {"class": type(t).__name__, "dtype": t.dtype, "shape": tuple(t.shape), "stride": t.stride(),
             "requires_grad": t.requires_grad}
     if isinstance(t, DTensor):
@@ -62,7 +62,8 @@ def look(t):
 
 
 def differences(found, expected):
-    """One line each. Locals without elements may have other shapes: under FSDP no rows means no columns."""
+    """Returns one line per difference. Local tensors without elements may have other shapes: under FSDP no rows means
+    no columns."""
     if list(found) != list(expected):
         yield f"names: {list(found)}, PyTorch has {list(expected)}"
     for name in (name for name in expected if name in found):

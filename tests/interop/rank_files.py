@@ -1,4 +1,4 @@
-"""Loads the rank files that dtshard wrote in one gloo process a rank, with any PyTorch from 2.5 on.
+"""Loads the rank files that dtshard wrote in one gloo process per rank, with any PyTorch from 2.5 on.
 
 `python rank_files.py JOB.json`: folder of the files, fixture with the truth, mesh, placements. It is a script, so that
 other PyTorch releases than that of the tests can run it.
@@ -33,14 +33,14 @@ def truth_name(kind, name, info):
 
 
 def loads_with_weights_only(placements):
-    """2.5 allows nothing of DTensor, _StridedShard only later releases."""
+    """Returns whether weights_only loads these placements: 2.5 allows no DTensor, and later releases _StridedShard."""
     return RELEASE >= ((2, 11) if any(p.startswith("_S") for p in placements) else (2, 6))
 
 
 def check(found, whole, mesh, placements, own, name, full):
     fits = lambda p: p == "R" or int(re.search(r"\d+", p)[0]) < whole.dim()
     placements = [p if fits(p) else "R" for p in placements]
-    # What lay on a slice of its mesh stays on the dims of these names; before 2.10 files cannot say so.
+    # A tensor on a slice of its mesh stays on the dims of these names; files before 2.10 cannot record it.
     names = mesh.mesh_dim_names
     outside = [p for n, p in zip(names, placements) if n not in own]
     if set(own) < set(names) and set(outside) == {"R"} and RELEASE >= (2, 10):
@@ -56,7 +56,7 @@ def check(found, whole, mesh, placements, own, name, full):
     assert not found.requires_grad, name
     local = generate.local_part(whole, tuple(mesh.shape), mesh.get_coordinate(), placements)
     assert generate.same(found.to_local(), local), f"{name}: other values on rank {dist.get_rank()}"
-    # A DTensor that PyTorch makes of the same parts has the same spec, so the two work together.
+    # A DTensor that PyTorch makes from the same shards has the same spec, so both can be combined.
     other = DTensor.from_local(local, mesh, [generate.placement_object(p) for p in placements], run_check=False,
                                shape=whole.shape, stride=whole.stride())
     assert found._spec == other._spec, f"{name}: {found._spec} is not {other._spec}"
@@ -82,7 +82,7 @@ def rank_main(rank, job):
             for name, found in generate.leaves(tree):
                 name = truth_name(kind, name, info)
                 if name in info["layout"] or isinstance(found, DTensor):
-                    # A plain tensor that an optimizer has state of is a parameter, and lies as the others.
+                    # A plain tensor with optimizer state is a parameter, and has the layout of the others.
                     dims = info["layout"].get(name, {"mesh": ()})["mesh"]
                     is_slice = 0 < len(dims) < max(len(layout["mesh"]) for layout in info["layout"].values())
                     own = [n for n, _ in dims] if is_slice else mesh.mesh_dim_names
@@ -100,7 +100,7 @@ def rank_main(rank, job):
 
 
 def plain(tree):
-    """The tree with None for each tensor."""
+    """Returns the tree with None for each tensor."""
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""What runs in each rank's process."""
+"""Functions that run in the process of each rank."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import common
 import generate
 import rank_files
 
-# the modules of the fixtures, by case: sizes of generate.SmallModel
+# modules of the fixtures by case: sizes of generate.SmallModel
 MODELS = {
     "fsdp3": {"blocks": 2}, "fsdp4": {"blocks": 2}, "hsdp": {}, "fsdp1_sharded": {},
     "fsdp_tp": {"vocab": 10, "dim": 5, "q": 7, "k": 3, "hidden": 9},
@@ -29,7 +29,7 @@ MODELS = {
 
 
 def local_truth(tensor, like):
-    """The part of a whole tensor that this rank's DTensor should hold."""
+    """Returns the part of a whole tensor that this rank's DTensor should hold."""
     placements = [generate.placement_text(p) for p in like.placements]
     return generate.local_part(tensor, like.device_mesh.shape, like.device_mesh.get_coordinate(), placements)
 
@@ -42,12 +42,12 @@ def check(found, whole, name):
 
 
 def load_hf_shards(expected, folders):
-    """As `load_dtensors`, from DCP's Hugging Face storage."""
+    """Loads DTensors from DCP's Hugging Face storage, like `load_dtensors`."""
     load_dtensors(expected, folders, HuggingFaceStorageReader)
 
 
 def load_dtensors(expected, folders, reader=dcp.FileSystemReader):
-    """Every tensor into a DTensor, sharded by the last dim, then by the first; objects as they are."""
+    """Loads every tensor into a DTensor, sharded by the last dim, then by the first; objects unchanged."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     world = dist.get_world_size()
     expected = torch.load(expected, weights_only=False)
@@ -76,7 +76,7 @@ def load_dtensors(expected, folders, reader=dcp.FileSystemReader):
 
 
 def load_training(case, kind, folders):
-    """A model under FSDP2 with its optimizer, resumed the usual way."""
+    """Resumes a model under FSDP2 with its optimizer, as a trainer does."""
     for folder in folders:
         resume(case, kind, folder)
 
@@ -132,14 +132,14 @@ def resume(case, kind, folder):
     assert count == sum(name.startswith("optim.state.") for name in tensors)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (1e-3, 0.1)
-    optimizer.step()  # goes on
+    optimizer.step()  # the next step
 
 
 # ---------------------------------------------------------------------------------------------------
 # verl's own files
 
 def resume_verl(folder, sources):
-    """As verl's FSDPCheckpointManager.load_checkpoint does it, from this rank's three files; then one step.
+    """Loads this rank's three files like verl's FSDPCheckpointManager.load_checkpoint, and takes one step.
 
     `sources` is how many ranks the original was written by: random numbers' state may be any one of theirs.
     """
@@ -181,10 +181,10 @@ def resume_verl(folder, sources):
     common.assert_equal(state["optim"]["param_groups"], groups)
     common.assert_equal(state["extra_state"]["lr_scheduler"],
                         common.decode(info["ranks_objects"]["extra_state"]["lr_scheduler"]))
-    if "rng" in state["extra_state"]:  # verl goes on without the key, but not with a part of the state
+    if "rng" in state["extra_state"]:  # verl accepts a missing key, but not a part of the state
         assert any(generate.same_rng(state["extra_state"]["rng"], generate.rng_state(r)) for r in range(sources))
 
-    # one step, and the same one of whole tensors in one process
+    # one step, compared with that of whole tensors in one process
     whole = [torch.nn.Parameter(tensors[f"model.{n}"].clone()) for n in names]
     reference = torch.optim.AdamW(whole)
     state_of = lambda n: {k: tensors[f"optim.state.{n}.{k}"].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
@@ -208,7 +208,7 @@ HF_SHAPES = {"w": ((7, 3), "f32"), "odd": ((5,), "bf16"), "ids": ((9,), "i64"), 
 
 
 def save_hf(folder):
-    """Sharded by rows over all ranks; 0-d ones and `alone` are plain."""
+    """Saves tensors sharded by rows over all ranks; 0-d tensors and `alone` are plain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     state = {}
     for name, (shape, dtype) in HF_SHAPES.items():
@@ -222,8 +222,8 @@ def save_hf(folder):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
 
 
-def put_together(folder, case):
-    """The rank's file of the `local` format, read with nothing but safetensors and json, as DTensors."""
+def load_local_files(folder, case):
+    """Loads the rank's file of the `local` format as DTensors, with safetensors and json only."""
     with open(f"{folder}/layout.json") as f:
         layout = json.load(f)
     found = load_file(f"{folder}/rank-{dist.get_rank():05}.safetensors")
@@ -231,14 +231,14 @@ def put_together(folder, case):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     info, tensors = common.truth(case)
     assert set(found) == set(layout["tensors"])
-    for name, said in layout["tensors"].items():
+    for name, entry in layout["tensors"].items():
         kind, rest = name.split(".", 1)
         whole = tensors[rank_files.truth_name(kind, rest, info)]
-        assert list(whole.shape) == said["shape"], name
-        if "placements" not in said:
+        assert list(whole.shape) == entry["shape"], name
+        if "placements" not in entry:
             assert generate.same(found[name], whole), name
             continue
-        placements = [generate.placement_object(p) for p in re.findall(r"_?[A-Z](?:\([^)]*\))?", said["placements"])]
+        placements = [generate.placement_object(p) for p in re.findall(r"_?[A-Z](?:\([^)]*\))?", entry["placements"])]
         tensor = DTensor.from_local(found[name], mesh, placements, run_check=False, shape=whole.shape,
                                     stride=whole.stride())
         assert generate.same(tensor.full_tensor(), whole), f"{name} on rank {dist.get_rank()}"

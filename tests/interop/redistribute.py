@@ -1,4 +1,4 @@
-"""What runs in each rank's process for test_redistribute.py, and what each rank should have by definition.
+"""Functions that run in the process of each rank for test_redistribute.py, and the expected result by definition.
 
 Elements are small integers, so that no order of summing rounds and equality is bit for bit.
 """
@@ -18,7 +18,7 @@ import generate
 PLACES = ["R", "S(0)", "S(1)", "_S(0,2)", "P(sum)", "P(max)"]
 NAMES = ("dp", "tp")
 OTHER = "not as in PyTorch"
-# Shapes and dtypes in turn; integers are divided by the sizes of all meshes here.
+# Shapes and dtypes, used in turn; integers are divided by the sizes of all meshes here.
 KINDS = [((7, 5), torch.float32), ((5, 4), torch.float32), ((3, 2), torch.float32), ((1, 4), torch.float32),
          ((7, 5), torch.bfloat16), ((5, 4), torch.int64)]
 
@@ -28,14 +28,14 @@ def op_of(place):
 
 
 def refused(source, target):
-    """Whether there is no way from one to the other, on the same mesh."""
+    """Returns whether the redistribution is undefined on the same mesh."""
     mixed = lambda places: len({op_of(p) for p in places} - {None}) > 1
     differ = lambda a, b: None not in (op_of(a), op_of(b)) and a != b
     return mixed(source) or mixed(target) or any(map(differ, source, target))
 
 
 def cases(ndim, kinds):
-    """(name, shape, dtype, source, target); tensors of one target list have the same first component."""
+    """Returns (name, shape, dtype, source, target); tensors of one target list have the same first component."""
     lists = list(itertools.product(PLACES, repeat=ndim))
     pairs = [(s, t) for t in lists for s in lists if not refused(s, t)]
     numbers = itertools.count()
@@ -43,8 +43,8 @@ def cases(ndim, kinds):
             for s, t in pairs for _, n in zip(range(kinds), numbers)]
 
 
-def summand(name, shape, dtype, at):
-    """The whole tensor that ranks at these coordinates of the Partial dims have a part of."""
+def partial_value(name, shape, dtype, at):
+    """Returns the partial value, as a whole tensor, of the ranks at these coordinates of the Partial dims."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {at}".encode()))
     values = torch.randint(-8, 9, shape, generator=generator)
     return (values * 36 if dtype == torch.int64 else values).to(dtype)
@@ -56,11 +56,11 @@ def at_partial(source, coord):
 
 def local_source(case, mesh, coord):
     name, shape, dtype, source, _ = case
-    return generate.local_part(summand(name, shape, dtype, at_partial(source, coord)), mesh, coord, source)
+    return generate.local_part(partial_value(name, shape, dtype, at_partial(source, coord)), mesh, coord, source)
 
 
 def by_definition(case, mesh, coord):
-    """docs/explanation/algebra.md, mesh dim by mesh dim."""
+    """Computes the redistribution by docs/explanation/algebra.md, mesh dim by mesh dim."""
     name, shape, dtype, source, target = case
     ranges, divisor = [], 1
     for size, here, s, t in zip(mesh, coord, source, target):
@@ -71,13 +71,13 @@ def by_definition(case, mesh, coord):
         elif t == "P(sum)" and op_of(s) not in ("sum", None):
             raise AssertionError("refused")
     stay = [dim for dim, (s, t) in enumerate(zip(source, target)) if t == "P(sum)" and "S(" in s]
-    parts = [summand(name, shape, dtype, at).double() for at in itertools.product(*ranges)]
+    parts = [partial_value(name, shape, dtype, at).double() for at in itertools.product(*ranges)]
     combine = torch.maximum if "max" in map(op_of, source) else torch.add
     value = parts[0]
     for part in parts[1:]:
         value = combine(value, part)
     value = (value / divisor).to(dtype)
-    # Each element stays at the coordinate where it is along the mesh dims that turn from shard to summand.
+    # Each element stays at its coordinate along the mesh dims that change from shard to partial.
     inside = torch.zeros(shape, dtype=torch.bool)
     for other in itertools.product(*map(range, mesh)):
         if all(other[dim] == coord[dim] for dim in stay):
@@ -93,7 +93,7 @@ def distributed(case, mesh, coord):
 
 
 def save(sizes, kinds, folder):
-    """One rank's file of all cases as they are at first."""
+    """Saves one rank's file with the sources of all cases."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[:len(sizes)])
     rank, world = dist.get_rank(), math.prod(sizes)
     state = {case[0]: distributed(case, mesh, mesh.get_coordinate()) for case in cases(len(sizes), kinds)}
@@ -120,13 +120,13 @@ def refusals(sizes, kinds):
 
 
 def compare(sizes, kinds, folder, refused_by_torch, report):
-    """Each rank's file holds what PyTorch's redistribute gives, or what is defined where PyTorch has nothing to say."""
+    """Asserts that each rank's file equals PyTorch's redistribute, or the definition where PyTorch refuses."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[:len(sizes)])
     rank, world, coord = dist.get_rank(), math.prod(sizes), mesh.get_coordinate()
     written = torch.load(f"{folder}/model_world_size_{world}_rank_{rank}.pt", weights_only=True)
     all_cases = cases(len(sizes), kinds)
     assert list(written) == [case[0] for case in all_cases]
-    told = {}
+    outcomes = {}
     for case in all_cases:
         name, _, _, source, target = case
         found = written[name]
@@ -140,8 +140,8 @@ def compare(sizes, kinds, folder, refused_by_torch, report):
         else:
             real = distributed(case, mesh, coord).redistribute(mesh, placements).to_local()
             outcome = "as in PyTorch" if generate.same(real, wanted) else OTHER
-        told.setdefault((source, target), set()).add(outcome)
+        outcomes.setdefault((source, target), set()).add(outcome)
     gathered = [None] * world
-    dist.all_gather_object(gathered, told)
+    dist.all_gather_object(gathered, outcomes)
     if rank == 0:
-        torch.save({pair: set().union(*(told[pair] for told in gathered)) for pair in told}, report)
+        torch.save({pair: set().union(*(outcomes[pair] for outcomes in gathered)) for pair in outcomes}, report)

@@ -1,4 +1,4 @@
-"""Other PyTorch releases load what dtshard wrote; FSDP1 of theirs saves what it reads.
+"""Other PyTorch releases load files that dtshard wrote, and dtshard reads files that their FSDP1 saved.
 
 Not run by default; DTSHARD_COMPAT_PYTHONS lists interpreters.
 """
@@ -31,8 +31,8 @@ assert all(generate.same(t, tensors[name]) for name, t in found.items())
 @pytest.mark.compat
 @pytest.mark.parametrize("case", [c for c in common.cases("dcp") if c != "odd4"])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_older_releases(resharded, tmp_path, python, case):
-    """The DCP folder and the torch file, in that release; odd4 has dtypes that old ones lack."""
+def test_older_release_loads_dcp_folder_and_torch_file(resharded, tmp_path, python, case):
+    """The release loads the DCP folder and the torch file; odd4 has dtypes that old releases lack."""
     path = str(tmp_path / "whole.pt")
     common.dtshard("unshard", common.source(case, "dcp"), path)
     arguments = [common.FIXTURES, os.path.join(common.FIXTURES, case), resharded(case, "dcp", "s0s1"), path]
@@ -43,8 +43,9 @@ def test_older_releases(resharded, tmp_path, python, case):
 @pytest.mark.compat
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_flat_parameters(tmp_path, python, views):
-    """FSDP1 of that release saves, with its own flat layout; dtshard reads it, and writes other ranks' for it to load."""
+def test_fsdp1_of_other_release_loads_flat_parameters(tmp_path, python, views):
+    """FSDP1 of the release saves with its own flat layout; dtshard reads it, and writes files of other world sizes for
+    it to load."""
     def fsdp1(work, folder, ranks):
         script = os.path.join(os.path.dirname(__file__), "compat_fsdp1.py")
         command = [python, script, work, folder, "--ranks", str(ranks), *(["--views"] if views else [])]

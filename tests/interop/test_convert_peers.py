@@ -1,4 +1,4 @@
-"""dtshard and PyTorch's own converters, side by side: dcp_to_torch and torch_save_to_dcp give the same loaded values."""
+"""dtshard compared with PyTorch's converters dcp_to_torch and torch_save_to_dcp: the loaded values are equal."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 import common
 import generate
 
-# DCP folder -> the case whose truth it is, and the prefix of its names there
+# DCP folder -> its case, and the prefix of its names in the ground truth
 FOLDERS = {
     "accelerate_llama/pytorch_model_fsdp_0": ("accelerate_llama", "model."),
     "accelerate_llama/optimizer_0": ("accelerate_llama", "optimizer."),
@@ -23,8 +23,8 @@ MESHES = {"one": ["--mesh", "fsdp=1"], "sharded": ["--mesh", "fsdp=3"],
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_dcp_to_torch(tmp_path, folder):
-    """unshard gives the nested tree that dcp_to_torch_save gives, in its order, and both give the truth."""
+def test_unshard_gives_the_tree_of_dcp_to_torch_save(tmp_path, folder):
+    """unshard gives the nested tree of dcp_to_torch_save in its order, and both equal the ground truth."""
     source = f"{common.FIXTURES}/{folder}"
     dcp_to_torch_save(source, tmp_path / "theirs.pt")
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=False)
@@ -40,7 +40,7 @@ def test_dcp_to_torch(tmp_path, folder):
     common.assert_equal(torch.load(tmp_path / "ours.pt", weights_only=True), theirs)
 
 
-def test_the_command_people_type(tmp_path):
+def test_format_utils_commands_give_the_same_values(tmp_path):
     """python -m torch.distributed.checkpoint.format_utils dcp_to_torch SRC DST, and back by torch_to_dcp."""
     theirs = lambda *arguments: subprocess.run(
         [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", *map(str, arguments)],
@@ -49,7 +49,7 @@ def test_the_command_people_type(tmp_path):
     theirs("dcp_to_torch", source, tmp_path / "theirs.pt")
     common.dtshard("unshard", source, tmp_path / "ours.pt")
     common.assert_equal(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
-    # what the other wrote is input again
+    # the output of the other tool is the input
     theirs("torch_to_dcp", tmp_path / "ours.pt", tmp_path / "dcp_of_ours")
     common.dtshard("reshard", tmp_path / "theirs.pt", tmp_path / "dcp_of_theirs", "--to", "dcp", *MESHES["sharded"])
     common.dtshard("verify", tmp_path / "dcp_of_ours", tmp_path / "dcp_of_theirs")
@@ -60,8 +60,9 @@ def test_the_command_people_type(tmp_path):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stem", TORCH_FILES)
-def test_torch_to_dcp(tmp_path, stem, mesh):
-    """reshard of a torch file to DCP, for one rank or cut: what loads is what loads of torch_save_to_dcp's."""
+def test_reshard_to_dcp_loads_like_torch_save_to_dcp(tmp_path, stem, mesh):
+    """reshard of a torch file to DCP, for one rank or several: it loads the same values as the output of
+    torch_save_to_dcp."""
     source = os.path.join(common.FIXTURES, "torch_file", f"{stem}.pt")
     torch_save_to_dcp(source, tmp_path / "theirs")
     common.dtshard("reshard", source, tmp_path / "ours", "--to", "dcp", *MESHES[mesh])

@@ -1,4 +1,4 @@
-"""`dtshard reshard ... --to dcp-hf`: PyTorch's own reader loads it, PyTorch's own writer writes the same files."""
+"""`dtshard reshard ... --to dcp-hf`: PyTorch's reader loads the files, and they equal those of PyTorch's writer."""
 
 import glob
 import json
@@ -48,7 +48,7 @@ def test_loads_into_plain_tensors(tmp_path, case, kind, target):
 
 @pytest.mark.parametrize("case,kind", [("fsdp4", "dcp"), ("fsdp_tp", "dcp"), ("odd4", "ranks")])
 def test_loads_into_dtensors(tmp_path, case, kind):
-    """Into DTensors of another sharding in 2 and 3 processes."""
+    """Loads into DTensors of another sharding in 2 and 3 processes."""
     folders = []
     for target in ("s0x4", "s0s1"):
         folders.append(str(tmp_path / target))
@@ -70,8 +70,9 @@ def parsed(path):
     return list(header.items()), list(info.items()), metadata, data
 
 
-def test_files_are_those_of_pytorchs_writer(tmp_path):
-    """What `generate.py` saves with HuggingFaceStorageWriter, from one file of the same tensors."""
+def test_files_equal_those_of_pytorchs_writer(tmp_path):
+    """The expected files are those that `generate.py` saved with HuggingFaceStorageWriter; the source is one file of
+    the same tensors."""
     truth = common.truth("dcp_hf")[1]
     order = ["model.embed_tokens.weight", "model.up.weight", "model.few.weight", "model.ids", "model.norm.weight",
              "model.scale", "model.steps", "model.mask"]
@@ -88,8 +89,8 @@ def test_files_are_those_of_pytorchs_writer(tmp_path):
 
 
 @pytest.mark.parametrize("target", common.TARGETS)
-def test_consolidates(tmp_path, target):
-    """PyTorch 2.15 consolidates float tensors of one dim and more; integers and 0-d tensors it does not."""
+def test_consolidate_safetensors_files_reads_the_shards(tmp_path, target):
+    """PyTorch 2.15 consolidates float tensors of one dim or more, but no integers and no 0-d tensors."""
     tensors = {k: v for k, v in tensors_of("fsdp4", "dcp").items() if v.dtype.is_floating_point and v.dim()}
     chosen = [option for name in tensors for option in ("--include", name)]
     shards, whole = str(tmp_path / "shards"), str(tmp_path / "whole")

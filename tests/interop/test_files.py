@@ -21,7 +21,7 @@ TORCH_FILES = ["model", "objects", "trainer"]
 
 
 def load_all_ways(path):
-    """The same value by each way to load; the last one is given back."""
+    """Asserts that every way to load gives the same value, and returns it."""
     with zipfile.ZipFile(path) as z:
         assert z.testzip() is None
     subprocess.run([sys.executable, "-m", "zipfile", "-t", path], check=True, capture_output=True)
@@ -33,7 +33,7 @@ def load_all_ways(path):
 
 
 def storages(tree):
-    """Which tensors lie in one storage: {frozenset of names}, singles left out."""
+    """Returns the names of tensors that share a storage: {frozenset of names}, without single ones."""
     found = collections.defaultdict(set)
     for name, t in generate.leaves(tree):
         if t.untyped_storage().nbytes():
@@ -42,8 +42,8 @@ def storages(tree):
 
 
 @EACH
-def test_unshard(tmp_path, case, kind):
-    """One file, whole, nested as the original; a folder of rank files gives its model."""
+def test_unshard_gives_the_nested_tree(tmp_path, case, kind):
+    """One file has the nested tree of the original; a folder of rank files gives its model."""
     path = str(tmp_path / "whole.pt")
     common.dtshard("unshard", common.source(case, kind), path)
     expected = common.expected_tree(case, kind, str(tmp_path)) if kind == "dcp" else common.ranks_tree(case)["model"]
@@ -51,15 +51,15 @@ def test_unshard(tmp_path, case, kind):
 
 
 @pytest.mark.parametrize("case", [c for c in common.cases("ranks") if c not in common.ONE_SERIES])
-def test_unshard_all_series(tmp_path, case):
+def test_unshard_gives_all_series(tmp_path, case):
     path = str(tmp_path / "whole.pt")
     common.dtshard("unshard", common.source(case, "ranks"), path, "--series", "all")
     common.assert_equal(load_all_ways(path), common.ranks_tree(case), order=False)
 
 
 @pytest.mark.parametrize("stem", TORCH_FILES)
-def test_unshard_torch_file(tmp_path, stem):
-    """A torch file written anew: containers, ties, Python values, module versions."""
+def test_unshard_keeps_the_objects_of_a_torch_file(tmp_path, stem):
+    """A rewritten torch file keeps containers, ties, Python values and module versions."""
     original = os.path.join(common.FIXTURES, "torch_file", f"{stem}.pt")
     path = str(tmp_path / "again.pt")
     common.dtshard("unshard", original, path)
@@ -69,7 +69,7 @@ def test_unshard_torch_file(tmp_path, stem):
         found = load_all_ways(path)
     expected = torch.load(original, weights_only=False)
     for key, value in expected.items():
-        if isinstance(value, torch.Tensor):  # an nn.Parameter comes back as a tensor
+        if isinstance(value, torch.Tensor):  # an nn.Parameter becomes a tensor
             expected[key] = value.detach()
     common.assert_equal(found, expected)
     tensors = common.truth("torch_file", f"{stem}.truth")[1]
@@ -88,7 +88,7 @@ def test_parameters_stay_parameters(tmp_path):
 
 
 def test_ties_are_kept(tmp_path):
-    """Names of one tensor stay one tensor."""
+    """Tied names stay tied."""
     path = str(tmp_path / "again.pt")
     common.dtshard("unshard", os.path.join(common.FIXTURES, "torch_file", "model.pt"), path)
     for mmap in (False, True):
@@ -100,8 +100,8 @@ def test_ties_are_kept(tmp_path):
     assert size < 2 * os.path.getsize(os.path.join(common.FIXTURES, "torch_file", "model.pt"))
 
 
-def test_nothing_else_is_tied(tmp_path):
-    """Tensors with storages of their own have them still: no writing to one through another."""
+def test_untied_tensors_have_separate_storages(tmp_path):
+    """Tensors with separate storages keep them, so writing to one does not change another."""
     for stem in TORCH_FILES:
         original = os.path.join(common.FIXTURES, "torch_file", f"{stem}.pt")
         path = str(tmp_path / f"{stem}.pt")
@@ -112,8 +112,8 @@ def test_nothing_else_is_tied(tmp_path):
 
 
 @pytest.mark.parametrize("version", sorted(os.listdir(os.path.join(common.FIXTURES, "compat"))))
-def test_unshard_of_other_releases(tmp_path, version):
-    """What other PyTorch releases wrote, whole."""
+def test_unshard_reads_files_of_other_releases(tmp_path, version):
+    """Files of other PyTorch releases are unsharded."""
     root = os.path.join("compat", version)
     for case in sorted(os.listdir(os.path.join(common.FIXTURES, root))):
         if case == "torch_file":
@@ -135,7 +135,7 @@ def test_unshard_of_other_releases(tmp_path, version):
 # consolidate
 
 def read_folder(folder):
-    """Tensors of a safetensors folder the way loaders read it: by the index, or the one file."""
+    """Returns the tensors of a safetensors folder as loaders read it: by the index, or the one file."""
     index = f"{folder}/model.safetensors.index.json"
     if not os.path.exists(index):
         return load_file(f"{folder}/model.safetensors")
@@ -161,8 +161,8 @@ def model_of(case, kind):
 
 
 @EACH
-def test_consolidate(tmp_path, case, kind):
-    """One file and many hold the model, under its own names."""
+def test_consolidate_gives_the_model_in_one_file_or_many(tmp_path, case, kind):
+    """One file or several hold the model under its own names."""
     expected = model_of(case, kind)
     common.dtshard("consolidate", common.source(case, kind), tmp_path / "one")
     common.assert_equal(read_folder(tmp_path / "one"), expected, order=False)
@@ -177,8 +177,8 @@ def test_consolidate(tmp_path, case, kind):
 
 
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
-def test_consolidate_everything(tmp_path, kind):
-    """Every tensor, under its whole name."""
+def test_consolidate_everything_gives_every_tensor(tmp_path, kind):
+    """Every tensor has its full name."""
     if kind == "dcp":
         expected = dict(common.truth("fsdp4")[1])
     else:
@@ -187,8 +187,8 @@ def test_consolidate_everything(tmp_path, kind):
     common.assert_equal(read_folder(tmp_path / "all"), expected, order=False)
 
 
-def test_consolidate_torch_file(tmp_path):
-    """The dtypes safetensors has; ties under each name."""
+def test_consolidate_converts_a_torch_file(tmp_path):
+    """The file has all dtypes of safetensors, and tied tensors under each name."""
     info, tensors = common.truth("torch_file", "trainer.truth")
     common.dtshard("consolidate", os.path.join(common.FIXTURES, "torch_file", "trainer.pt"), tmp_path / "x")
     expected = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
@@ -196,21 +196,21 @@ def test_consolidate_torch_file(tmp_path):
 
 
 @pytest.mark.parametrize("part,stem", [("single", "truth"), ("sharded", "sharded.truth")])
-def test_consolidate_safetensors(tmp_path, part, stem):
+def test_consolidate_reads_safetensors(tmp_path, part, stem):
     _, tensors = common.truth("safetensors", stem)
     common.dtshard("consolidate", os.path.join(common.FIXTURES, "safetensors", part), tmp_path / "x")
     common.assert_equal(read_folder(tmp_path / "x"), dict(tensors), order=False)
 
 
-def test_consolidate_brings_the_config(tmp_path):
+def test_consolidate_copies_the_config(tmp_path):
     common.dtshard("consolidate", common.source("llama_tiny", "ranks"), tmp_path / "x")
     with open(tmp_path / "x" / "config.json") as f:
         assert json.load(f) == generate.LLAMA_CONFIG
 
 
 @EACH
-def test_safetensors_and_back(tmp_path, case, kind):
-    """Through dtshard's safetensors into a torch file: the same model."""
+def test_safetensors_converted_to_torch_keeps_the_model(tmp_path, case, kind):
+    """A conversion through safetensors to a torch file keeps the model."""
     common.dtshard("consolidate", common.source(case, kind), tmp_path / "x")
     common.dtshard("unshard", tmp_path / "x", tmp_path / "y.pt")
     common.assert_equal(load_all_ways(str(tmp_path / "y.pt")), model_of(case, kind), order=False)

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters: PyTorch loads what dtshard wrote, rank by rank, and trains on."""
+"""Flat parameters of FSDP1: PyTorch loads the files that dtshard wrote, rank by rank, and continues training."""
 
 import itertools
 
@@ -14,7 +14,7 @@ import fsdp1
 import generate
 import generate_fsdp1
 
-# how the model of a case is wrapped, where it isn't FULL_SHARD in f32
+# wrapping of the model of a case, unless it is FULL_SHARD in f32
 MODELS = {"flat_mixed": {"mixed": True}, "flat_bf16": {"dtype": "bf16"}, "flat_hybrid": {"strategy": "hybrid"},
           "flat_none": {"strategy": "none"}}
 RANKS = {"flat2": 2, "flat3": 3, "flat4": 4, "flat_mixed": 2, "flat_bf16": 2, "flat_hybrid": 4, "flat_none": 2}
@@ -31,7 +31,7 @@ def resume(tmp_path, folder, case, ranks, views, **more):
 # the harness itself, without dtshard
 
 @pytest.mark.parametrize("case,folder", FOLDERS)
-def test_pytorch_loads_its_own(tmp_path, case, folder):
+def test_pytorch_loads_its_own_flat_files(tmp_path, case, folder):
     resume(tmp_path, common.source(case, folder), case, RANKS[case], folder != "flat",
            groups=folder in ("groups", "one_file"), again=str(tmp_path / "again"))
     group = 2 if case == "flat_hybrid" else RANKS[case]
@@ -41,7 +41,7 @@ def test_pytorch_loads_its_own(tmp_path, case, folder):
 
 
 @pytest.mark.parametrize("case,folder,ranks", [("flat2", "sharded", 2), ("fsdp1_sharded", "ranks", 4)])
-def test_pytorch_loads_its_own_sharded(tmp_path, case, folder, ranks):
+def test_pytorch_loads_its_own_sharded_files(tmp_path, case, folder, ranks):
     common.run_ranks(fsdp1.resume_sharded, ranks, tmp_path, {
         "folder": common.source(case, folder), "truth": case, "views": True, "by_rows": True})
 
@@ -50,7 +50,7 @@ def test_pytorch_loads_its_own_sharded(tmp_path, case, folder, ranks):
 # dtshard
 
 def flat_layout(case, folder):
-    """The file that `flat_layout(model, optimizer)` of the live model was written to."""
+    """Returns the path of the layout that `flat_layout(model, optimizer)` of the live model wrote."""
     return common.source(case, f"{folder}.flat_layout.json")
 
 
@@ -73,10 +73,10 @@ def assert_model(found, case):
 @pytest.mark.parametrize("source,ranks,views_from,views_to", [
     (*move, *views) for move in (("flat2", 3), ("flat4", 2), ("flat3", 4))
     for views in itertools.product((True, False), repeat=2)])
-def test_other_ranks(tmp_path, source, ranks, views_from, views_to):
-    """The very tensors PyTorch saves on so many ranks; it goes on from them."""
+def test_flatten_to_other_ranks_equals_files_of_pytorch(tmp_path, source, ranks, views_from, views_to):
+    """The files have exactly the tensors that PyTorch saves on this number of ranks, and training resumes from them."""
     folder, target = ("views" if views else "flat" for views in (views_from, views_to))
-    # Flat parameters do not tell the order in which an optimizer would number what is in them.
+    # Flat parameters do not record the order in which an optimizer would number what is in them.
     order = ["--like", common.source("flat2", "full/model.pt")] if views_to and not views_from else []
     out = flatten(common.source(source, folder), tmp_path / "out", ranks, views_to, flat_layout(source, folder), *order)
     for found, own in zip(fsdp1.load_all(out, ranks), fsdp1.load_all(common.source(f"flat{ranks}", target), ranks)):
@@ -87,16 +87,16 @@ def test_other_ranks(tmp_path, source, ranks, views_from, views_to):
 @pytest.mark.parametrize("case,folder,ranks", [
     ("flat_mixed", "views", 3), ("flat_mixed", "flat", 3), ("flat_bf16", "views", 3), ("flat_bf16", "flat", 4),
     ("flat2", "groups", 3), ("flat2", "one_file", 4)])
-def test_other_models(tmp_path, case, folder, ranks):
-    """Aligned as the forward dtype says; param groups stay apart."""
+def test_flatten_keeps_alignment_and_parameter_groups(tmp_path, case, folder, ranks):
+    """Flat parameters are aligned by the forward dtype; parameter groups stay separate."""
     views = folder != "flat"
     out = flatten(common.source(case, folder), tmp_path / "out", ranks, views, flat_layout(case, folder))
     resume(tmp_path, out, case, ranks, views, order=False, groups=folder in ("groups", "one_file"))
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
-def test_hybrid(tmp_path, folder):
-    """From full to hybrid sharding and back to full, on another number of ranks."""
+def test_hybrid_sharding_and_back_resumes(tmp_path, folder):
+    """Converts from full to hybrid sharding and back to full, on another number of ranks."""
     views = folder == "views"
     hybrid = flatten(common.source("flat2", folder), tmp_path / "hybrid", 4, views, flat_layout("flat2", folder),
                      "--strategy", "hybrid-shard", "--shard-group-size", "2")
@@ -110,8 +110,8 @@ def test_hybrid(tmp_path, folder):
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
-def test_from_whole_tensors(tmp_path, kind, folder):
-    """A model, or model and optimizer, that never saw FSDP1; the order is that of the layout, not of names."""
+def test_flatten_of_whole_tensors_resumes(tmp_path, kind, folder):
+    """A model, or model and optimizer, without FSDP1; the order is that of the layout, not of names."""
     info, tensors = common.truth("flat2")
     if kind == "safetensors":
         source = tmp_path / "model.safetensors"
@@ -129,7 +129,7 @@ def test_from_whole_tensors(tmp_path, kind, folder):
 
 
 @pytest.mark.parametrize("case,folder", LOCAL)
-def test_whole_again(tmp_path, case, folder):
+def test_unshard_and_consolidate_give_the_whole_model(tmp_path, case, folder):
     """unshard, consolidate and verify."""
     source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
     common.dtshard("unshard", source, tmp_path / "whole.pt", *layout)
@@ -142,8 +142,8 @@ def test_whole_again(tmp_path, case, folder):
 
 
 @pytest.mark.parametrize("case,folder", LOCAL[:8])
-def test_to_dtensors(tmp_path, case, folder):
-    """Out of FSDP1: DCP, and a file of DTensors a rank."""
+def test_flat_parameters_become_dtensors(tmp_path, case, folder):
+    """Flat parameters are converted to DCP and to rank files of DTensors."""
     source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
     common.dtshard("reshard", source, tmp_path / "dcp", "--mesh", "fsdp=2", "--to", "dcp", *layout)
     found = dict(generate.leaves(common.load_nested(str(tmp_path / "dcp"))))
@@ -168,8 +168,8 @@ def test_to_dtensors(tmp_path, case, folder):
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
-def test_edited_weights_go_back(tmp_path, folder):
-    """Edited whole weights, in the flat layout of the checkpoint they came from; the optimizer is carried."""
+def test_edited_weights_are_flattened_and_resumed(tmp_path, folder):
+    """Edited whole weights are flattened with the layout of their checkpoint; the optimizer state is kept."""
     info, tensors = common.truth("flat2")
     edited = {**tensors, "model.conv.weight": tensors["model.conv.weight"] + 1, "model.tiny.bias": torch.tensor([5.0])}
     save_file({name: edited[f"model.{name}"] for name in ("conv.weight", "tiny.bias")}, tmp_path / "edited.safetensors")
@@ -183,8 +183,8 @@ def test_edited_weights_go_back(tmp_path, folder):
 
 @pytest.mark.parametrize("case,folder", [("flat2", "sharded"), ("fsdp1_sharded", "ranks")])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_tensors(tmp_path, case, folder, ranks):
-    """SHARDED_STATE_DICT: ShardedTensors stay such, and FSDP1 loads model and optimizer."""
+def test_sharded_tensors_are_resharded_and_loaded_by_fsdp1(tmp_path, case, folder, ranks):
+    """SHARDED_STATE_DICT: ShardedTensors stay ShardedTensors, and FSDP1 loads model and optimizer."""
     common.dtshard("reshard", common.source(case, folder), tmp_path / "out", "--mesh", f"fsdp={ranks}")
     common.run_ranks(fsdp1.resume_sharded, ranks, tmp_path, {
         "folder": str(tmp_path / "out"), "truth": case, "views": True, "by_rows": True})

@@ -1,4 +1,5 @@
-"""Rank files of `reshard --plan` and of Partial tensors are DTensors to this PyTorch, and with `-m compat` to older ones.
+"""Rank files of `reshard --plan` and of Partial tensors load as DTensors in this PyTorch, and with `-m compat` in older
+ones.
 
 Each gloo process loads its own: mesh, placements and local parts are those of PyTorch's own DTensors of the same parts, and
 full_tensor() and redistribute() give the truth, where that PyTorch can.
@@ -27,7 +28,7 @@ RELEASES = [sys.executable, *(pytest.param(python, marks=pytest.mark.compat) for
 
 
 def written_for(python):
-    """Options for who is to load the files; None where DTensors of that release are not written."""
+    """Returns the options for the release that loads the files; None where DTensors of that release are not written."""
     version = version_of(python)
     if tuple(map(int, version.split(".")[:2])) < (2, 5):
         pytest.skip(f"DTensors of {version} are not written")
@@ -35,7 +36,7 @@ def written_for(python):
 
 
 def load(python, tmp_path, tensors, **more):
-    """Outcome of full_tensor() by name: on which ranks makes no difference."""
+    """Returns the outcome of full_tensor() by name, which is equal on all ranks."""
     job = {"folder": str(tmp_path / "written"), "mesh": MESH, "tensors": tensors, "truth": str(tmp_path / "whole.pt"),
            "rendezvous": str(tmp_path / "rendezvous"), "report": str(tmp_path / "report.json"), **more}
     path = tmp_path / "job.json"
@@ -46,7 +47,7 @@ def load(python, tmp_path, tensors, **more):
 
 
 def noted(family):
-    """Shapes and placements that the family has with PyTorch's own plan and fully_shard on MESH."""
+    """Returns shapes and placements of the family with PyTorch's own plan and fully_shard on MESH."""
     with open(os.path.join(common.FIXTURES, "plans", f"{family}.json")) as f:
         note = json.load(f)
     placing = next(p for p in note["placings"] if [tuple(dim) for dim in p["mesh"]] == MESH)
@@ -60,7 +61,7 @@ def noted(family):
 
 @pytest.mark.parametrize("family,even", [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)])
 @pytest.mark.parametrize("python", RELEASES)
-def test_plans(tmp_path, python, family, even):
+def test_full_tensor_of_planned_rank_files_equals_the_truth(tmp_path, python, family, even):
     options = written_for(python)
     shapes, placements = noted(family)
     if even:
@@ -68,18 +69,19 @@ def test_plans(tmp_path, python, family, even):
     torch.save({name: generate.values(name, shape) for name, shape in shapes.items()}, tmp_path / "whole.pt")
     common.dtshard("reshard", tmp_path / "whole.pt", tmp_path / "written", "--to", "torch-ranks", "--mesh", "dp=2,tp=2",
                    "--plan", family, *options)
-    told = load(python, tmp_path, placements)
-    wrong = {name: said for name, said in told.items() if said != ["the truth"]}
-    print(f"{len(told) - len(wrong)} of {len(told)} tensors whole again; not", wrong)
+    outcomes = load(python, tmp_path, placements)
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome != ["the truth"]}
+    print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} tensors whole again; not", wrong)
     if python != sys.executable:
         check_locals(tmp_path, placements)
-        # Fused weights: strided shards over nothing are not put together again before 2.15.
-        wrong = {name: said for name, said in wrong.items() if not placements[name][-1].startswith("_S")}
+        # Fused weights: before 2.15 full_tensor() does not support these strided shards.
+        wrong = {name: outcome for name, outcome in wrong.items() if not placements[name][-1].startswith("_S")}
     assert not wrong, wrong
 
 
 def check_locals(tmp_path, placements):
-    """What is written for older releases has placements and parts here, too, if no mesh (docs/reference/formats/torch-ranks.md)."""
+    """Files for older releases have placements and shards here as well, but no mesh
+    (docs/reference/formats/torch-ranks.md)."""
     whole = torch.load(tmp_path / "whole.pt")
     for rank in range(4):
         state = torch.load(tmp_path / "written" / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
@@ -90,42 +92,42 @@ def check_locals(tmp_path, placements):
 
 
 OPS = {"sum": torch.add, "avg": lambda a, b: (a + b) / 2, "max": torch.maximum, "min": torch.minimum}
-# from, to; the first list has the Partial where the second one has it
+# source and target; the first list has the Partial where the second one has it
 PARTIALS = [(["P", "R"], ["P", "S(0)"]), (["P", "S(1)"], ["P", "S(0)"]), (["R", "P"], ["S(1)", "P"]),
             (["P", "S(0)"], ["P", "R"])]
 
 
 @pytest.mark.parametrize("python", RELEASES)
-def test_partial(tmp_path, python):
+def test_partial_dtensors_reduce_to_the_truth(tmp_path, python):
     options = written_for(python)
     cases = {f"{op}.{n}": ([p.replace("P", f"P({op})") for p in source], [p.replace("P", f"P({op})") for p in target])
              for op in OPS for n, (source, target) in enumerate(PARTIALS)}
-    summands = {name: [redistribute.summand(name, (7, 5), torch.float32, at) for at in range(2)] for name in cases}
-    torch.save(summands, tmp_path / "summands.pt")
-    torch.save({name: OPS[name.split(".")[0]](*parts) for name, parts in summands.items()}, tmp_path / "whole.pt")
+    partial_values = {name: [redistribute.partial_value(name, (7, 5), torch.float32, at) for at in range(2)] for name in cases}
+    torch.save(partial_values, tmp_path / "partial_values.pt")
+    torch.save({name: OPS[name.split(".")[0]](*parts) for name, parts in partial_values.items()}, tmp_path / "whole.pt")
     (tmp_path / "source").mkdir()
     for rank in range(4):
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
         try:
             names, sizes = zip(*MESH)
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-            state = {name: partial(summands[name], mesh, source) for name, (source, _) in cases.items()}
+            state = {name: partial(partial_values[name], mesh, source) for name, (source, _) in cases.items()}
             torch.save(state, tmp_path / "source" / f"model_world_size_4_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
     rules = [f"--placements={name}={','.join(target)}" for name, (_, target) in cases.items()]
     common.dtshard("reshard", tmp_path / "source", tmp_path / "written", *rules, *options)
-    told = load(python, tmp_path, {name: target for name, (_, target) in cases.items()}, summands=str(tmp_path / "summands.pt"))
-    wrong = {name: said for name, said in told.items() if said != ["the truth"]}
-    print(f"{len(told) - len(wrong)} of {len(told)} tensors reduced; not", wrong)
-    # Gloo has no reduction of that kind.
-    assert all(name.startswith("avg.") and said[0].startswith("refused") for name, said in wrong.items()), wrong
+    outcomes = load(python, tmp_path, {name: target for name, (_, target) in cases.items()}, partial_values=str(tmp_path / "partial_values.pt"))
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome != ["the truth"]}
+    print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} tensors reduced; not", wrong)
+    # Gloo does not support this reduction.
+    assert all(name.startswith("avg.") and outcome[0].startswith("refused") for name, outcome in wrong.items()), wrong
 
 
-def partial(summands, mesh, placements):
-    """What a rank has of the summand that stands at its coordinate."""
+def partial(partial_values, mesh, placements):
+    """Returns the shard of a rank of the partial value at its coordinate."""
     coordinate = mesh.get_coordinate()
     at = coordinate[next(i for i, p in enumerate(placements) if p.startswith("P"))]
-    local = generate.local_part(summands[at], tuple(mesh.shape), coordinate, placements)
+    local = generate.local_part(partial_values[at], tuple(mesh.shape), coordinate, placements)
     return DTensor.from_local(local, mesh, [generate.placement_object(p) for p in placements], run_check=False,
-                              shape=summands[at].shape, stride=summands[at].stride())
+                              shape=partial_values[at].shape, stride=partial_values[at].stride())

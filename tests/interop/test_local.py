@@ -1,4 +1,4 @@
-"""`dtshard reshard --to local`: each rank's file holds what DTensor.to_local() gives, and from_local puts it together."""
+"""`dtshard reshard --to local`: each rank's file equals DTensor.to_local(), and from_local gives the whole tensors."""
 
 import glob
 import json
@@ -17,11 +17,11 @@ import generate
 import parts
 import rank_files
 import ranks
-import test_told
+import test_declared_layout
 
 
 def own_part(tensor):
-    """What a rank holds of a tensor that PyTorch saved."""
+    """Returns the local tensor of a rank."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     if type(tensor).__name__ == "ShardedTensor":
@@ -31,7 +31,7 @@ def own_part(tensor):
 
 
 @pytest.mark.parametrize("case", ["fsdp3", "fsdp4", "fsdp_tp", "fsdp_tp6", "fsdp1_sharded", "hsdp", "llama_tiny", "tp2"])
-def test_each_rank_has_what_it_saved(tmp_path, case):
+def test_local_files_equal_to_local(tmp_path, case):
     common.dtshard("reshard", common.source(case, "ranks"), tmp_path / "local", "--to", "local")
     paths = sorted(glob.glob(f"{common.source(case, 'ranks')}/*_rank_*.pt"))
     world = int(re.search(r"_world_size_(\d+)_", paths[0])[1])
@@ -59,16 +59,17 @@ TARGETS = [
 
 @pytest.mark.parametrize("mesh,placements", TARGETS)
 @pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp"])
-def test_from_local_puts_them_together(tmp_path, case, mesh, placements):
+def test_from_local_gives_the_whole_tensors(tmp_path, case, mesh, placements):
     folder = tmp_path / "local"
     common.dtshard("reshard", common.source(case, "ranks"), folder, "--to", "local", "--mesh", mesh, "--placements",
                    placements)
-    said = json.loads((folder / "layout.json").read_text())
-    common.run_ranks(ranks.put_together, said["world_size"], tmp_path, str(folder), case)
+    document = json.loads((folder / "layout.json").read_text())
+    common.run_ranks(ranks.load_local_files, document["world_size"], tmp_path, str(folder), case)
 
 
-def test_there_and_back_is_what_pytorch_loads(tmp_path):
-    """DTensors to local tensors and to DTensors again: torch.load gives the same as of files that never were local."""
+def test_rank_files_converted_to_local_and_back_load_equally(tmp_path):
+    """DTensors are converted to local tensors and back: torch.load gives the same as for files that were never
+    local."""
     source = common.source("fsdp4", "ranks")
     mesh = ("--mesh", "fsdp=3")
     common.dtshard("reshard", source, tmp_path / "local", "--to", "local", *mesh)
@@ -101,9 +102,10 @@ norm = "sequence"
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_engine_of_its_own(tmp_path, world):
-    """A whole safetensors file by styles to files that a hand-written tensor-parallel model loads: the same outputs."""
-    model = test_told.model(torch.float64)
+def test_tensor_parallel_engine_gives_the_same_outputs(tmp_path, world):
+    """A whole safetensors file is converted by styles; a hand-written tensor-parallel model loads the files and gives
+    the same outputs."""
+    model = test_declared_layout.model(torch.float64)
     tokens = parts.batch(0)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save((tokens, model(tokens).detach()), tmp_path / "expected.pt")

@@ -1,4 +1,4 @@
-"""What was seen to go wrong in other converters, PyTorch's own among them (measured with 2.15): here it does not.
+"""Defects of other converters, including PyTorch's own (measured with 2.15), that dtshard does not have.
 
 Each test names the defect. Where data is missing or wrong the answer is an exit code and no output, never a
 shorter tensor or zeros.
@@ -32,13 +32,13 @@ def convert(verb, source, target):
     return common.run(first, source, target, *options)
 
 
-def refuse(verb, source, tmp_path, *said):
-    """Exit 2, a message that says what, and nothing left behind."""
+def refuse(verb, source, tmp_path, *words):
+    """Asserts exit code 2, a message with these words, and nothing left behind."""
     before = set(os.listdir(tmp_path))
     done = convert(verb, source, tmp_path / "refused")
     assert done.returncode == 2, done.stderr
     assert re.search("^error: ", done.stderr, re.M) and not done.stdout
-    for text in said:
+    for text in words:
         assert text in done.stderr, done.stderr
     assert set(os.listdir(tmp_path)) == before
 
@@ -56,11 +56,11 @@ def copy(source, tmp_path):
 # a missing source: format_utils prints "Skipping conversion." and exits 0
 
 @VERB
-def test_missing_source(tmp_path, verb):
+def test_missing_source_is_refused(tmp_path, verb):
     refuse(verb, tmp_path / "nowhere", tmp_path, "nowhere")
 
 
-def test_missing_source_of_verify(tmp_path):
+def test_missing_source_of_verify_is_refused(tmp_path):
     assert common.run("verify", tmp_path / "nowhere").returncode == 2
 
 
@@ -70,7 +70,7 @@ def test_missing_source_of_verify(tmp_path):
 @VERB
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
-def test_missing_shard(tmp_path, verb, kind, rank):
+def test_missing_shard_is_refused(tmp_path, verb, kind, rank):
     folder = copy(common.source("fsdp4", kind), tmp_path)
     name = f"__{rank}_0.distcp" if kind == "dcp" else f"model_world_size_4_rank_{rank}.pt"
     os.remove(folder / name)
@@ -79,7 +79,7 @@ def test_missing_shard(tmp_path, verb, kind, rank):
 
 @VERB
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_missing_file_of_an_index(tmp_path, verb, number):
+def test_missing_file_of_an_index_is_refused(tmp_path, verb, number):
     folder = copy(f"{common.FIXTURES}/safetensors/sharded", tmp_path)
     name = f"model-{number:05}-of-00003.safetensors"
     os.remove(folder / name)
@@ -88,21 +88,22 @@ def test_missing_file_of_an_index(tmp_path, verb, number):
 
 @pytest.fixture(scope="session")
 def hf_shards(tmp_path_factory):
-    """What three ranks save with HuggingFaceStorageWriter, for consolidate_safetensors_files to merge."""
+    """Returns the files of three ranks by HuggingFaceStorageWriter, for consolidate_safetensors_files to merge."""
     folder = tmp_path_factory.mktemp("hf")
     common.run_ranks(ranks.save_hf, 3, folder, str(folder / "shards"))
     return folder / "shards"
 
 
-def test_hugging_face_shards(hf_shards, tmp_path):
-    """0-d tensors come out as 0.0, integers raise TypeError; here both are what they were."""
+def test_hugging_face_shards_keep_0d_and_integers(hf_shards, tmp_path):
+    """PyTorch writes 0-d tensors as 0.0, and integers raise TypeError; dtshard keeps both."""
     expected = {name: generate.values(name, *spec) for name, spec in ranks.HF_SHAPES.items()}
     common.assert_equal(consolidated(hf_shards, tmp_path), expected, order=False)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_missing_hugging_face_shard(hf_shards, tmp_path, rank):
-    """Of the first and of the middle one the others tell; that a last one existed nothing on disk says."""
+def test_missing_hugging_face_shard_is_refused(hf_shards, tmp_path, rank):
+    """The other shards show that the first or the middle one is missing; nothing on disk records that a last one
+    existed."""
     folder = copy(hf_shards, tmp_path)
     (name,) = (n for n in os.listdir(folder) if n.startswith(f"shard-{rank:05}"))
     os.remove(folder / name)
@@ -113,8 +114,8 @@ def test_missing_hugging_face_shard(hf_shards, tmp_path, rank):
 # what is kept
 
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
-def test_0d_and_integers(tmp_path, kind):
-    """A 0-d tensor came out as zero; an integer one raised TypeError."""
+def test_0d_and_integer_tensors_are_kept(tmp_path, kind):
+    """Another converter wrote a 0-d tensor as zero; an integer one raised TypeError."""
     _, tensors = common.truth("odd4")
     found = consolidated(common.source("odd4", kind), tmp_path)
     for name in ("scalar.f32", "scalar.bf16", *(f"dtype.{d}" for d in ("i8", "u8", "i32", "i64", "bool"))):
@@ -124,8 +125,8 @@ def test_0d_and_integers(tmp_path, kind):
     common.assert_equal(seen, common.truth("fsdp4")[1]["model.seen"])
 
 
-def test_keys_that_the_index_lacks(tmp_path):
-    """A key outside the file map was dropped without a word."""
+def test_keys_missing_from_the_index_are_refused(tmp_path):
+    """Another converter dropped a key outside the file map silently."""
     folder = copy(f"{common.FIXTURES}/safetensors/sharded", tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     del index["weight_map"]["lm_head.weight"]
@@ -133,8 +134,8 @@ def test_keys_that_the_index_lacks(tmp_path):
     refuse("consolidate", folder, tmp_path, "lm_head.weight")
 
 
-def test_keys_that_only_the_index_has(tmp_path):
-    """A mapped key that no shard has gave a file no reader opens."""
+def test_keys_of_the_index_without_a_tensor_are_refused(tmp_path):
+    """Another converter wrote an unreadable file for a mapped key that no shard has."""
     folder = copy(f"{common.FIXTURES}/safetensors/sharded", tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.extra"] = "model-00001-of-00003.safetensors"
@@ -143,8 +144,8 @@ def test_keys_that_only_the_index_has(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [3, 5, 8, 10])
-def test_every_key_is_in_some_file(tmp_path, rows):
-    """Whatever the sizes of the files: each key once in the index and in the file it names."""
+def test_every_key_is_in_the_indexed_file(tmp_path, rows):
+    """For every file size, each key is once in the index and in the file it names."""
     state = {f"layers.{i}.w": generate.values(f"w{i}", (rows, 4)) for i in range(12)} | {"n": torch.tensor(7)}
     torch.save(state, tmp_path / "x.pt")
     common.dtshard("consolidate", tmp_path / "x.pt", tmp_path / "x", "--max-shard-size", "100B")
@@ -155,8 +156,8 @@ def test_every_key_is_in_some_file(tmp_path, rows):
             common.assert_equal(f.get_tensor(name), state[name])
 
 
-def test_interleaved_rows(tmp_path):
-    """[Shard(0), _StridedShard(0, sf=2)] on 2x2: rank (0, 1) has rows 1 and 3, said to be one box of 2 from row 1."""
+def test_interleaved_rows_of_strided_shards_are_kept(tmp_path):
+    """[Shard(0), _StridedShard(0, sf=2)] on 2x2: rank (0, 1) has rows 1 and 3, recorded as one box of 2 from row 1."""
     info, tensors = common.truth("odd4")
     assert info["layout"]["model.interleaved.s0_s2"]["placements"] == "S(0),_S(0,2)"
     found = consolidated(common.source("odd4", "ranks"), tmp_path)
@@ -166,15 +167,15 @@ def test_interleaved_rows(tmp_path):
         common.assert_equal(found[name.removeprefix("model.")], tensors[name])
 
 
-def test_replicated_plain_tensors_are_not_joined(tmp_path):
-    """A merger put the ranks' equal norms one after the other."""
+def test_replicated_plain_tensors_are_not_concatenated(tmp_path):
+    """Another converter concatenated the equal norms of the ranks."""
     _, tensors = common.truth("tp2")
     found = consolidated(common.source("tp2", "ranks"), tmp_path)
     common.assert_equal(found["norm.weight"], tensors["model.norm.weight"])
 
 
-def test_no_dtype_changes_by_itself(tmp_path):
-    """A merger made bf16 of all."""
+def test_dtypes_are_kept_without_dtype_option(tmp_path):
+    """Another converter cast all tensors to bf16."""
     found = consolidated(common.source("replicated_plain", "ranks"), tmp_path)
     assert {found[n].dtype for n in ("w", "b", "ids", "mask", "scalar")} == {
         torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64}
@@ -182,14 +183,14 @@ def test_no_dtype_changes_by_itself(tmp_path):
 
 @pytest.fixture
 def tied(tmp_path):
-    """A torch file of a module with one weight under two names: (path, what it holds)."""
+    """Writes a torch file of a module with one weight under two names: (path, its tensors)."""
     state = generate.fill(generate.TiedModel(), generate.Truth()).state_dict()
     torch.save(state, tmp_path / "tied.pt")
     return tmp_path / "tied.pt", state
 
 
-def test_tied_weights(tmp_path, tied):
-    """Under every name, so that no loader finds one missing; as one tensor again in a torch file."""
+def test_tied_weights_are_written_under_every_name(tmp_path, tied):
+    """Tied tensors are written under every name, so that no loader misses one; in a torch file they stay one tensor."""
     path, state = tied
     common.assert_equal(consolidated(path, tmp_path), dict(state), order=False)
     common.dtshard("unshard", path, tmp_path / "y.pt")
@@ -197,8 +198,8 @@ def test_tied_weights(tmp_path, tied):
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
 
 
-def test_tied_weights_once(tmp_path, tied):
-    """--tied drop: one name, the other noted where safetensors' own save_model notes it; verify follows the note."""
+def test_tied_drop_writes_one_name(tmp_path, tied):
+    """--tied drop writes one name, and records the other like safetensors' save_model; verify follows the record."""
     path, state = tied
     found = consolidated(path, tmp_path, "--tied", "drop")
     (alias,) = set(state) - set(found)
@@ -221,7 +222,7 @@ def flip(path, at):
 
 
 def damaged(kind, tmp_path):
-    """A copy with one byte of a weight changed, in the middle of its record."""
+    """Returns a copy with one byte of a weight changed, in the middle of its record."""
     folder = copy(common.source("fsdp4", kind), tmp_path)
     if kind == "ranks":
         path = folder / "model_world_size_4_rank_1.pt"
@@ -253,15 +254,15 @@ def test_flipped_byte_is_found_by_verify(tmp_path, kind):
 
 @VERB
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
-def test_flipped_byte_is_found_on_the_way(tmp_path, verb, kind):
-    """The record passes through whole: its sum is checked, nothing is written."""
+def test_flipped_byte_is_found_by_conversions(tmp_path, verb, kind):
+    """The record is copied whole: its checksum is checked, and nothing is written."""
     folder, name = damaged(kind, tmp_path)
     refuse(verb, folder, tmp_path, name)
 
 
 @VERB
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
-def test_truncated_file(tmp_path, verb, kind):
+def test_truncated_file_is_refused(tmp_path, verb, kind):
     folder = copy(common.source("fsdp4", kind), tmp_path)
     name = "__1_0.distcp" if kind == "dcp" else "model_world_size_4_rank_1.pt"
     with open(folder / name, "r+b") as f:
@@ -269,8 +270,8 @@ def test_truncated_file(tmp_path, verb, kind):
     refuse(verb, folder, tmp_path, name)
 
 
-def test_flipped_byte_against_another(tmp_path):
-    """Where no sum is stored (safetensors), the comparison finds the element."""
+def test_flipped_byte_is_found_against_another_checkpoint(tmp_path):
+    """Where no checksum is stored (safetensors), the comparison finds the element."""
     path = tmp_path / "x.safetensors"
     state = {"w": generate.values("w", (64, 8))}
     save_file(state, tmp_path / "good.safetensors")

@@ -1,4 +1,4 @@
-"""`dtshard reshard --plan`: the parts, placements and meshes that PyTorch's parallelize_module and fully_shard give.
+"""`dtshard reshard --plan`: shards, placements and meshes equal those of PyTorch's parallelize_module and fully_shard.
 
 Both are rank files, and each gloo process compares its own two: dtshard's, of the whole state dict, and PyTorch's.
 """
@@ -16,9 +16,9 @@ import plans
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plans.py")
 MESHES = sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})
-# the plan's name where it is not the family's
+# names of plans that differ from the family
 PLANS = {"titan": "llama", "mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
-# Placed by PyTorch elsewhere than its placements say: dtshard has it whole on dp (docs/reference/parallelize.md).
+# PyTorch places it differently from its placements: dtshard keeps it whole on dp (docs/reference/parallelize.md).
 MISPLACED = {("gpt2", "dp=2,tp=2"): "transformer.h.0.attn.c_attn.bias: "}
 
 
@@ -29,7 +29,7 @@ def in_ranks(verb, folder, mesh):
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory):
-    """(family, mesh) -> what differs, a line each; all families of a mesh at once."""
+    """(family, mesh) -> differences, one per line; all families of a mesh are compared at once."""
     found = {}
 
     def get(family, mesh):
@@ -57,7 +57,7 @@ def compared(folder, mesh):
 
 
 @pytest.mark.parametrize("family,mesh", [(family, mesh) for mesh in MESHES for family in plans.families(mesh)])
-def test_each_rank_has_what_pytorch_makes(differences, family, mesh):
+def test_each_rank_has_the_local_tensors_of_pytorch(differences, family, mesh):
     misplaced = MISPLACED.get((family, mesh))
     lines = [line for line in differences(family, mesh) if misplaced is None or misplaced not in line]
     assert not lines, "\n".join(lines[:20])

@@ -1,4 +1,4 @@
-"""Resharded onto the mesh it has, a checkpoint gives back the DTensors that PyTorch saved: mesh, slices, specs, data."""
+"""Resharded to its own mesh, a checkpoint has the DTensors that PyTorch saved: mesh, slices, specs and data."""
 
 import pathlib
 
@@ -30,7 +30,7 @@ def assert_same(expected, found, name):
     ("fsdp4/ranks", "dp=4"), ("fsdp_tp/ranks", "dp=2,tp=2"), ("fsdp_tp6/ranks", "dp=2,tp=3"),
     ("hsdp/ranks", "dp_replicate=2,dp_shard=2"), ("tp2/ranks", "tp=2"), ("verl/global_step_10/actor", "fsdp=4"),
 ])
-def test_same_mesh_same_dtensors(tmp_path, case, mesh):
+def test_reshard_to_the_same_mesh_gives_the_saved_dtensors(tmp_path, case, mesh):
     source = pathlib.Path(common.FIXTURES, case)
     common.dtshard("reshard", source, tmp_path / "again", "--mesh", mesh)
     for series in ("model", "optim"):
@@ -41,14 +41,14 @@ def test_same_mesh_same_dtensors(tmp_path, case, mesh):
             assert_same(expected, torch.load(tmp_path / "again" / file.name, weights_only=False), file.name)
 
 
-def test_another_world_size_is_what_pytorch_saves_there(tmp_path):
+def test_reshard_to_another_world_size_equals_files_of_pytorch(tmp_path):
     common.dtshard("reshard", pathlib.Path(common.FIXTURES, "fsdp4/ranks"), tmp_path / "three", "--mesh", "dp=3")
     for file in sorted(pathlib.Path(common.FIXTURES, "fsdp3/ranks").glob("[mo]*_world_size_3_rank_*.pt")):
         expected = torch.load(file, weights_only=False)
         assert_same(expected, torch.load(tmp_path / "three" / file.name, weights_only=False), file.name)
 
 
-def test_ranks_outside_of_the_mesh_have_what_they_had(tmp_path):
+def test_ranks_outside_the_mesh_keep_their_values(tmp_path):
     source = pathlib.Path(common.FIXTURES, "outside4/ranks")
     common.dtshard("reshard", source, tmp_path / "again")
     files = sorted(source.iterdir())

@@ -1,4 +1,4 @@
-"""`dtshard reshard` of rank files to rank files: each process loads its own with torch.load, as DTensors.
+"""`dtshard reshard` of rank files to rank files: each process loads its own file with torch.load, as DTensors.
 
 DTSHARD_COMPAT_PYTHONS and `-m compat` check the same with other PyTorch releases, from the rank files these wrote.
 """
@@ -46,7 +46,7 @@ def load(python, tmp_path, folder, truth, target, full=True, **more):
 
 
 def objects(case):
-    """What the files of a case hold beside tensors, by series."""
+    """Returns the objects in the files of a case, by series."""
     import rank_files
     series = common.ranks_tree(case)
     return {kind: generate.encode(rank_files.plain(tree)) for kind, tree in series.items()}
@@ -62,7 +62,7 @@ def test_each_rank_loads_its_dtensors(tmp_path, case, target):
 
 
 @pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp", "odd4", "replicated_plain"])
-def test_same_bytes_again(tmp_path, case):
+def test_repeated_reshard_writes_identical_bytes(tmp_path, case):
     for name in ("a", "b"):
         reshard(common.source(case, "ranks"), tmp_path / name, "strided")
     names = sorted(os.listdir(tmp_path / "a"))
@@ -70,15 +70,15 @@ def test_same_bytes_again(tmp_path, case):
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
 
 
-def test_there_and_back(tmp_path):
-    """Onto another mesh and back again: the same values."""
+def test_reshard_to_another_mesh_and_back_keeps_values(tmp_path):
+    """A conversion to another mesh and back keeps the values."""
     source = common.source("odd4", "ranks")
     reshard(source, tmp_path / "there", "strided")
     reshard(tmp_path / "there", tmp_path / "back", "2")
     common.dtshard("verify", source, tmp_path / "back")
 
 
-def test_ties_stay_one_object(tmp_path):
+def test_tied_tensors_stay_one_object(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     tied, other = torch.arange(6.0), torch.ones(2, 2, dtype=torch.int64)
@@ -91,7 +91,7 @@ def test_ties_stay_one_object(tmp_path):
         for weights_only in (False, True):
             found = torch.load(path, weights_only=weights_only)
             assert found["embed"] is found["head"]["weight"]
-            # Where nothing is a DTensor, everything is to become one.
+            # Without DTensors in the source, every tensor becomes one.
             assert all(isinstance(found[name], DTensor) for name in ("embed", "other"))
             assert found["embed"].shape == tied.shape and found["other"].shape == other.shape
 
@@ -105,14 +105,14 @@ def version_of(python):
 @pytest.mark.parametrize("target", ["6", "2x2", "strided"])
 @pytest.mark.parametrize("case", ["fsdp4", "hsdp", "fsdp_tp"])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_releases_load_what_comes_of_their_own_files(tmp_path, python, case, target):
-    """Meshes are written as the source has them, so whoever wrote the source can load the result."""
+def test_releases_load_files_resharded_from_their_own(tmp_path, python, case, target):
+    """Meshes are written in the form of the source, so the release that wrote the source can load the result."""
     version = version_of(python)
     folder = os.path.join(common.FIXTURES, "compat", f"torch-{version}", case)
     if not os.path.isdir(f"{folder}/ranks"):
         pytest.skip(f"no rank files of {version}")
     reshard(f"{folder}/ranks", tmp_path / "written", target)
-    # Releases before 2.15 do not put uneven strided shards together again.
+    # Releases before 2.15 do not support full_tensor() of uneven strided shards.
     load(python, tmp_path, tmp_path / "written", folder, target, full=target != "strided")
 
 
@@ -121,8 +121,8 @@ def test_releases_load_what_comes_of_their_own_files(tmp_path, python, case, tar
     ("fsdp4", "dcp", "6"), ("fsdp4", "ranks", "2x2"), ("fsdp_tp", "ranks", "strided"), ("hsdp", "dcp", "replicas"),
 ])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_releases_load_what_is_written_for_them(tmp_path, python, case, source, target):
-    """The newest PyTorch wrote the source; --torch-version says who is to load the result."""
+def test_releases_load_files_written_with_torch_version(tmp_path, python, case, source, target):
+    """The newest PyTorch wrote the source; --torch-version names the release that loads the result."""
     version = version_of(python)
     if tuple(map(int, version.split(".")[:2])) < (2, 5):
         pytest.skip(f"DTensors of {version} are not written")

@@ -1,8 +1,8 @@
 """Every ordered pair of placement lists against DTensor.redistribute on gloo.
 
 Each rank saves DTensors with the source placements, `dtshard reshard` runs once with a rule for each target list, and
-each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-s` prints which
-pairs those are.
+each rank compares the loaded tensors with the definition, and with PyTorch where PyTorch supports the pair. `-s` prints
+those pairs.
 """
 
 import math
@@ -17,7 +17,7 @@ MESHES = [((1,), 6), ((2,), 6), ((3,), 6), ((4,), 6), ((2, 2), 2), ((2, 3), 2)]
 
 
 @pytest.mark.parametrize("sizes,kinds", MESHES, ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else "")
-def test_every_pair(tmp_path, sizes, kinds):
+def test_every_placement_pair_equals_dtensor_redistribute(tmp_path, sizes, kinds):
     source, target, report = tmp_path / "source", tmp_path / "target", tmp_path / "report"
     source.mkdir()
     for folder in ("save", "compare"):
@@ -31,9 +31,9 @@ def test_every_pair(tmp_path, sizes, kinds):
     common.run_ranks(redistribute.compare, world, tmp_path / "compare", sizes, kinds, str(target),
                      redistribute.refusals(sizes, kinds), str(report))
 
-    told = torch.load(report)
+    outcomes_by_pair = torch.load(report)
     by_outcome = {}
-    for (places, wanted), outcomes in told.items():
+    for (places, wanted), outcomes in outcomes_by_pair.items():
         by_outcome.setdefault(" or ".join(sorted(outcomes)), []).append(f"{','.join(places)} -> {','.join(wanted)}")
     for outcome, pairs in sorted(by_outcome.items()):
         print(f"{len(pairs)} pairs: {outcome}")
@@ -41,6 +41,6 @@ def test_every_pair(tmp_path, sizes, kinds):
             print("".join(f"  {pair}\n" for pair in pairs), end="")
     # On meshes of several dims PyTorch 2.15 misplaces elements of uneven strided shards that no plain shard follows:
     # full_tensor() before and after are not the same.
-    for (places, wanted), outcomes in told.items():
+    for (places, wanted), outcomes in outcomes_by_pair.items():
         strided = len(sizes) > 1 and "_S(0,2)" in places + wanted
         assert redistribute.OTHER not in outcomes or strided, (places, wanted)

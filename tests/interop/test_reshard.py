@@ -1,4 +1,4 @@
-"""`dtshard reshard ... --to dcp`, loaded by PyTorch's own DCP in one process."""
+"""`dtshard reshard ... --to dcp`, loaded by PyTorch's DCP in one process."""
 
 import io
 import os
@@ -25,7 +25,7 @@ def scratch(tmp_path_factory):
 @EACH
 @ALL
 def test_loads_into_plain_tensors(resharded, case, kind, target):
-    """dcp.load with no process group, into full tensors."""
+    """dcp.load without a process group loads full tensors."""
     folder = resharded(case, kind, target)
     expected = common.expected_by_key(case, kind)
     entries = common.dcp_keys(folder)
@@ -38,15 +38,16 @@ def test_loads_into_plain_tensors(resharded, case, kind, target):
 
 @EACH
 @ALL
-def test_converts_to_the_same_nested_tree(resharded, scratch, case, kind, target):
-    """dcp_to_torch_save gives what it gives of the original, in the original's order."""
+def test_dcp_to_torch_save_gives_the_same_nested_tree(resharded, scratch, case, kind, target):
+    """dcp_to_torch_save gives the tree of the original, in its order."""
     expected = common.expected_tree(case, kind, scratch)
     found = common.load_nested(resharded(case, kind, target))
     common.assert_equal(found, expected)
 
 
 def is_buffer(case, kind, name):
-    """Plain in rank files that have DTensors, and nothing an optimizer knows: whole on every rank."""
+    """Returns whether a tensor is plain in rank files with DTensors, and has no optimizer state: it is whole on every
+    rank."""
     info, tensors = common.truth(case)
     layouts = info.get("layout", {})
     trained = name.startswith("optim.") or f"optim.state.{name.removeprefix('model.')}.exp_avg" in tensors
@@ -56,8 +57,8 @@ def is_buffer(case, kind, name):
 
 @EACH
 @ALL
-def test_metadata(resharded, case, kind, target):
-    """.metadata unpickles to the classes PyTorch writes; chunks are those of the layout."""
+def test_metadata_has_the_classes_and_chunks_of_pytorch(resharded, case, kind, target):
+    """.metadata unpickles to the classes of PyTorch, with the chunks of the layout."""
     folder = resharded(case, kind, target)
     with open(f"{folder}/.metadata", "rb") as f:
         found = pickle.load(f)
@@ -101,8 +102,8 @@ def test_metadata(resharded, case, kind, target):
 
 @EACH
 @ALL
-def test_items_are_sound_zips(resharded, case, kind, target):
-    """Each item's bytes are a zip with right CRCs that torch.load takes; items lie side by side."""
+def test_items_are_valid_zip_archives(resharded, case, kind, target):
+    """Each item is a zip with correct CRCs that torch.load reads; items are adjacent."""
     folder = resharded(case, kind, target)
     with open(f"{folder}/.metadata", "rb") as f:
         found = pickle.load(f)
@@ -132,8 +133,8 @@ def test_items_are_sound_zips(resharded, case, kind, target):
 
 
 @pytest.mark.parametrize("case", [c for c in common.cases("dcp")])
-def test_same_bytes_again(resharded, tmp_path, case):
-    """Written twice, the same bytes."""
+def test_repeated_reshard_writes_identical_bytes(resharded, tmp_path, case):
+    """Two runs write identical bytes."""
     first = resharded(case, "dcp", "s0x4")
     second = str(tmp_path / "again")
     common.dtshard("reshard", common.source(case, "dcp"), second, "--to", "dcp", "--mesh", "fsdp=4",

@@ -1,4 +1,5 @@
-"""FSDP1 takes ShardedTensors that dtshard wrote: each process its own file, for other numbers of ranks and hybrid ones."""
+"""FSDP1 loads ShardedTensors that dtshard wrote: each process its own file, for other numbers of ranks and hybrid
+sharding."""
 
 import contextlib
 import glob
@@ -22,7 +23,7 @@ SHARDED = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOp
 
 
 def same_objects(found, expected, name):
-    """Everything that a ShardedTensor says of itself, and its data."""
+    """Asserts that two ShardedTensors have the same metadata and data."""
     assert type(found) is type(expected), name
     if isinstance(found, ShardedTensor):
         shards, metadata, *rest = found.__getstate__()
@@ -43,7 +44,7 @@ def same_objects(found, expected, name):
 
 
 def check_rows(found, tensors, name):
-    """Everything against the whole tensors of the truth."""
+    """Compares every tensor with the whole tensors of the ground truth."""
     if isinstance(found, dict):
         for key, value in found.items():
             check_rows(value, tensors, f"{name}{key}" if name.endswith(".") else f"{name}.{key}")
@@ -57,7 +58,7 @@ def check_rows(found, tensors, name):
 
 
 def under_fsdp1(module, replicas):
-    """The module, and the group of ranks that shares its tensors."""
+    """Returns the module, and the group of ranks that shares its tensors."""
     world, rank = dist.get_world_size(), dist.get_rank()
     policy, inner = ModuleWrapPolicy({generate.Block}), world // replicas
     options = {"auto_wrap_policy": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
@@ -84,7 +85,7 @@ def resume(folder, replicas):
         with load_with_process_group(group) if replicas > 1 else contextlib.nullcontext():
             return torch.load(f"{folder}/{series}_world_size_{world}_rank_{rank}.pt", weights_only=False)
 
-    # One series where the source was one checkpoint of everything.
+    # There is one series where the source was one checkpoint.
     model = load("model")
     model, optim = (model["model"], model["optim"]) if "optim" in model else (model, load("optim"))
     if world > 1:
@@ -103,7 +104,7 @@ def resume(folder, replicas):
 
 
 @pytest.mark.parametrize("world, replicas", [(1, 1), (2, 1), (3, 1), (6, 1), (4, 2)])
-def test_fsdp1_resumes(tmp_path, world, replicas):
+def test_fsdp1_resumes_from_sharded_tensors(tmp_path, world, replicas):
     layout = ["--mesh", f"fsdp={world}"]
     if replicas > 1:
         layout = ["--mesh", f"rep={replicas},fsdp={world // replicas}", "--placements", "R,S(0)"]
@@ -125,7 +126,7 @@ def compare_files(ours, original):
         same_objects(found, expected, name)
 
 
-def test_four_ranks_again_are_what_pytorch_wrote(tmp_path):
+def test_sharded_tensors_resharded_and_back_equal_pytorch(tmp_path):
     original = common.source("fsdp1_sharded", "ranks")
     common.dtshard("reshard", original, tmp_path / "six", "--mesh", "fsdp=6")
     common.dtshard("reshard", tmp_path / "six", tmp_path / "four", "--mesh", "fsdp=4")

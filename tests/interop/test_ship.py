@@ -1,4 +1,5 @@
-"""`dtshard consolidate` of what trainers leave, without options: transformers runs it, bit for bit as it was trained."""
+"""`dtshard consolidate` of trainers' checkpoints, without options: transformers runs the model exactly as it was
+trained."""
 
 import json
 import os
@@ -14,7 +15,7 @@ import common
 import generate
 
 
-# SRC -> the case whose truth it is; config.json lies in SRC or its huggingface/, save for those in CONFIG_APART
+# SRC -> its case; config.json is in SRC or its huggingface/, except for CONFIG_APART
 SOURCES = {
     "verl": "verl",
     "verl/global_step_10": "verl",
@@ -26,7 +27,7 @@ SOURCES = {
 }
 CONFIG_APART = {"accelerate_llama/pytorch_model_fsdp_0", "titan/step-1000"}
 LAYERS = {"verl": 2}
-LEFT_OUT = {  # what the closing line must own up to
+LEFT_OUT = {  # the excluded tensors that the closing line must list
     "verl": ["optim", "extra_state"], "accelerate_llama": [], "titan": ["optimizer", "train_state"],
     "dcp_trainer": ["optim"],
 }
@@ -35,7 +36,7 @@ TOKENS = torch.arange(40).reshape(2, 20)
 
 
 def state_of(case):
-    """The model's own state dict."""
+    """Returns the state dict of the model."""
     _, tensors = common.trainer_truth(case)
     if case == "titan":  # no prefix to cut: the model's names begin with "model." themselves
         return {n: t for n, t in tensors.items() if not n.startswith(("optimizer.", "train_state."))}
@@ -55,14 +56,14 @@ def logits(model):
 
 
 def expected_logits(case, dtype):
-    """What the trained model says, made of the truth without any file between."""
+    """Returns the logits of the trained model, made from the ground truth without any file between."""
     model = transformers.LlamaForCausalLM._from_config(config_of(case), dtype=dtype)
     model.load_state_dict({n: t.to(dtype) for n, t in state_of(case).items()}, strict=True)
     return logits(model)
 
 
 def load(folder, source, dtype):
-    """By Auto classes, as users do; every key must find its place."""
+    """Loads by Auto classes, as users do; every key must be used."""
     if source in CONFIG_APART:
         assert not os.path.exists(f"{folder}/config.json")
         config_of(SOURCES[source]).save_pretrained(folder)
@@ -78,7 +79,7 @@ def same_file(a, b):
 
 
 @EACH
-def test_runs_as_trained(tmp_path, source):
+def test_consolidated_model_runs_as_trained(tmp_path, source):
     case = SOURCES[source]
     dtype = config_of(case).dtype
     done = common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
@@ -94,7 +95,7 @@ def test_runs_as_trained(tmp_path, source):
 
 
 @EACH
-def test_runs_in_bf16(tmp_path, source):
+def test_consolidated_model_in_bf16_runs_as_cast_by_pytorch(tmp_path, source):
     """--dtype bf16 rounds as PyTorch does."""
     case = SOURCES[source]
     done = common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x", "--dtype", "bf16")
@@ -106,8 +107,8 @@ def test_runs_in_bf16(tmp_path, source):
 
 
 @EACH
-def test_many_files(tmp_path, source):
-    """With an index: total_size is the tensors' bytes, and the same model comes out."""
+def test_model_in_many_files_has_an_index_and_loads(tmp_path, source):
+    """The index has the bytes of all tensors as total_size, and the model is the same."""
     case = SOURCES[source]
     dtype = config_of(case).dtype
     common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x", "--max-shard-size", "4KB")
@@ -128,7 +129,7 @@ def test_many_files(tmp_path, source):
     ("verl/global_step_10/actor", "verl/global_step_10/actor/huggingface"),
     ("accelerate_llama", "accelerate_llama"), ("dcp_trainer", "dcp_trainer")])
 def test_assets_are_copied(tmp_path, source, beside):
-    """Config and tokenizer files byte for byte, and nothing that is not for a loader."""
+    """Config and tokenizer files are copied unchanged, and no file that loaders do not need."""
     common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
     beside = f"{common.FIXTURES}/{beside}"
     assets = {n for n in os.listdir(beside) if n.endswith(".json")}
@@ -140,8 +141,8 @@ def test_assets_are_copied(tmp_path, source, beside):
         assert tokenizer("w4 w39 w7")["input_ids"] == [4, 39, 7]
 
 
-def test_the_root_gives_the_same_bytes(tmp_path):
-    """A trainer's root resolves to the one checkpoint in it."""
+def test_parent_folder_gives_identical_bytes(tmp_path):
+    """The root of a trainer's run resolves to the one checkpoint in it."""
     common.dtshard("consolidate", f"{common.FIXTURES}/verl", tmp_path / "root")
     common.dtshard("consolidate", f"{common.FIXTURES}/verl/global_step_10/actor", tmp_path / "actor")
     assert same_file(tmp_path / "root" / "model.safetensors", tmp_path / "actor" / "model.safetensors")
@@ -149,6 +150,6 @@ def test_the_root_gives_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("source", ["verl/global_step_10/actor", "accelerate_llama/pytorch_model_fsdp_0",
                                     "accelerate_llama/optimizer_0", "titan/step-1000", "dcp_trainer"])
-def test_what_trainers_leave_is_sound(source):
-    """Random numbers' state is other on each rank by intent: no finding."""
+def test_trainer_checkpoints_pass_verify(source):
+    """Random state differs between ranks by intent, which is no finding."""
     common.dtshard("verify", f"{common.FIXTURES}/{source}")

@@ -1,4 +1,5 @@
-"""A training job goes from one process to tensor parallelism under FSDP2 by `reshard --plan llama`, takes a step, and back.
+"""A training job is converted from one process to tensor parallelism under FSDP2 by `reshard --plan llama`, takes a
+step, and is converted back.
 
 A Llama of transformers and one with torchtitan's names, each with its AdamW, in f64: load_state_dict of rank files and
 dcp.load take what dtshard wrote, and the step in 4 gloo processes has the loss, the parameters and the moments of the
@@ -40,7 +41,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("saved", ["ranks", "dcp"])
 @pytest.mark.parametrize("model", training.MODELS)
-def test_there_a_step_and_back(trained, tmp_path, model, saved):
+def test_sharded_training_step_equals_one_process(trained, tmp_path, model, saved):
     folder = trained / model
     options = ["--root", "model"] if saved == "dcp" else []
     common.dtshard("consolidate", folder / "trained" / saved, tmp_path / "model.safetensors", *options)
@@ -48,18 +49,18 @@ def test_there_a_step_and_back(trained, tmp_path, model, saved):
     assert found.keys() == full.keys()
     assert all(generate.same(found[name], tensor) for name, tensor in full.items())
 
-    # With these weights it says what the model says that never was sharded.
+    # With these weights the logits equal those of the model that was never sharded.
     expected = torch.load(folder / "expected.pt")
     tokens, _ = training.data(3)
-    said = []
+    outputs = []
     for weights in (found, expected["model"]):
         module = training.build(model, seed=3)
         module.load_state_dict(weights)
         with torch.no_grad():
-            said.append(training.logits(module, tokens))
-    torch.testing.assert_close(*said, **training.CLOSE)
+            outputs.append(training.logits(module, tokens))
+    torch.testing.assert_close(*outputs, **training.CLOSE)
 
-    # And it goes on as that does.
+    # Training continues equally.
     common.dtshard("unshard", folder / "trained" / saved, tmp_path / "whole.pt", "--series", "all")
     whole = torch.load(tmp_path / "whole.pt")
     steps = [training.go_on(model, tree["model"], tree["optim"]) for tree in (whole, expected)]

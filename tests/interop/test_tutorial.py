@@ -1,5 +1,5 @@
-"""Every command of docs/tutorial.md, in the order of the page: what dtshard prints is what the page shows, and the weights
-that arrive are those that training and editing made."""
+"""Every command of docs/tutorial.md, in the order of the page: the output of dtshard matches the page, and the final
+weights are those of training and editing."""
 
 import os
 import re
@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 import common
 
 PAGE = os.path.join(common.REPOSITORY, "docs", "tutorial.md")
-# Nothing is installed for the test, it runs in an environment that has it all.
+# The environment has all packages, so nothing is installed.
 SKIPPED = ("python3 -m venv", "pip install")
 
 
 def blocks(text):
-    """(language, lines, paragraph before it) of each fenced block of a page."""
+    """Returns (language, lines, preceding paragraph) of each fenced block of a page."""
     return [(language, body.splitlines(), before) for before, language, body in
             re.findall(r"(?:((?:[^\n]+\n)+)\n)?```(\w+)\n(.*?)\n```\n", text, re.DOTALL)]
 
 
 def commands(body):
-    """(command, expected lines) of a console block."""
+    """Returns (command, expected lines) of a console block."""
     found = []
     for line in body:
         if line.startswith("$ "):
@@ -41,7 +41,7 @@ def masked(line):
 
 
 def matches(found, expected):
-    """Whether the lines are those expected, where `...` stands for any number of lines."""
+    """Returns whether the lines equal the expected lines, where `...` stands for any number of lines."""
     if not expected:
         return not found
     if expected[0].strip() == "...":
@@ -50,7 +50,7 @@ def matches(found, expected):
 
 
 def run(command, folder):
-    # A free port for torchrun, whatever else runs on this machine.
+    # torchrun gets a free port.
     environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PET_STANDALONE="1")
     environment["PATH"] = os.pathsep.join([
         os.path.dirname(common.binary()), os.path.dirname(sys.executable), environment["PATH"]])
@@ -68,7 +68,7 @@ def dcp_values(folder):
     return state
 
 
-def test_tutorial_commands_print_what_the_page_shows_and_keep_the_weights(tmp_path):
+def test_tutorial_commands_match_the_page_and_keep_the_weights(tmp_path):
     compared, wrong = 0, []
     for language, body, before in blocks(open(PAGE).read()):
         if language == "python":

@@ -1,4 +1,5 @@
-"""`dtshard reshard actor actor6 --mesh fsdp=6`: every file that verl opens on its new ranks, and it trains on."""
+"""`dtshard reshard actor actor6 --mesh fsdp=6` writes every file that verl opens on its new ranks, and training
+continues."""
 
 import json
 import os
@@ -27,19 +28,19 @@ def resharded(tmp_path_factory):
     return get
 
 
-def test_the_source_itself(tmp_path):
-    """The test below holds of what verl wrote."""
+def test_source_resumes_in_verl(tmp_path):
+    """The next test passes for the files that verl wrote."""
     common.run_ranks(ranks.resume_verl, 4, tmp_path, ACTOR, 4)
 
 
 @pytest.mark.parametrize("world", [6, 2, 3, 4])
-def test_training_goes_on(resharded, tmp_path, world):
+def test_resharded_checkpoint_resumes_in_verl(resharded, tmp_path, world):
     common.run_ranks(ranks.resume_verl, world, tmp_path, str(resharded(world)), 4)
 
 
 @pytest.mark.parametrize("world", [6, 2, 3, 4])
-def test_files(resharded, world):
-    """Three files a rank, config and tokenizer as they were, the world size where verl notes it."""
+def test_resharded_folder_has_the_files_of_verl(resharded, world):
+    """Each rank has three files, config and tokenizer are unchanged, and verl's world size is updated."""
     folder = resharded(world)
     files = {f"{kind}_world_size_{world}_rank_{r}.pt" for kind in KINDS for r in range(world)}
     assert set(os.listdir(folder)) == files | {"fsdp_config.json", "huggingface"}
@@ -53,17 +54,17 @@ def test_files(resharded, world):
 
 
 @pytest.mark.parametrize("world", [6, 3])
-def test_verify_finds_them_equal(resharded, world):
+def test_verify_accepts_the_resharded_checkpoint(resharded, world):
     common.dtshard("verify", ACTOR, resharded(world))
 
 
-def test_there_and_back(resharded, tmp_path):
-    """4 -> 6 -> 4: what training resumes from is the same again."""
+def test_reshard_to_six_ranks_and_back_keeps_the_state(resharded, tmp_path):
+    """4 -> 6 -> 4 ranks: training resumes from equal state."""
     common.dtshard("reshard", resharded(6), tmp_path / "actor", "--mesh", "fsdp=4")
     common.run_ranks(ranks.resume_verl, 4, tmp_path, str(tmp_path / "actor"), 4)
 
 
-def test_same_bytes_again(resharded, tmp_path):
+def test_repeated_reshard_writes_identical_bytes(resharded, tmp_path):
     common.dtshard("reshard", ACTOR, tmp_path / "again", "--mesh", "fsdp=6")
     for kind in KINDS:
         for r in range(6):
@@ -71,15 +72,15 @@ def test_same_bytes_again(resharded, tmp_path):
             assert (tmp_path / "again" / name).read_bytes() == (resharded(6) / name).read_bytes(), name
 
 
-def test_own_random_state_is_said(tmp_path):
-    """State that belongs to single ranks is not spread in silence."""
+def test_per_rank_random_state_gives_a_note(tmp_path):
+    """Per-rank state is not changed silently."""
     done = common.dtshard("reshard", ACTOR, tmp_path / "x", "--mesh", "fsdp=6")
     assert "rng" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["rank0", "drop"])
-def test_who_decides_on_random_state(tmp_path, how):
-    """--on-conflict: the first rank's for all, or none; what the ranks agree on stays."""
+def test_on_conflict_selects_the_random_state(tmp_path, how):
+    """--on-conflict keeps the first rank's state for all, or none; values that are equal on all ranks stay."""
     common.dtshard("reshard", ACTOR, tmp_path / "x", "--mesh", "fsdp=6", "--on-conflict", how)
     info, _ = common.trainer_truth("verl")
     for r in range(6):
@@ -88,4 +89,4 @@ def test_who_decides_on_random_state(tmp_path, how):
         if how == "rank0":
             assert generate.same_rng(found["rng"], generate.rng_state(0))
         else:
-            assert "rng" not in found  # not a part of it: verl would fail on that
+            assert "rng" not in found  # all of it is dropped: verl fails on a part

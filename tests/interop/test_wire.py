@@ -1,4 +1,4 @@
-"""Processes that give each other their parts of a tensor put no more on the wire than DTensor.redistribute.
+"""Processes that exchange shards of a tensor receive no more bytes than in DTensor.redistribute.
 
 As many processes as ranks, each of which sees its own rank's file and writes its own rank's file, are asked by
 `--dry-run --json` what they would receive. `ci/mpi` runs this, with a build that has MPI. Where shards are uneven PyTorch pads them. `-s` prints all figures.
@@ -24,7 +24,7 @@ TYPICAL = {
     ("R", "S(1)"): [("S(0)", "S(0)")],
     ("R", "R"): [("S(0)", "S(1)")],
     ("S(0)", "S(1)"): [("S(1)", "S(0)"), ("R", "R"), ("S(0)", "R")],
-    # As FSDP2 over TP has it.
+    # The layout of FSDP2 over TP.
     ("_S(0,2)", "S(0)"): [("S(0)", "S(0)"), ("R", "S(0)"), ("S(0)", "R"), ("R", "R")],
     ("P(sum)", "R"): [("R", "R"), ("S(0)", "R"), ("S(0)", "S(1)")],
     ("R", "P(sum)"): [("R", "S(1)")],
@@ -33,22 +33,22 @@ TYPICAL = {
     ("P(max)", "R"): [("R", "R")],
 }
 GRIDS = [(sizes, s, t) for sizes in ((2, 2), (2, 3)) for s, targets in TYPICAL.items() for t in targets]
-# Even: of any of these meshes each rank has as much. Uneven: not.
+# Even: on each mesh all ranks have equal shards. Uneven: they do not.
 SHAPES = {"even": (12, 24), "uneven": (7, 5)}
 
 
-# Without GPUs, processes exchange bytes by MPI alone.
+# Without GPUs, processes exchange bytes by MPI only.
 MPI_BUILD = os.environ.get("DTSHARD_MPI")
 pytestmark = pytest.mark.skipif(not MPI_BUILD, reason="DTSHARD_MPI names no dtshard that is built with MPI")
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root"]
 
 
-def by_dtshard(nodes, desk, target):
+def by_dtshard(nodes, dst_folder, target):
     words = ["--source", "per-rank", "--backend", "mpi", "--dry-run", "--json", f"--placements={','.join(target)}"]
     command = list(MPIRUN)
     for node in nodes:
         command += [":"] if command != MPIRUN else []
-        command += ["-n", "1", MPI_BUILD, "reshard", node, desk / "out", *words]
+        command += ["-n", "1", MPI_BUILD, "reshard", node, dst_folder / "out", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended
     return sum(rank["received"] for rank in json.loads(ended.stdout)["ranks"])
@@ -60,7 +60,7 @@ def label(value):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sizes,source,target", LINES + GRIDS, ids=label)
-def test_no_more_than_redistribute(tmp_path, sizes, source, target, shape):
+def test_exchange_receives_no_more_bytes_than_redistribute(tmp_path, sizes, source, target, shape):
     whole = torch.arange(math.prod(SHAPES[shape]), dtype=torch.float32).reshape(SHAPES[shape])
     try:
         most = wire.by_torch(whole, sizes, source, target)

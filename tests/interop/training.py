@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module)
 
-# Of these only the heads and the length of sequences divide: parts of the weights are uneven.
+# Only the heads and the sequence length divide evenly; shards of the weights are uneven.
 VOCAB, DIM, HEADS, KV_HEADS, WIDE, LAYERS, BATCH, LENGTH = 11, 24, 4, 2, 14, 2, 4, 6
 DP, TP = 2, 2
 WORLD = DP * TP
-# Ranks add up in another order than one process, in f64.
+# Ranks sum in another order than one process, in f64.
 CLOSE = {"rtol": 1e-10, "atol": 1e-13}
 
 # ---------------------------------------------------------------------------------------------------
@@ -112,14 +112,14 @@ def build(name, seed):
 def logits(model, tokens):
     if isinstance(model, Titan):
         return model(tokens)
-    # Said, because tensor parallelism cuts the sequence where the model would measure it.
+    # Passed explicitly, because tensor parallelism splits the sequence where the model would measure it.
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     return model(tokens, attention_mask=mask.expand(len(tokens), 1, -1, -1), position_ids=torch.arange(LENGTH)[None],
                  use_cache=False).logits
 
 
 def data(step):
-    """Tokens and the ones to predict."""
+    """Returns tokens and targets."""
     drawn = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
     return drawn[0], drawn[1]
 
@@ -137,7 +137,7 @@ def make_optimizer(model):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what the built-in plan `llama` names, with what forward needs
+# the plan `llama`, with the input layouts of forward
 
 SEQUENCE = Shard(1)
 NAMES = {
@@ -151,7 +151,7 @@ NAMES = {
 
 
 def whole_sequence(model):
-    """Input of attention: transformers names it, torchtitan does not."""
+    """Returns the input of attention, a keyword in transformers and positional in torchtitan."""
     if model == "titan":
         return PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),))
     return PrepareModuleInput(input_kwarg_layouts={"hidden_states": SEQUENCE},
@@ -177,7 +177,7 @@ def plan(model):
 
 
 def placed(name, seed):
-    """The model on this rank, and its optimizer with state of a step that is none."""
+    """Returns the model on this rank, and its optimizer with the state of a step that changes nothing."""
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     model = build(name, seed)
     parallelize_module(model, mesh["tp"], plan(name))
@@ -218,7 +218,7 @@ def go_on(name, model_state, optimizer_state):
 # each rank
 
 def from_rank_files(folder, model, optimizer):
-    """By load_state_dict of both, with the rank's own file."""
+    """Loads the rank's own file by load_state_dict of model and optimizer."""
     state = {kind: torch.load(f"{folder}/ranks/{kind}_world_size_{WORLD}_rank_{dist.get_rank()}.pt", weights_only=True)
              for kind in ("model", "optim")}
     own = model.state_dict()
@@ -259,7 +259,7 @@ def resume(folder):
 
 
 def write_trained(folder, model, optimizer):
-    """As the job saves it, and by PyTorch itself in one file."""
+    """Saves as the job does, and by PyTorch in one file."""
     rank = dist.get_rank()
     os.makedirs(f"{folder}/ranks", exist_ok=True)
     for kind, part in (("model", model), ("optim", optimizer)):

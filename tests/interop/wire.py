@@ -1,7 +1,8 @@
-"""What PyTorch's DTensor.redistribute puts on the wire, and rank files to have dtshard do the same.
+"""Counts the bytes that PyTorch's DTensor.redistribute receives, and writes rank files for the same exchange by
+dtshard.
 
-Every rank is asked by itself, in a group that only looks like one, and of a mesh of device type "meta": with "cpu" PyTorch
-has an all-gather in place of each all-to-all. Counted is what a rank receives of others, by the algorithms that move
+Every rank runs alone, in a fake group, on a mesh of device type "meta": with "cpu" PyTorch uses an all-gather in place of
+each all-to-all. The counter adds the bytes that a rank receives from others, by the algorithms that move
 least: rings for all-gather, reduce-scatter and all-reduce.
 """
 
@@ -76,10 +77,10 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What PyTorch weighs ways against each other with, and has no number for with "meta".
+# PyTorch's cost model of redistributions has no value for "meta".
 @mock.patch.object(_mesh_resources, "num_devices_per_host", lambda device_type: 8)
 def by_torch(whole, sizes, source, target):
-    """Bytes that all ranks together receive."""
+    """Returns the bytes that all ranks together receive."""
     total = 0
     for rank in range(math.prod(sizes)):
         with group(rank, sizes, "meta") as mesh:
@@ -91,7 +92,7 @@ def by_torch(whole, sizes, source, target):
 
 
 def save(whole, sizes, source, folder):
-    """Each rank's file in a folder of its own, as on a disk of its own: the folders."""
+    """Writes each rank's file to its own folder, like a local disk, and returns the folders."""
     world = math.prod(sizes)
     nodes = [folder / f"node{rank}" for rank in range(world)]
     for rank, node in enumerate(nodes):

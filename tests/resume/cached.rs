@@ -1,7 +1,7 @@
-//! Two processes on two mounts of one folder, each of which remembers names as a network file system does: neither takes
-//! what it remembers for what is there, also where one of them is killed.
+//! Two processes on two mounts of one folder, each of which caches names like a network file system: neither process
+//! relies on cached names, also where one process is killed.
 //!
-//! `DTSHARD_TEST_CACHED_RUNS=50` repeats each case so often, with other moments of killing.
+//! `DTSHARD_TEST_CACHED_RUNS=50` repeats each case 50 times, with other moments of the kill.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use crate::job::{FILE, FOLDER, Job, Kind, RANKS, names, skip};
 use crate::outcome::Outcome;
 use crate::tree::tree;
 
-/// For how long mounts remember names: longer than a hurried process watches before it takes another one for dead.
+/// How long mounts cache names: longer than a hurried process waits before it considers another one dead.
 const CACHES: &str = "entry_timeout=4,attr_timeout=4,negative_timeout=4";
 
-/// Mounts of one folder. Dropped, they are unmounted.
+/// Mounts of one folder, unmounted when dropped.
 struct Mounts {
     root: TempDir,
     servers: Vec<Child>,
@@ -76,7 +76,7 @@ fn is_mounted(at: &Path) -> bool {
     mounts.lines().any(|line| line.split(' ').nth(1).is_some_and(|mounted| Path::new(mounted) == at))
 }
 
-/// One conversion by two processes, each with a mount of its own.
+/// One conversion by two processes, each with its own mount.
 struct Pair {
     job: Job,
     mounts: Mounts,
@@ -89,22 +89,22 @@ impl Pair {
         self.job.command_at(&target, &more, Some("none")).spawn().unwrap()
     }
 
-    fn both(&self, more: &str) -> [Child; 2] {
+    fn start_both(&self, more: &str) -> [Child; 2] {
         [self.start(0, more), self.start(1, more)]
     }
 
-    fn succeeds(&self, processes: [Child; 2], at: &str) {
-        let outcomes = processes.map(ended);
+    fn assert_succeed(&self, processes: [Child; 2], at: &str) {
+        let outcomes = processes.map(wait);
         for outcome in &outcomes {
             assert_eq!(outcome.code, Some(0), "{at}: {outcomes:?}");
         }
         let folder = self.mounts.folder();
         assert_eq!(names(&folder), [self.job.kind.target()], "{at}");
-        assert!(tree(&folder.join(self.job.kind.target())) == self.job.wanted, "{at}: other bytes");
+        assert!(tree(&folder.join(self.job.kind.target())) == self.job.expected, "{at}: other bytes");
     }
 
-    /// Another node takes the result away, which the two mounts go on to remember.
-    fn take_away(&self) {
+    /// Removes the result on another node; the two mounts still cache its name.
+    fn remove_result(&self) {
         for name in names(&self.mounts.folder()) {
             let path = self.mounts.folder().join(name);
             if path.is_dir() { fs::remove_dir_all(path).unwrap() } else { fs::remove_file(path).unwrap() }
@@ -112,7 +112,7 @@ impl Pair {
     }
 }
 
-fn ended(process: Child) -> Outcome {
+fn wait(process: Child) -> Outcome {
     process.wait_with_output().unwrap().into()
 }
 
@@ -130,58 +130,58 @@ fn with_pair(kind: Kind, options: &str, test: impl Fn(&Pair, u32)) {
 }
 
 #[test]
-fn a_result_that_a_mount_remembers_as_missing_is_found() {
+fn result_is_found_although_a_mount_caches_it_as_missing() {
     with_pair(FOLDER, "", |pair, run| {
-        pair.succeeds(pair.both(""), &format!("run {run}"));
-        pair.take_away();
+        pair.assert_succeed(pair.start_both(""), &format!("run {run}"));
+        pair.remove_result();
     });
 }
 
 #[test]
-fn a_result_that_a_caching_mount_remembers_as_missing_is_found() {
+fn result_is_found_with_auto_cache_although_cached_as_missing() {
     with_pair(RANKS, ",auto_cache", |pair, run| {
-        pair.succeeds(pair.both(""), &format!("run {run}"));
-        pair.take_away();
+        pair.assert_succeed(pair.start_both(""), &format!("run {run}"));
+        pair.remove_result();
     });
 }
 
-/// The mount of the second process remembers that it is there.
+/// The mount of the second process caches the name of the removed result.
 #[test]
-fn a_result_that_was_taken_away_is_written_again() {
+fn removed_result_is_written_again() {
     with_pair(FILE, "", |pair, run| {
-        pair.succeeds(pair.both(""), &format!("run {run}"));
+        pair.assert_succeed(pair.start_both(""), &format!("run {run}"));
         assert!(pair.mounts.node(1).join(pair.job.kind.target()).exists());
-        pair.take_away();
-        pair.succeeds(pair.both(""), &format!("run {run} again"));
-        pair.take_away();
+        pair.remove_result();
+        pair.assert_succeed(pair.start_both(""), &format!("run {run} again"));
+        pair.remove_result();
     });
 }
 
 #[test]
-fn a_killed_process_on_a_caching_mount_resumes() {
+fn killed_process_on_a_caching_mount_resumes() {
     for options in ["", ",auto_cache"] {
         with_pair(FOLDER, options, |pair, run| {
-            // Other moments each time, from before the first name to after the last one.
+            // The moments differ each time, from before the first file to after the last one.
             for moment in [0, 40, 80, 160] {
                 let (at, dying) = (format!("run {run}, killed after {moment} ms"), run % 2);
-                let [mut first, mut second] = pair.both("--resume");
+                let [mut first, mut second] = pair.start_both("--resume");
                 sleep(Duration::from_millis(moment + u64::from(run / 2) % 40));
                 let (killed, left) = if dying == 0 { (&mut first, &mut second) } else { (&mut second, &mut first) };
                 killed.kill().unwrap();
-                // It may wait for one that had not begun, until a launcher ends it.
+                // The process may wait for a part that had not begun, until a launcher ends it.
                 let begun = Instant::now();
                 while left.try_wait().unwrap().is_none() && begun.elapsed() < Duration::from_secs(3) {
                     sleep(Duration::from_millis(20));
                 }
                 left.kill().unwrap();
                 for process in [first, second] {
-                    let outcome = ended(process);
+                    let outcome = wait(process);
                     assert!(matches!(outcome.code, None | Some(0 | 2)), "{at}: {outcome:?}");
                 }
                 let result = pair.mounts.folder().join(pair.job.kind.target());
-                assert!(!result.exists() || tree(&result) == pair.job.wanted, "{at}: other bytes");
-                pair.succeeds(pair.both("--resume"), &at);
-                pair.take_away();
+                assert!(!result.exists() || tree(&result) == pair.job.expected, "{at}: other bytes");
+                pair.assert_succeed(pair.start_both("--resume"), &at);
+                pair.remove_result();
             }
         });
     }

@@ -1,5 +1,4 @@
-//! Journals and leases that somebody damaged, or forged: what they say is refused or true, and never ends in a wrong
-//! result.
+//! Damaged and forged journals and leases: a run refuses them or resumes correctly, and never publishes wrong bytes.
 
 use std::fs;
 
@@ -9,25 +8,25 @@ use serde_json::Value as Json;
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, Kind};
 
-/// Go on with what is there: done and right, or refused.
+/// Resumes, asserts that the run is refused or writes the expected bytes, and returns whether it succeeded.
 #[track_caller]
-fn goes_on(job: &Job, at: &str) -> bool {
+fn resumes_correctly(job: &Job, at: &str) -> bool {
     let ended = job.run("--resume", Some("none"));
-    ended.did_not_crash();
+    ended.assert_no_crash();
     match ended.code {
-        Some(0) => job.is_done(at),
+        Some(0) => job.assert_done(at),
         _ => assert!(ended.code == Some(2) && !job.target().exists(), "{at}: {ended:?}"),
     }
     ended.code == Some(0)
 }
 
-/// A partial folder with two windows recorded, to be damaged again and again.
-struct Left {
+/// A partial folder with two recorded windows, which tests damage and restore.
+struct InterruptedRun {
     job: Job,
     kept: std::path::PathBuf,
 }
 
-impl Left {
+impl InterruptedRun {
     fn new(kind: Kind) -> Self {
         let job = Job::new(kind);
         for _ in 0..2 {
@@ -38,23 +37,23 @@ impl Left {
         Self { job, kept }
     }
 
-    fn put_back(&self) {
+    fn restore(&self) {
         self.job.clear();
         crate::outcome::copy_all(&self.kept, &self.job.partial());
     }
 }
 
 #[test]
-fn bits_and_ends_of_journals() {
+fn journals_with_flipped_bits_or_truncated_ends_are_refused_or_resumed() {
     for kind in [FILE, DCP] {
-        let left = Left::new(kind);
+        let interrupted = InterruptedRun::new(kind);
         let lens: Vec<usize> =
-            left.job.of_partial(".journal").iter().map(|path| fs::read(path).unwrap().len()).collect();
+            interrupted.job.files_in_partial(".journal").iter().map(|path| fs::read(path).unwrap().len()).collect();
         assert_eq!(lens.len(), 2);
         for (nth, len) in lens.into_iter().enumerate() {
             for step in 0..12 {
-                left.put_back();
-                let path = &left.job.of_partial(".journal")[nth];
+                interrupted.restore();
+                let path = &interrupted.job.files_in_partial(".journal")[nth];
                 let mut content = fs::read(path).unwrap();
                 let at = len * step / 12;
                 if step % 3 == 0 {
@@ -63,20 +62,23 @@ fn bits_and_ends_of_journals() {
                     content[at] ^= 1 << (step % 8);
                 }
                 fs::write(path, content).unwrap();
-                assert!(goes_on(&left.job, &format!("{kind} {nth} {step}")), "a damaged record says less");
+                assert!(
+                    resumes_correctly(&interrupted.job, &format!("{kind} {nth} {step}")),
+                    "a damaged record says less"
+                );
             }
         }
     }
 }
 
-/// A line as it would be written.
+/// Returns a line as a journal has it, with its checksum.
 fn line(json: &str) -> Vec<u8> {
     format!("{json} {:08x}\n", crc32fast::hash(json.as_bytes())).into_bytes()
 }
 
 #[test]
-fn journals_that_lie_about_what_can_be() {
-    let left = Left::new(FILE);
+fn journals_with_impossible_records_are_refused_or_ignored() {
+    let interrupted = InterruptedRun::new(FILE);
     let max = u64::MAX;
     let hostile = [
         line(r#"{"r":{"e":[[7,0,4096,0,[],[]]]}}"#),
@@ -96,60 +98,60 @@ fn journals_that_lie_about_what_can_be() {
         b"\n\n\n".to_vec(),
     ];
     for (nth, content) in hostile.into_iter().enumerate() {
-        left.put_back();
-        fs::write(left.job.work().join("part-9-of-9.0.journal"), &content).unwrap();
-        assert!(goes_on(&left.job, &nth.to_string()), "{nth}");
+        interrupted.restore();
+        fs::write(interrupted.job.work().join("part-9-of-9.0.journal"), &content).unwrap();
+        assert!(resumes_correctly(&interrupted.job, &nth.to_string()), "{nth}");
     }
-    // A journal that is no file is not read.
-    left.put_back();
-    fs::create_dir(left.job.work().join("part-9-of-9.0.journal")).unwrap();
-    assert!(!goes_on(&left.job, "a folder"));
+    // A folder in place of a journal is not read.
+    interrupted.restore();
+    fs::create_dir(interrupted.job.work().join("part-9-of-9.0.journal")).unwrap();
+    assert!(!resumes_correctly(&interrupted.job, "a folder"));
 }
 
-/// Counts that no run can have met.
+/// The counts of overflowed values are larger than any run can produce.
 #[test]
-fn counts_do_not_overflow() {
-    let left = Left::new(CAST);
+fn overflow_counts_of_journals_saturate() {
+    let interrupted = InterruptedRun::new(CAST);
     let max = u64::MAX;
-    let first = &left.job.of_partial(".journal")[0];
-    let len = fs::metadata(left.job.work().join("data/model.safetensors")).unwrap().len();
+    let first = &interrupted.job.files_in_partial(".journal")[0];
+    let len = fs::metadata(interrupted.job.work().join("data/model.safetensors")).unwrap().len();
     let of = |at: u64| format!(r#"[0,{},{},0,[],[["f32","f16",{max},{max}]]]"#, len - at, len - at + 1);
     let more = line(&format!(r#"{{"r":{{"e":[{},{}]}}}}"#, of(2), of(1)));
     fs::write(first, [fs::read(first).unwrap(), more].concat()).unwrap();
-    let ended = left.job.run("--resume", Some("none"));
-    ended.succeeded().says(&["18446744073709551615 values overflowed"]);
+    let ended = interrupted.job.run("--resume", Some("none"));
+    ended.assert_succeeded().assert_mentions(&["18446744073709551615 values overflowed"]);
 }
 
 #[test]
-fn leases_that_say_nothing() {
-    let left = Left::new(FILE);
+fn malformed_leases_do_not_block_resume() {
+    let interrupted = InterruptedRun::new(FILE);
     let contents: [&[u8]; 4] = [b"", b"{}", b"{\"pid\": -1", &[0xff; 5000]];
     for (nth, content) in contents.into_iter().enumerate() {
         for name in ["part-0-of-1.7.lease", "part-0-of-2.0.lease", "seal.0.lease", "part-99999999999-of-1.0.lease"] {
-            left.put_back();
-            fs::write(left.job.partial().join(name), content).unwrap();
-            assert!(goes_on(&left.job, &format!("{name} {nth}")));
+            interrupted.restore();
+            fs::write(interrupted.job.partial().join(name), content).unwrap();
+            assert!(resumes_correctly(&interrupted.job, &format!("{name} {nth}")));
         }
-        // One that could have no next is none.
-        left.put_back();
-        fs::write(left.job.partial().join("part-0-of-1.4294967295.lease"), content).unwrap();
-        assert!(goes_on(&left.job, "the last generation"));
+        // A lease with the highest number is ignored, because it could have no successor.
+        interrupted.restore();
+        fs::write(interrupted.job.partial().join("part-0-of-1.4294967295.lease"), content).unwrap();
+        assert!(resumes_correctly(&interrupted.job, "the last generation"));
     }
 }
 
-/// The entries that the journals of a partial folder have: file, start and end of each.
+/// Returns the entries in the journals of a partial folder: file, start and end of each.
 fn entries(job: &Job) -> Vec<(usize, u64, u64)> {
-    let text: String = job.of_partial(".journal").iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    let text: String = job.files_in_partial(".journal").iter().map(|path| fs::read_to_string(path).unwrap()).collect();
     let records = text.lines().map(|line| serde_json::from_str(&line[..line.len() - 9]).unwrap());
     let entries = records.flat_map(|record: Json| record["r"]["e"].as_array().cloned().unwrap_or_default());
     let number = |entry: &Json, field: usize| entry[field].as_u64().unwrap();
     entries.map(|entry| (usize::try_from(number(&entry, 0)).unwrap(), number(&entry, 1), number(&entry, 2))).collect()
 }
 
-/// An output file of a partial folder, and the middle of the longest entry of it.
+/// Returns an output file of a partial folder, and the middle of its longest recorded range.
 fn recorded(job: &Job) -> (PathBuf, u64) {
     let (file, start, end) = entries(job).into_iter().max_by_key(|(_, start, end)| end - start).unwrap();
-    let name = job.said["files"][file]["path"].as_str().unwrap();
+    let name = job.document["files"][file]["path"].as_str().unwrap();
     (job.work().join("data").join(name), start.midpoint(end))
 }
 
@@ -159,153 +161,158 @@ fn flip(file: &Path, at: u64) {
     fs::write(file, content).unwrap();
 }
 
-/// A byte that is not what was written, of what is recorded: with --verify that is done again, and little else.
+/// With `--verify` the range of the changed byte is written again, and little else.
 #[test]
-fn a_flipped_byte() {
+fn flipped_byte_of_recorded_output_is_written_again_with_verify() {
     for kind in KINDS {
-        let left = Left::new(kind);
-        let (file, at) = recorded(&left.job);
+        let interrupted = InterruptedRun::new(kind);
+        let (file, at) = recorded(&interrupted.job);
         let read = |more: &str| {
-            let ended = left.job.run(&format!("--resume --json --threads 1 {more}"), Some("none"));
-            let said: Json = serde_json::from_str(&ended.succeeded().out).unwrap();
-            (said["bytes_read"].as_u64().unwrap(), said["cast"].clone(), ended)
+            let ended = interrupted.job.run(&format!("--resume --json --threads 1 {more}"), Some("none"));
+            let document: Json = serde_json::from_str(&ended.assert_succeeded().out).unwrap();
+            (document["bytes_read"].as_u64().unwrap(), document["cast"].clone(), ended)
         };
-        left.put_back();
+        interrupted.restore();
         let (untouched, ..) = read("--verify");
-        left.job.is_done(&kind.to_string());
-        left.put_back();
-        let file = left.job.work().join("data").join(file.file_name().unwrap());
+        interrupted.job.assert_done(&kind.to_string());
+        interrupted.restore();
+        let file = interrupted.job.work().join("data").join(file.file_name().unwrap());
         flip(&file, at);
         let (again, cast, ended) = read("--verify");
-        ended.says(&[file.to_str().unwrap(), "recorded as done: expected CRC-32 ", ", found ", "written again"]);
+        ended.assert_mentions(&[
+            file.to_str().unwrap(),
+            "recorded as done: expected CRC-32 ",
+            ", found ",
+            "written again",
+        ]);
         assert!(
-            untouched < again && again < left.job.said["bytes_read"].as_u64().unwrap(),
+            untouched < again && again < interrupted.job.document["bytes_read"].as_u64().unwrap(),
             "{kind}: {untouched} {again}"
         );
-        assert_eq!(cast, left.job.said["cast"], "{kind}");
-        left.job.is_done(&kind.to_string());
-        // By parts, each of which looks at its own.
-        left.put_back();
-        let file = left.job.work().join("data").join(file.file_name().unwrap());
+        assert_eq!(cast, interrupted.job.document["cast"], "{kind}");
+        interrupted.job.assert_done(&kind.to_string());
+        // Each of several parts checks its own ranges.
+        interrupted.restore();
+        let file = interrupted.job.work().join("data").join(file.file_name().unwrap());
         flip(&file, at);
-        left.job.run_parts(3, "--resume --verify", Some("none"));
-        left.job.is_done(&format!("{kind} in parts"));
+        interrupted.job.run_parts(3, "--resume --verify", Some("none"));
+        interrupted.job.assert_done(&format!("{kind} in parts"));
     }
 }
 
-/// Doubts last: what is not believed any more is not believed by a run that does not look.
+/// An invalidation is permanent: a later run without `--verify` does not use the ranges either.
 #[test]
-fn a_flipped_byte_and_a_kill() {
-    let left = Left::new(FOLDER);
-    let (file, at) = recorded(&left.job);
+fn invalidated_output_stays_invalidated_after_a_kill() {
+    let interrupted = InterruptedRun::new(FOLDER);
+    let (file, at) = recorded(&interrupted.job);
     flip(&file, at);
-    assert_eq!(left.job.run("--resume --verify", Some("doubted")).signal, Some(9));
-    left.job.run("--resume", Some("none")).succeeded();
-    left.job.is_done("without a look");
+    assert_eq!(interrupted.job.run("--resume --verify", Some("doubted")).signal, Some(9));
+    interrupted.job.run("--resume", Some("none")).assert_succeeded();
+    interrupted.job.assert_done("without a look");
 }
 
-/// What is found in the end is said, and is not found again.
+/// The mismatch is reported once, and the next run succeeds.
 #[test]
-fn a_flipped_byte_that_is_found_in_the_end() {
+fn flipped_byte_found_before_publishing_is_refused_and_written_again() {
     for kind in [FILE, FOLDER, DCP] {
         let job = Job::new(kind);
-        // All is done, and nothing published.
+        // All output is written, and nothing is published.
         assert_eq!(job.run("--resume --verify", Some("seal-summed")).signal, Some(9));
         let (file, at) = recorded(&job);
         let name = file.file_name().unwrap().to_owned();
         flip(&file, at);
-        // One of so many parts has nothing to do, looks at nothing, and seals.
+        // One of 64 parts has no work and verifies nothing, and then seals the output.
         let ended = job.run("--resume --verify --parts 64 --part 0 --no-wait", Some("none"));
-        ended.refused(&["memory or disk is at fault; nothing was published", "--resume writes this again"]);
+        ended.assert_refused(&["memory or disk is at fault; nothing was published", "--resume writes this again"]);
         assert!(job.work().join("data").join(name).exists());
-        job.run("--resume", Some("none")).succeeded();
-        job.is_done(&kind.to_string());
+        job.run("--resume", Some("none")).assert_succeeded();
+        job.assert_done(&kind.to_string());
     }
 }
 
-/// Two tensors that are wrong are told of, and written again, at once.
+/// Two wrong tensors are reported and written again together.
 #[test]
-fn all_that_is_found_in_the_end() {
+fn two_flipped_bytes_are_reported_and_written_again() {
     let job = Job::new(FOLDER);
     assert_eq!(job.run("--resume", Some("seal-summed")).signal, Some(9));
     let (file, _) = recorded(&job);
     let len = fs::metadata(&file).unwrap().len();
     [len / 3, len / 3 * 2].into_iter().for_each(|at| flip(&file, at));
     let look = "--resume --verify --parts 64 --part 0 --no-wait";
-    job.run(look, Some("none")).refused(&["--resume writes this again"]);
+    job.run(look, Some("none")).assert_refused(&["--resume writes this again"]);
     job.run_parts(64, "--resume", Some("none"));
-    job.is_done("both");
+    job.assert_done("both");
 }
 
-/// A sum that is not that of what it is of, put there after it was written.
+/// The stored checksum was changed after it was written.
 #[test]
-fn a_sum_that_is_wrong() {
+fn wrong_checksum_in_the_output_is_refused_and_written_again() {
     let job = Job::new(DCP);
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
     let (file, _) = recorded(&job);
     let content = fs::read(&file).unwrap();
-    // Descriptors tell CRC-32 and length: the first one that is of data.
+    // Zip descriptors contain CRC-32 and length; this finds the first one of tensor data.
     let number = |at: usize| u32::from_le_bytes(content[at..at + 4].try_into().unwrap());
     let is_of_data = |at: &usize| content[*at..].starts_with(b"PK\x07\x08") && number(at + 8) > 10_000;
     let at = (0..content.len() - 12).find(is_of_data).unwrap() + 4;
     flip(&file, at as u64);
     let words = ["CRC-32 of bytes ", &format!("at byte {at}: expected "), ", found ", "--resume writes this again"];
-    job.run("--resume --verify", Some("none")).refused(&words).says(&[file.to_str().unwrap()]);
-    job.run("--resume --verify", Some("none")).succeeded();
-    job.is_done("again");
+    job.run("--resume --verify", Some("none")).assert_refused(&words).assert_mentions(&[file.to_str().unwrap()]);
+    job.run("--resume --verify", Some("none")).assert_succeeded();
+    job.assert_done("again");
 }
 
-/// A file that was copied and is another one.
+/// A copied file was changed afterwards.
 #[test]
-fn a_carried_file() {
+fn changed_sidecar_file_is_copied_again() {
     let job = Job::new(FOLDER);
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
     let copy = job.work().join("data/config.json");
     for (content, more) in [(r#"{"model_type": "nine"}"#, "--verify"), ("{}", "")] {
         fs::write(&copy, content).unwrap();
         let ended = job.run(&format!("--resume {more}"), Some("record-after"));
-        ended.says(&["data/config.json is not what was copied; it is copied again"]);
+        ended.assert_mentions(&["data/config.json is not what was copied; it is copied again"]);
     }
-    job.run("--resume", Some("none")).succeeded();
-    job.is_done("copied again");
+    job.run("--resume", Some("none")).assert_succeeded();
+    job.assert_done("copied again");
 }
 
-/// A file that is not as long as it should be: nothing that is recorded of it counts, and all else does.
+/// No recorded range of a file with a wrong length counts; all other ranges do.
 #[test]
-fn files_of_another_length() {
+fn output_file_of_another_length_is_written_again() {
     let set_len = |file: &Path, len: u64| fs::File::options().write(true).open(file).unwrap().set_len(len).unwrap();
     for kind in [FILE, DCP, CAST] {
-        let left = Left::new(kind);
-        let (file, _) = recorded(&left.job);
+        let interrupted = InterruptedRun::new(kind);
+        let (file, _) = recorded(&interrupted.job);
         let len = fs::metadata(&file).unwrap().len();
         let expected = format!("{}: expected {len} bytes, found ", file.display());
         for found in [None, Some(1000), Some(0), Some(len + 1)] {
             let change = || found.map_or_else(|| fs::remove_file(&file).unwrap(), |len| set_len(&file, len));
             let found = found.map_or("no file".into(), |len| format!("{len} bytes"));
             for parts in [1, 3] {
-                left.put_back();
+                interrupted.restore();
                 change();
                 if parts == 1 {
                     let warning = format!("{expected}{found}");
-                    let ended = left.job.run("--resume", Some("none"));
-                    ended.says(&[&warning, "recorded as done are written again"]);
+                    let ended = interrupted.job.run("--resume", Some("none"));
+                    ended.assert_mentions(&[&warning, "recorded as done are written again"]);
                 } else {
-                    left.job.run_parts(parts, "--resume", Some("none"));
+                    interrupted.job.run_parts(parts, "--resume", Some("none"));
                 }
-                left.job.is_done(&format!("{kind} {found} {parts}"));
+                interrupted.job.assert_done(&format!("{kind} {found} {parts}"));
             }
         }
     }
 }
 
-/// What two processes have recorded, as one of them was taken for dead, and is not so.
+/// Two processes recorded the same ranges, because one was considered dead, and the bytes are damaged.
 #[test]
-fn bytes_that_two_have_recorded() {
-    let left = Left::new(FOLDER);
+fn damaged_bytes_recorded_by_two_processes_are_written_again() {
+    let interrupted = InterruptedRun::new(FOLDER);
     for more in ["--resume", "--resume --verify"] {
-        left.put_back();
-        let (file, at) = recorded(&left.job);
-        for (nth, journal) in left.job.of_partial(".journal").iter().enumerate() {
+        interrupted.restore();
+        let (file, at) = recorded(&interrupted.job);
+        for (nth, journal) in interrupted.job.files_in_partial(".journal").iter().enumerate() {
             fs::copy(journal, journal.with_file_name(format!("part-{nth}-of-9.0.journal"))).unwrap();
         }
         if more == "--resume" {
@@ -313,7 +320,7 @@ fn bytes_that_two_have_recorded() {
         } else {
             flip(&file, at);
         }
-        left.job.run(more, Some("none")).succeeded();
-        left.job.is_done(more);
+        interrupted.job.run(more, Some("none")).assert_succeeded();
+        interrupted.job.assert_done(more);
     }
 }

@@ -1,5 +1,5 @@
-//! File systems that run full: the error names the file, nothing is published, and with space there again `--resume`
-//! goes on. Needs to mount, so elsewhere than as root it is skipped.
+//! Full file systems: the error names the file, nothing is published, and `--resume` completes after space is freed.
+//! The tests mount file systems, so they are skipped unless they run as root.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use dtshard::storage::filesystem::write_back;
 
 use crate::job::{FILE, FOLDER, Job, Kind, names, skip};
 
-/// A file system of its own over a folder, as long as it lives.
+/// A file system mounted on a folder, unmounted when dropped.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -30,7 +30,7 @@ fn succeeds(command: &mut Command) -> bool {
     quiet.status().is_ok_and(|status| status.success())
 }
 
-/// As many bytes as there are.
+/// Fills the file system.
 fn fill(folder: &Path) -> PathBuf {
     let path = folder.join("filler");
     let mut file = fs::File::create(&path).unwrap();
@@ -45,76 +45,81 @@ fn fill(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn too_small_from_the_start() {
+fn too_small_file_system_is_refused_before_writing() {
     let job = Job::new(FOLDER);
-    let desk = job.desk();
-    let Some(_mount) = Mount::new(&desk, &["-t", "tmpfs", "-o", "size=1m", "none"]) else {
+    let dst_folder = job.dst_folder();
+    let Some(_mount) = Mount::new(&dst_folder, &["-t", "tmpfs", "-o", "size=1m", "none"]) else {
         return skip("cannot mount a tmpfs here");
     };
     let planned = job.run("--dry-run", None);
-    planned.succeeded().says(&["a run would be refused: ", "needed on the file system of"]);
+    planned.assert_succeeded().assert_mentions(&["a run would be refused: ", "needed on the file system of"]);
     for more in ["", "--resume", "--parts 2 --part 0 --no-wait"] {
-        job.run(more, None).refused(&["needed on the file system of", "free", "hint: free space there, or choose"]);
+        job.run(more, None).assert_refused(&[
+            "needed on the file system of",
+            "free",
+            "hint: free space there, or choose",
+        ]);
         assert!(!job.target().exists());
-        // Nothing is recorded, so there is nothing to be resumed.
-        assert_eq!(names(&desk), [""; 0], "{more}");
+        // Nothing is recorded, so nothing can be resumed.
+        assert_eq!(names(&dst_folder), [""; 0], "{more}");
     }
 }
 
-/// Room for what files hold is only found to be missing when they are written: ext2 cannot reserve it.
-fn full_in_the_middle(kind: Kind) {
+/// ext2 cannot reserve space, so the run finds the full file system only while it writes.
+fn assert_resumes_after_full(kind: Kind) {
     let job = Job::new(kind);
-    let desk = job.desk();
+    let dst_folder = job.dst_folder();
     let image = job.source().with_file_name("image");
     fs::File::create(&image).unwrap().set_len(24 << 20).unwrap();
     let made = succeeds(Command::new("mkfs.ext2").arg("-q").arg("-F").arg(&image));
-    let mounted = made.then(|| Mount::new(&desk, &["-t", "ext2", "-o", "loop", image.to_str().unwrap()])).flatten();
+    let mounted =
+        made.then(|| Mount::new(&dst_folder, &["-t", "ext2", "-o", "loop", image.to_str().unwrap()])).flatten();
     let Some(mount) = mounted else {
         return skip("cannot mount an ext2 image here");
     };
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
-    let filler = fill(&desk);
+    let filler = fill(&dst_folder);
     for more in ["--resume", "--resume --threads 1", "--resume --parts 2 --part 1 --no-wait"] {
         let ended = job.run(more, Some("none"));
-        ended.refused(&[".dtshard-partial/", "No space left on device", "hint: free space on the file system"]);
+        ended.assert_refused(&[".dtshard-partial/", "No space left on device", "hint: free space on the file system"]);
         assert!(!job.target().exists() && job.partial().exists(), "{more}");
-        job.source_is_whole(more);
+        job.assert_source_unchanged(more);
     }
     fs::remove_file(filler).unwrap();
-    job.run("--resume", Some("none")).succeeded();
-    let left: Vec<String> = names(&desk).into_iter().filter(|name| name != "lost+found").collect();
+    job.run("--resume", Some("none")).assert_succeeded();
+    let left: Vec<String> = names(&dst_folder).into_iter().filter(|name| name != "lost+found").collect();
     assert_eq!(left, [job.target().file_name().unwrap().to_str().unwrap()]);
-    job.is_right("with space again");
+    job.assert_result("with space again");
     drop(mount);
 }
 
 #[test]
-fn a_file_in_the_middle() {
-    full_in_the_middle(FILE);
+fn file_system_full_during_a_file_is_resumed() {
+    assert_resumes_after_full(FILE);
 }
 
 #[test]
-fn a_folder_in_the_middle() {
-    full_in_the_middle(FOLDER);
+fn file_system_full_during_a_folder_is_resumed() {
+    assert_resumes_after_full(FOLDER);
 }
 
-/// A disk that fails behind the page cache tells so once, to whoever waits first: fsync says that all is well afterwards.
+/// A disk error behind the page cache is reported once, to the first fsync; later calls succeed.
 #[test]
-fn what_does_not_get_to_the_disk_is_told_at_once() {
+fn failed_write_back_is_an_error_of_the_run() {
     let folder = tempfile::tempdir().unwrap();
-    let (room, at) = (folder.path().join("room"), folder.path().join("at"));
-    fs::create_dir(&room).unwrap();
+    let (backing, at) = (folder.path().join("room"), folder.path().join("at"));
+    fs::create_dir(&backing).unwrap();
     fs::create_dir(&at).unwrap();
-    let room_mount = Mount::new(&room, &["-t", "tmpfs", "-o", "size=8m", "none"]);
-    let image = room.join("image");
+    let backing_mount = Mount::new(&backing, &["-t", "tmpfs", "-o", "size=8m", "none"]);
+    let image = backing.join("image");
     fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
     let made = succeeds(Command::new("mkfs.ext2").arg("-q").arg("-F").arg(&image));
     let args = ["-t", "ext2", "-o", "loop,errors=continue", image.to_str().unwrap()];
-    let Some(_at) = room_mount.as_ref().filter(|_| made).and_then(|_| Mount::new(&at, &args)) else {
+    let Some(_at) = backing_mount.as_ref().filter(|_| made).and_then(|_| Mount::new(&at, &args)) else {
         return skip("cannot mount an ext2 image in a tmpfs here");
     };
     let file = fs::File::create(at.join("file")).unwrap();
     file.write_all_at(&vec![1; 20 << 20], 0).unwrap();
-    let told = (0..20).find_map(|block| write_back(&file, block << 20, 1 << 20).err());
-    assert!(told.is_some(), "8 MB hold no 20 MB");
+    let error = (0..20).find_map(|block| write_back(&file, block << 20, 1 << 20).err());
+    assert!(error.is_some(), "8 MB hold no 20 MB");
 }

@@ -1,4 +1,4 @@
-//! Killed at every point where something is decided, alone and as one of three, on an empty place and on an old one.
+//! Runs killed at every fault point, alone and as one of three parts, with an empty and with an existing destination.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,19 +7,19 @@ use dtshard::fault::POINTS;
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, Kind, RANKS, names, tree};
 
-/// Which of the processes is killed.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
-    /// There is only one.
+    /// The only process.
     Alone,
-    /// The first of three: the others have nobody to find.
+    /// The first of three parts: no other part has run.
     First,
-    /// The last of three, which seals.
+    /// The last of three parts, which seals the output.
     Last,
 }
 
 impl Victim {
-    fn of(self) -> u32 {
+    fn parts(self) -> u32 {
         if self == Self::Alone { 1 } else { 3 }
     }
 
@@ -32,7 +32,7 @@ impl Victim {
     }
 }
 
-/// What the old checkpoint holds: of another size, and the same files.
+/// Writes an old checkpoint at DST, with the same files and other sizes.
 fn put_old(job: &Job) {
     let old = job.target();
     if job.kind == FILE {
@@ -47,7 +47,7 @@ fn fixture_file() -> std::path::PathBuf {
     crate::outcome::fixture("safetensors/single/model.safetensors")
 }
 
-/// Kill `victim` at every point, look at what is there, and go on. Gives the points that were come by.
+/// Kills `victim` at every point, checks the files, and resumes. Returns the points that were reached.
 fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'static str> {
     let overwrite = if overwrites { "--overwrite" } else { "" };
     let mut hit = BTreeSet::new();
@@ -60,44 +60,44 @@ fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'st
         let old = overwrites.then(|| tree(&job.target()));
         if victim == Victim::Last {
             for part in ["--part 1", "--part 0"] {
-                job.run(&format!("--parts 3 --no-wait {part} {overwrite}"), Some("none")).succeeded();
+                job.run(&format!("--parts 3 --no-wait {part} {overwrite}"), Some("none")).assert_succeeded();
             }
         }
         let ended = job.run(&format!("{} {overwrite}", victim.options()), Some(point));
         if ended.signal == Some(9) {
             hit.insert(point);
         } else {
-            ended.succeeded();
+            ended.assert_succeeded();
         }
 
-        // Old, nothing or new, and never anything else.
+        // DST holds the old checkpoint, nothing, or the new one.
         if job.target().exists() {
             let found = tree(&job.target());
-            assert!(Some(&found) == old.as_ref() || found == job.wanted, "{at}: {:?}", names(&job.desk()));
+            assert!(Some(&found) == old.as_ref() || found == job.expected, "{at}: {:?}", names(&job.dst_folder()));
         } else if let Some(old) = old {
             let aside =
-                job.desk().join(format!(".{}.dtshard-old", job.target().file_name().unwrap().to_str().unwrap()));
-            assert!(point == "commit-moved-old" && tree(&aside) == old, "{at}: {:?}", names(&job.desk()));
+                job.dst_folder().join(format!(".{}.dtshard-old", job.target().file_name().unwrap().to_str().unwrap()));
+            assert!(point == "commit-moved-old" && tree(&aside) == old, "{at}: {:?}", names(&job.dst_folder()));
         }
-        job.source_is_whole(&at);
+        job.assert_source_unchanged(&at);
 
-        job.run_parts(victim.of(), &format!("--resume {overwrite}"), Some("none"));
-        job.is_done(&at);
+        job.run_parts(victim.parts(), &format!("--resume {overwrite}"), Some("none"));
+        job.assert_done(&at);
     }
     hit
 }
 
-/// Every point but these was come by.
-fn missed(hit: &BTreeSet<&str>) -> Vec<&'static str> {
+/// Returns the points that no process reached.
+fn points_not_reached(hit: &BTreeSet<&str>) -> Vec<&'static str> {
     POINTS.into_iter().filter(|point| !hit.contains(point)).collect()
 }
 
 const OF_RESTARTS: [&str; 3] = ["restart-created-lease", "restart-judged", "restart-moved"];
 const OF_SWAPS: [&str; 2] = ["commit-cleared", "commit-moved-old"];
 
-fn kill_all(kind: Kind, ways: &[(Victim, bool)]) {
+fn assert_resumes_after_kills(kind: Kind, ways: &[(Victim, bool)]) {
     let job = Job::new(kind);
-    let carries = job.wanted.keys().any(|name| name.ends_with("config.json"));
+    let carries = job.expected.keys().any(|name| name.ends_with("config.json"));
     for (victim, overwrites) in ways.iter().copied() {
         let hit = kill_everywhere(&job, victim, overwrites);
         let is_expected = |point: &&str| match *point {
@@ -105,12 +105,12 @@ fn kill_all(kind: Kind, ways: &[(Victim, bool)]) {
             point if OF_RESTARTS.contains(&point) => true,
             point if OF_SWAPS.contains(&point) => !overwrites || victim == Victim::First,
             "carried" => !carries || victim == Victim::Last,
-            // Nothing is left for the one who is alone.
+            // A process alone has nothing left to do there.
             "seal-summed" => victim != Victim::Last,
             point if point.starts_with("begin-") => victim == Victim::Last,
             point => (point.starts_with("commit-") || point.starts_with("seal-")) && victim == Victim::First,
         };
-        let missed: Vec<&str> = missed(&hit).into_iter().filter(|point| !is_expected(point)).collect();
+        let missed: Vec<&str> = points_not_reached(&hit).into_iter().filter(|point| !is_expected(point)).collect();
         assert!(missed.is_empty(), "{kind:?} {victim:?} {overwrites}: nobody came by {missed:?}");
     }
 }
@@ -127,33 +127,33 @@ const ALL: [(Victim, bool); 6] = [
 const SOME: [(Victim, bool); 2] = [(Victim::Alone, true), (Victim::Last, false)];
 
 #[test]
-fn a_file() {
-    kill_all(FILE, &ALL);
+fn file_killed_at_every_point_is_resumed() {
+    assert_resumes_after_kills(FILE, &ALL);
 }
 
 #[test]
-fn a_folder_with_files_that_go_along() {
-    kill_all(FOLDER, &SOME);
+fn folder_with_sidecar_files_killed_at_every_point_is_resumed() {
+    assert_resumes_after_kills(FOLDER, &SOME);
 }
 
 #[test]
-fn files_of_ranks() {
-    kill_all(RANKS, &SOME);
+fn rank_files_killed_at_every_point_are_resumed() {
+    assert_resumes_after_kills(RANKS, &SOME);
 }
 
 #[test]
-fn a_distributed_checkpoint() {
-    kill_all(DCP, &ALL);
+fn dcp_killed_at_every_point_is_resumed() {
+    assert_resumes_after_kills(DCP, &ALL);
 }
 
 #[test]
-fn a_cast() {
-    kill_all(CAST, &SOME);
+fn cast_killed_at_every_point_is_resumed() {
+    assert_resumes_after_kills(CAST, &SOME);
 }
 
-/// What --restart throws away is away, however often it is killed over it.
+/// `--restart` discards the earlier work, even if it is killed while it does so.
 #[test]
-fn throwing_away() {
+fn restart_killed_at_every_point_discards_the_work() {
     for kind in [FILE, FOLDER] {
         let job = Job::new(kind);
         for point in POINTS {
@@ -163,22 +163,23 @@ fn throwing_away() {
             let ended = job.run("--restart", Some(point));
             let must_be_hit = OF_RESTARTS.contains(&point);
             assert!(ended.signal == Some(9) || !must_be_hit && ended.code == Some(0), "{at}: {ended:?}");
-            job.run("--restart --overwrite", Some("none")).succeeded();
-            job.is_done(&at);
+            job.run("--restart --overwrite", Some("none")).assert_succeeded();
+            job.assert_done(&at);
         }
     }
 }
 
-/// One that was killed over its draft, while others were at work or had published, leaves nothing that lasts.
+/// A process was killed after it created its temporary folder, while others worked or had published: the folder is
+/// removed.
 #[test]
-fn over_a_draft_that_comes_late() {
+fn leftover_temporary_folder_is_removed() {
     let job = Job::new(FOLDER);
-    let draft = || fs::create_dir(job.desk().join(".out.dtshard-new-1f0c96a2b7d4")).unwrap();
-    job.run("--parts 2 --part 0 --no-wait", None).succeeded();
+    let draft = || fs::create_dir(job.dst_folder().join(".out.dtshard-new-1f0c96a2b7d4")).unwrap();
+    job.run("--parts 2 --part 0 --no-wait", None).assert_succeeded();
     draft();
-    job.run("--parts 2 --part 1 --no-wait", None).succeeded();
-    job.is_done("beside others");
+    job.run("--parts 2 --part 1 --no-wait", None).assert_succeeded();
+    job.assert_done("beside others");
     draft();
-    job.run("--resume", None).succeeded();
-    job.is_done("behind others");
+    job.run("--resume", None).assert_succeeded();
+    job.assert_done("behind others");
 }

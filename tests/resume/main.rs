@@ -1,5 +1,5 @@
-//! Runs that are killed at every step, and what the next ones make of what is left: the destination is never half, the
-//! source never changes, and `--resume` ends with what an undisturbed run writes.
+//! Runs that are killed at every step, and the runs after them: the destination is never incomplete, the source never
+//! changes, and `--resume` gives the bytes of an undisturbed run.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 
@@ -7,15 +7,15 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-mod awaited;
 mod cached;
 mod damaged;
-mod foreseen;
 mod full;
 mod job;
 mod killed;
 mod planted;
+mod preflight;
 mod refused;
 mod resumed;
+mod waiting;
 
 use common::{outcome, tree};

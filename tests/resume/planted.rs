@@ -17,7 +17,7 @@ const ATTACKER: u32 = 65534;
 const USER: u32 = 21002;
 const GROUP: u32 = 21000;
 
-/// Options of runs that meet what is planted.
+/// Options of runs that find planted files.
 const RUNS: [&str; 5] = ["", "--overwrite", "--resume", "--restart", "--parts 2 --part 0 --no-wait"];
 
 /// A conversion whose destination is in a folder that two users can write to.
@@ -29,10 +29,10 @@ struct Shared {
 }
 
 impl Shared {
-    /// `None`, which says why, where no other users can be had here.
+    /// Returns `None`, and prints why, where the test cannot run as other users.
     fn new(kind: Kind, mode: u32) -> Option<Self> {
         let job = Job::new(kind);
-        let root = job.desk().parent().unwrap().to_path_buf();
+        let root = job.dst_folder().parent().unwrap().to_path_buf();
         let victim = root.join("victim");
         fs::create_dir_all(victim.join("0123456789abcdef/results")).unwrap();
         for name in ["thesis.tex", "0123456789abcdef/results/table", "0123456789abcdef.json"] {
@@ -58,8 +58,8 @@ impl Shared {
 
     fn clear(&self) {
         self.job.clear();
-        chown(self.job.desk(), Some(0), Some(GROUP)).unwrap();
-        fs::set_permissions(self.job.desk(), fs::Permissions::from_mode(self.mode)).unwrap();
+        chown(self.job.dst_folder(), Some(0), Some(GROUP)).unwrap();
+        fs::set_permissions(self.job.dst_folder(), fs::Permissions::from_mode(self.mode)).unwrap();
     }
 
     fn command(&self, user: u32, more: &str, fault: &str) -> Command {
@@ -73,39 +73,39 @@ impl Shared {
         self.command(user, more, "none").output().unwrap().into()
     }
 
-    /// A run of a user that was killed behind its first record.
-    fn leave(&self, user: u32) {
+    /// Runs as a user, killed after the first record.
+    fn interrupt(&self, user: u32) {
         self.clear();
         let killed: Outcome = self.command(user, "", "record-after").output().unwrap().into();
         assert!(killed.signal == Some(9) || killed.code == Some(137), "{killed:?}");
     }
 
     fn beside(&self, what: &str) -> PathBuf {
-        self.job.desk().join(format!(".{}.dtshard-{what}", self.job.target().file_name().unwrap().display()))
+        self.job.dst_folder().join(format!(".{}.dtshard-{what}", self.job.target().file_name().unwrap().display()))
     }
 
-    /// A run is refused, or writes what it should; whatever it does, this user's files are as they were.
+    /// Asserts that a run is refused or writes the expected bytes, and leaves this user's files unchanged.
     #[track_caller]
-    fn is_safe(&self, more: &str, what: &str) -> Outcome {
+    fn assert_victim_unchanged(&self, more: &str, what: &str) -> Outcome {
         let outcome = self.run(USER, more);
         assert!(tree(&self.victim) == self.before, "{what} {more}: {outcome:?}");
         assert_eq!(names(&self.victim).len(), 3, "{what} {more}: {outcome:?}");
         match outcome.code {
-            Some(0) if !more.contains("--parts") => assert!(self.is_right(), "{what} {more}: {outcome:?}"),
+            Some(0) if !more.contains("--parts") => assert!(self.has_expected_result(), "{what} {more}: {outcome:?}"),
             Some(0) => {}
             _ => {
-                outcome.refused(&[]);
+                outcome.assert_refused(&[]);
             }
         }
         outcome
     }
 
-    fn is_right(&self) -> bool {
-        tree(&self.job.target()) == self.job.wanted
+    fn has_expected_result(&self) -> bool {
+        tree(&self.job.target()) == self.job.expected
     }
 }
 
-/// Let it be the user's own, and open to the group.
+/// Gives a path to the user, and opens it to the group.
 fn give(path: &Path) {
     let metadata = path.symlink_metadata().unwrap();
     chown(path, Some(USER), Some(GROUP)).unwrap();
@@ -116,7 +116,7 @@ fn give(path: &Path) {
     }
 }
 
-/// A program as a user whose files are open to the group. One that waits for a pipe is ended.
+/// Returns a command of a user whose files are open to the group. A command that waits for a pipe is killed.
 fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
     let mut command = Command::new("setpriv");
     command.args([format!("--reuid={user}"), format!("--regid={GROUP}"), "--clear-groups".into()]);
@@ -137,7 +137,7 @@ fn link(target: &Path, at: &Path) {
     attack("ln", &[&"-s", &target, &at]);
 }
 
-/// Something planted at a path, of a user's file or folder in the second argument.
+/// Plants something at the path in the first argument, from a user's file or folder in the second.
 type Plant = fn(&Path, &Path);
 
 const PLANTS: [(&str, Plant); 4] = [
@@ -148,27 +148,27 @@ const PLANTS: [(&str, Plant); 4] = [
 ];
 
 #[test]
-fn a_link_beside_the_destination_is_refused_also_without_a_second_user() {
+fn own_link_beside_the_destination_is_refused() {
     let job = Job::new(FILE);
-    let victim = job.desk().join("victim");
+    let victim = job.dst_folder().join("victim");
     for what in ["partial", "work"] {
         job.clear();
         fs::create_dir(&victim).unwrap();
         fs::write(victim.join("thesis.tex"), "of great value").unwrap();
-        let at = job.desk().join(format!(".out.pt.dtshard-{what}"));
+        let at = job.dst_folder().join(format!(".out.pt.dtshard-{what}"));
         symlink(&victim, &at).unwrap();
         let more = if what == "work" { " --source per-rank --part 0 --parts 2" } else { "" };
         for run in ["", "--resume", "--restart", "--overwrite"] {
             let outcome = job.run(&format!("{run}{more}"), None);
-            outcome.refused(&[at.to_str().unwrap(), victim.to_str().unwrap()]);
+            outcome.assert_refused(&[at.to_str().unwrap(), victim.to_str().unwrap()]);
             assert_eq!(names(&victim), ["thesis.tex"], "{what} {run}");
         }
-        assert!(at.is_symlink() && names(&job.desk()).len() == 2);
+        assert!(at.is_symlink() && names(&job.dst_folder()).len() == 2);
     }
 }
 
 #[test]
-fn links_beside_the_destination() {
+fn links_of_another_user_beside_the_destination_are_not_followed() {
     for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
         let Some(shared) = Shared::new(kind, mode) else { return };
         for what in ["partial", "old", "work", "new-0123456789ab", "gone-0123456789ab", "aside-0123456789ab"] {
@@ -180,11 +180,11 @@ fn links_beside_the_destination() {
                     shared.clear();
                     let at = shared.beside(what);
                     link(&target, &at);
-                    let outcome = shared.is_safe(run, what);
+                    let outcome = shared.assert_victim_unchanged(run, what);
                     let is_refused = matches!(what, "partial" | "old");
                     assert_eq!(outcome.code, Some(if is_refused { 2 } else { 0 }), "{what} {run}: {outcome:?}");
                     if is_refused {
-                        outcome.refused(&[at.to_str().unwrap(), target.to_str().unwrap()]);
+                        outcome.assert_refused(&[at.to_str().unwrap(), target.to_str().unwrap()]);
                     }
                     assert_eq!(fs::read_link(&at).unwrap(), target, "{what} {run}");
                 }
@@ -193,21 +193,21 @@ fn links_beside_the_destination() {
     }
 }
 
-/// The destination is there, so that a swap has to get by what is planted.
+/// The destination exists, so the swap has to handle the planted links.
 #[test]
-fn links_where_a_destination_is_replaced() {
+fn links_of_another_user_are_not_followed_by_overwrite() {
     let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
     for what in ["old", "gone-0123456789ab"] {
         shared.clear();
-        shared.run(USER, "--exclude layers.00.weight").succeeded();
+        shared.run(USER, "--exclude layers.00.weight").assert_succeeded();
         link(&shared.victim, &shared.beside(what));
-        let outcome = shared.is_safe("--overwrite", what);
+        let outcome = shared.assert_victim_unchanged("--overwrite", what);
         assert_eq!(outcome.code, Some(if what == "old" { 2 } else { 0 }), "{outcome:?}");
     }
 }
 
 #[test]
-fn what_is_planted_where_processes_meet() {
+fn planted_files_in_the_rendezvous_folder_are_refused() {
     let Some(shared) = Shared::new(RANKS, 0o775) else { return };
     let together = |what: &str| {
         let start = |part: u32| {
@@ -221,19 +221,19 @@ fn what_is_planted_where_processes_meet() {
     let place = shared.beside("work");
     for mode in [0o775, 0o1777] {
         shared.clear();
-        fs::set_permissions(shared.job.desk(), fs::Permissions::from_mode(mode)).unwrap();
+        fs::set_permissions(shared.job.dst_folder(), fs::Permissions::from_mode(mode)).unwrap();
         link(&shared.victim, &place);
         for outcome in together("a link") {
-            outcome.refused(&[place.to_str().unwrap(), shared.victim.to_str().unwrap()]);
+            outcome.assert_refused(&[place.to_str().unwrap(), shared.victim.to_str().unwrap()]);
         }
         attack("rm", &[&place]);
         attack("mkdir", &[&"-m", &"777", &place]);
         for outcome in together("a folder") {
-            outcome.refused(&[place.to_str().unwrap(), "nobody"]);
+            outcome.assert_refused(&[place.to_str().unwrap(), "nobody"]);
         }
         assert!(names(&place).is_empty());
     }
-    // In the user's own, which is writable to the group.
+    // The folder belongs to the user, and is writable for the group.
     shared.clear();
     fs::create_dir(&place).unwrap();
     give(&place);
@@ -241,10 +241,10 @@ fn what_is_planted_where_processes_meet() {
         link(&shared.victim.join("0123456789abcdef"), &place.join(name));
     }
     for outcome in together("links within") {
-        outcome.succeeded();
+        outcome.assert_succeeded();
     }
-    assert!(shared.is_right() && place.join("0123456789abcdef").is_symlink());
-    // Names that a run uses.
+    assert!(shared.has_expected_result() && place.join("0123456789abcdef").is_symlink());
+    // The planted files have names that a run uses.
     let run = format!("run-{}", &blake3::hash(b"2 ").to_hex()[..16]);
     for name in ["copy", run.as_str()] {
         shared.clear();
@@ -252,13 +252,13 @@ fn what_is_planted_where_processes_meet() {
         give(&place);
         link(&shared.victim, &place.join(name));
         for outcome in together(name) {
-            outcome.refused(&[place.join(name).to_str().unwrap(), shared.victim.to_str().unwrap()]);
+            outcome.assert_refused(&[place.join(name).to_str().unwrap(), shared.victim.to_str().unwrap()]);
         }
     }
 }
 
 #[test]
-fn what_is_planted_in_a_work_folder() {
+fn planted_files_in_a_work_folder_are_refused() {
     let all = ["--resume", "--resume --verify", "--overwrite", "--restart"];
     for (kind, runs) in [(FILE, &all[..]), (FOLDER, &all[..1])] {
         let Some(shared) = Shared::new(kind, 0o775) else { return };
@@ -269,50 +269,50 @@ fn what_is_planted_in_a_work_folder() {
             let data = work.join("data");
             let first = files_in(&data).remove(0);
             let files = [job.partial().join("plan.json"), first, job.partial().join("about.json")];
-            let recorded = [job.of_partial(".lease").remove(0), job.of_partial(".journal").remove(0)];
+            let recorded = [job.files_in_partial(".lease").remove(0), job.files_in_partial(".journal").remove(0)];
             (files.into_iter().chain(recorded).collect::<Vec<_>>(), [data, work])
         };
-        shared.leave(USER);
+        shared.interrupt(USER);
         let count = places(&shared.job).0.len();
         for number in 0..count {
             for (what, plant) in PLANTS {
                 for run in runs {
-                    shared.leave(USER);
+                    shared.interrupt(USER);
                     let at = places(&shared.job).0.swap_remove(number);
                     attack("rm", &[&at]);
                     plant(&at, &file);
-                    shared.is_safe(run, &format!("{what} at {}", at.display()));
+                    shared.assert_victim_unchanged(run, &format!("{what} at {}", at.display()));
                 }
             }
         }
         for number in 0..2 {
             for run in RUNS {
-                shared.leave(USER);
+                shared.interrupt(USER);
                 let at = places(&shared.job).1[number].clone();
                 attack("mv", &[&at, &at.with_file_name("taken")]);
                 link(&folder, &at);
-                shared.is_safe(run, &format!("a link at {}", at.display()));
+                shared.assert_victim_unchanged(run, &format!("a link at {}", at.display()));
             }
         }
     }
 }
 
-/// Files of another user, and second names, are not published with the result or in the place of a file of it.
+/// Files of another user and hard links are not published, neither with the result nor in place of one of its files.
 #[test]
-fn what_is_planted_in_a_result_is_not_published() {
+fn planted_files_in_a_result_are_not_published() {
     for (kind, finished) in [(FOLDER, true), (FOLDER, false), (FILE, true)] {
         let Some(shared) = Shared::new(kind, 0o775) else { return };
         for (what, plant) in PLANTS {
             for run in ["--resume", "--resume --verify"] {
-                shared.leave(USER);
+                shared.interrupt(USER);
                 let data = shared.job.work().join("data");
-                // A name that the result does not have, or one of a file that is recorded as done.
+                // The name is unknown to the result, or belongs to a file that is recorded as done.
                 let at = if finished { data.join("planted") } else { files_in(&data).remove(0) };
                 attack("rm", &[&"-f", &at]);
                 plant(&at, &shared.victim.join("thesis.tex"));
-                let outcome = shared.is_safe(run, what);
+                let outcome = shared.assert_victim_unchanged(run, what);
                 if finished {
-                    outcome.refused(&["planted"]);
+                    outcome.assert_refused(&["planted"]);
                     assert!(!shared.job.target().exists(), "{what} {run}");
                 }
             }
@@ -320,54 +320,59 @@ fn what_is_planted_in_a_result_is_not_published() {
     }
 }
 
-/// Every file below a folder.
+/// Returns every file below a folder.
 fn files_in(folder: &Path) -> Vec<PathBuf> {
     tree(folder).into_keys().map(|name| folder.join(name)).collect()
 }
 
-/// Nothing of another user is gone on with, thrown away, or waited for: the error says whose it is.
+/// A run neither resumes, discards nor waits for work of another user; the error names the owner.
 #[test]
-fn work_of_another_user_that_is_dead() {
+fn interrupted_work_of_another_user_is_refused() {
     for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
         let Some(shared) = Shared::new(kind, mode) else { return };
-        shared.leave(ATTACKER);
+        shared.interrupt(ATTACKER);
         let left = tree(&shared.job.partial());
         for run in RUNS {
-            shared.is_safe(run, "dead").refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
+            shared
+                .assert_victim_unchanged(run, "dead")
+                .assert_refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
             assert!(tree(&shared.job.partial()) == left, "{run}");
         }
-        shared.run(ATTACKER, "--resume").succeeded();
-        assert!(shared.is_right());
-        // A lease in this user's own folder.
-        shared.leave(USER);
+        shared.run(ATTACKER, "--resume").assert_succeeded();
+        assert!(shared.has_expected_result());
+        // The lease is in this user's own folder.
+        shared.interrupt(USER);
         let lease = shared.job.partial().join("part-0-of-1.1.lease");
-        fs::copy(&shared.job.of_partial(".lease")[0], &lease).unwrap();
+        fs::copy(&shared.job.files_in_partial(".lease")[0], &lease).unwrap();
         chown(&lease, Some(ATTACKER), Some(GROUP)).unwrap();
         for run in RUNS {
-            shared.is_safe(run, "a lease").refused(&[lease.to_str().unwrap(), "nobody"]);
+            shared.assert_victim_unchanged(run, "a lease").assert_refused(&[lease.to_str().unwrap(), "nobody"]);
         }
     }
 }
 
 #[test]
-fn work_of_another_user_that_lives() {
+fn active_work_of_another_user_is_refused() {
     let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
-    // It waits for part 1, which is not there.
+    // It waits for part 1, which has not started.
     let live = shared.command(ATTACKER, "--parts 2 --part 0", "none").spawn().unwrap();
-    while !shared.job.partial().exists() || shared.job.of_partial(".lease").is_empty() {
+    while !shared.job.partial().exists() || shared.job.files_in_partial(".lease").is_empty() {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     for run in RUNS.into_iter().chain(["--parts 2 --part 1"]) {
-        shared.is_safe(run, "alive").refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
+        shared
+            .assert_victim_unchanged(run, "alive")
+            .assert_refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
     }
-    shared.run(ATTACKER, "--parts 2 --part 1").succeeded();
+    shared.run(ATTACKER, "--parts 2 --part 1").assert_succeeded();
     assert!(live.wait_with_output().unwrap().status.success());
-    assert!(shared.is_right());
+    assert!(shared.has_expected_result());
 }
 
-/// On a mount that gives all files to one user, that one is not this process's, and its own work is its own all the same.
+/// On a mount that shows one owner for all files, that owner is not this process's user, and the run still resumes its
+/// own work.
 #[test]
-fn a_mount_that_maps_owners() {
+fn mount_that_maps_owners_resumes_own_work() {
     struct Mount(PathBuf);
     impl Drop for Mount {
         fn drop(&mut self) {
@@ -375,14 +380,14 @@ fn a_mount_that_maps_owners() {
         }
     }
     let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
-    let back = shared.job.desk().with_file_name("back");
+    let back = shared.job.dst_folder().with_file_name("back");
     fs::create_dir(&back).unwrap();
     let options = ["--force-user=nobody", "--force-group=21000", "--perms=ug+rwX", "--multithreaded"];
-    let mounted = Command::new("bindfs").args(options).arg(&back).arg(shared.job.desk()).output();
+    let mounted = Command::new("bindfs").args(options).arg(&back).arg(shared.job.dst_folder()).output();
     if !mounted.is_ok_and(|output| output.status.success()) {
         return skip("no bindfs here");
     }
-    let _mount = Mount(shared.job.desk());
+    let _mount = Mount(shared.job.dst_folder());
     let clear = || {
         for name in names(&back) {
             let _ = fs::remove_dir_all(back.join(&name)).or_else(|_| fs::remove_file(back.join(&name)));
@@ -395,26 +400,26 @@ fn a_mount_that_maps_owners() {
     };
     for run in ["--resume", "--restart"] {
         leave();
-        shared.run(USER, run).succeeded();
-        assert!(shared.is_right() && names(&back) == ["out"], "{run}");
-        shared.run(USER, "--overwrite").succeeded();
+        shared.run(USER, run).assert_succeeded();
+        assert!(shared.has_expected_result() && names(&back) == ["out"], "{run}");
+        shared.run(USER, "--overwrite").assert_succeeded();
     }
     for what in ["partial", "old", "work", "gone-0123456789ab"] {
         for run in RUNS {
             clear();
             symlink(&shared.victim, back.join(format!(".out.dtshard-{what}"))).unwrap();
-            shared.is_safe(run, what);
+            shared.assert_victim_unchanged(run, what);
         }
     }
     for (what, plant) in PLANTS {
         leave();
         let at = files_in(&shared.job.work().join("data")).remove(0);
-        let behind = back.join(at.strip_prefix(shared.job.desk()).unwrap());
+        let behind = back.join(at.strip_prefix(shared.job.dst_folder()).unwrap());
         fs::remove_file(&behind).unwrap();
-        // All is one owner's here, so that a copy is as good as what was there.
+        // All files have one owner here, so a copy equals the original.
         if what != "a file of another user" {
             plant(&behind, &shared.victim.join("thesis.tex"));
         }
-        shared.is_safe("--resume", what);
+        shared.assert_victim_unchanged("--resume", what);
     }
 }

@@ -1,4 +1,4 @@
-//! What is not gone on with: each is refused with what is the matter and what can be done, and nothing is lost.
+//! Work that cannot be resumed: each case is refused with the reason and a hint, and nothing is lost.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,23 +13,23 @@ use crate::outcome::Outcome;
 
 type Change = fn(&Path);
 
-/// What a run leaves that was killed behind its first record.
-fn leave(job: &Job, more: &str) {
+/// Leaves the files of a run that was killed after its first record.
+fn interrupt(job: &Job, more: &str) {
     job.clear();
     assert_eq!(job.run(more, Some("record-after")).signal, Some(9));
 }
 
-/// A refusal says this and changes nothing.
+/// Asserts that a run is refused with this message, and changes nothing.
 #[track_caller]
-fn refuses(job: &Job, more: &str, words: &[&str]) {
-    let before = names(&job.desk());
-    job.run(more, Some("none")).refused(words);
-    assert_eq!(names(&job.desk()), before, "{more}");
-    job.source_is_whole(more);
+fn assert_refused(job: &Job, more: &str, words: &[&str]) {
+    let before = names(&job.dst_folder());
+    job.run(more, Some("none")).assert_refused(words);
+    assert_eq!(names(&job.dst_folder()), before, "{more}");
+    job.assert_source_unchanged(more);
 }
 
 #[test]
-fn without_being_asked_to() {
+fn interrupted_run_is_refused_without_resume() {
     let job = Job::new(FOLDER);
     let words = [
         "an earlier run did not finish: ",
@@ -37,70 +37,74 @@ fn without_being_asked_to() {
         "hint: --resume goes on with what it has done, --restart throws it away and starts again",
     ];
     for left in ["", "--parts 3 --part 1 --no-wait"] {
-        leave(&job, left);
-        refuses(&job, "", &words);
-        refuses(&job, "--overwrite", &words);
+        interrupt(&job, left);
+        assert_refused(&job, "", &words);
+        assert_refused(&job, "--overwrite", &words);
     }
-    refuses(&job, "--resume --restart", &["cannot be used with"]);
-    job.run("--resume", None).succeeded();
-    job.is_done("went on");
+    assert_refused(&job, "--resume --restart", &["cannot be used with"]);
+    job.run("--resume", None).assert_succeeded();
+    job.assert_done("went on");
 }
 
 #[test]
-fn another_source_or_other_options() {
+fn resume_with_another_source_or_options_is_refused() {
     let job = Job::new(FOLDER);
-    leave(&job, "");
-    let refuses_as = |job: &Job, more: &str, what: &str| {
+    interrupt(&job, "");
+    let assert_resume_refused = |job: &Job, more: &str, what: &str| {
         let message = format!("an earlier run did not finish: {}", job.partial().display());
         let what = format!("is in the way, and cannot be gone on with: {what}\n");
         let hint = "hint: --restart throws it away and starts again; --resume needs the same dtshard, SRC and options";
-        refuses(job, more, &[&message, &what, hint]);
+        assert_refused(job, more, &[&message, &what, hint]);
     };
-    refuses_as(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, now bf16");
-    refuses_as(&job, "--resume --exclude layers.03.weight", "--exclude was not given, now layers.03.weight");
-    refuses_as(&job, "--resume --add-prefix model.", "--add-prefix was not given, now model.");
-    refuses_as(&job, "--dtype bf16", "--dtype was not given, now bf16");
+    assert_resume_refused(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, now bf16");
+    assert_resume_refused(&job, "--resume --exclude layers.03.weight", "--exclude was not given, now layers.03.weight");
+    assert_resume_refused(&job, "--resume --add-prefix model.", "--add-prefix was not given, now model.");
+    assert_resume_refused(&job, "--dtype bf16", "--dtype was not given, now bf16");
     let ranks = Job::new(RANKS);
-    leave(&ranks, "");
+    interrupt(&ranks, "");
     let placements = "--placements was R,S(1), now R,S(1) layers.03.weight=S(0),S(1)";
-    refuses_as(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", placements);
+    assert_resume_refused(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", placements);
 
-    // As it was, it goes on; changed in name only, it does not.
+    // With the original source the run resumes; with a renamed one it does not.
     let file = job.source().join("__1_0.distcp");
     let modified = fs::metadata(&file).unwrap().modified().unwrap();
     fs::File::open(&file).unwrap().set_modified(modified + Duration::from_secs(1)).unwrap();
-    refuses_as(&job, "--resume", "__1_0.distcp has changed: same length, newer modification time");
+    assert_resume_refused(&job, "--resume", "__1_0.distcp has changed: same length, newer modification time");
     let mut content = fs::read(&file).unwrap();
     let middle = content.len() / 2;
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
-    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp has changed: same length, newer"]);
+    job.run("--resume", None).assert_refused(&["cannot be gone on with: __1_0.distcp has changed: same length, newer"]);
     fs::write(&file, [&content[..], &[0]].concat()).unwrap();
-    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, now "]);
+    job.run("--resume", None).assert_refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, now "]);
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
     fs::File::open(&file).unwrap().set_modified(modified).unwrap();
-    job.run("--resume", None).succeeded();
-    job.is_done("as it was");
+    job.run("--resume", None).assert_succeeded();
+    job.assert_done("as it was");
 }
 
 #[test]
-fn another_version() {
+fn resume_of_another_version_is_refused() {
     let job = Job::new(FILE);
-    leave(&job, "");
+    interrupt(&job, "");
     let plan = job.partial().join("plan.json");
     let text = fs::read_to_string(&plan).unwrap();
     let version = env!("CARGO_PKG_VERSION");
     fs::write(&plan, text.replace(&format!("\"{version}\""), "\"0.0.7\"")).unwrap();
-    refuses(&job, "--resume", &["cannot be gone on with: dtshard 0.0.7 made it, and this is ", version, "--restart"]);
+    assert_refused(
+        &job,
+        "--resume",
+        &["cannot be gone on with: dtshard 0.0.7 made it, and this is ", version, "--restart"],
+    );
     fs::write(&plan, &text).unwrap();
-    job.run("--resume", None).succeeded();
-    job.is_done("the same version");
+    job.run("--resume", None).assert_succeeded();
+    job.assert_done("the same version");
 }
 
-/// Whatever stands where the partial folder would be: nothing but --restart takes it away.
+/// Anything in place of the partial folder is removed by `--restart` only.
 #[test]
-fn junk_in_the_place() {
+fn foreign_partial_folder_is_refused_without_restart() {
     let job = Job::new(FILE);
     let words = ["is in the way, and has no plan to go on with", "hint: --restart throws it away"];
     let cases: [(&str, Change); 4] = [
@@ -122,64 +126,64 @@ fn junk_in_the_place() {
     for (what, make) in cases {
         job.clear();
         make(&job.partial());
-        refuses(&job, "--resume", &words);
-        refuses(&job, "", &words);
-        refuses(&job, "--parts 2 --part 0 --no-wait", &[words[0], "all parts start again"]);
-        job.run("--restart", None).succeeded();
-        job.is_done(what);
+        assert_refused(&job, "--resume", &words);
+        assert_refused(&job, "", &words);
+        assert_refused(&job, "--parts 2 --part 0 --no-wait", &[words[0], "all parts start again"]);
+        job.run("--restart", None).assert_succeeded();
+        job.assert_done(what);
     }
-    // A folder with nothing in it is nobody's work.
+    // An empty folder is not the work of a run.
     job.clear();
     fs::create_dir(job.partial()).unwrap();
-    job.run("", None).succeeded();
-    job.is_done("an empty folder");
+    job.run("", None).assert_succeeded();
+    job.assert_done("an empty folder");
 }
 
-/// A run that has its lease, and goes no further.
+/// Starts a run, and waits until it holds its lease.
 fn start(job: &Job, more: &str) -> Child {
     let mut command = job.command(more, Some("none"));
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let begun = Instant::now();
-    while !job.partial().exists() || job.of_partial(".lease").is_empty() {
+    while !job.partial().exists() || job.files_in_partial(".lease").is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(20));
     }
     child
 }
 
 #[test]
-fn a_run_that_lives() {
+fn active_run_is_refused() {
     let job = Job::new(DCP);
-    // It waits for part 1, which is not there.
+    // It waits for part 1, which has not started.
     let mut first = start(&job, "--parts 2 --part 0");
     sleep(Duration::from_millis(200));
     let who = format!(", pid {}, part 0 of 2)", first.id());
     let words = ["another run is writing ", &who, "wait for it, or stop it first"];
     for resume in ["", "--resume", "--overwrite"] {
-        refuses(&job, &format!("--parts 2 --part 0 {resume}"), &words);
-        refuses(&job, &format!("--parts 3 --part 1 {resume}"), &words);
-        refuses(&job, resume, &words);
-        refuses(&job, &format!("--parts 2 --part 1 --dtype bf16 {resume}"), &words);
+        assert_refused(&job, &format!("--parts 2 --part 0 {resume}"), &words);
+        assert_refused(&job, &format!("--parts 3 --part 1 {resume}"), &words);
+        assert_refused(&job, resume, &words);
+        assert_refused(&job, &format!("--parts 2 --part 1 --dtype bf16 {resume}"), &words);
     }
-    refuses(&job, "--restart", &words);
-    // And none of that has disturbed it.
-    job.run("--parts 2 --part 1", None).succeeded();
+    assert_refused(&job, "--restart", &words);
+    // The refused runs did not disturb it.
+    job.run("--parts 2 --part 1", None).assert_succeeded();
     assert!(first.wait().unwrap().success());
-    job.is_done("two parts");
+    job.assert_done("two parts");
 }
 
 #[test]
-fn restart_of_parts() {
+fn restart_of_parts_is_refused() {
     let job = Job::new(FILE);
-    leave(&job, "--parts 2 --part 0 --no-wait");
+    interrupt(&job, "--parts 2 --part 0 --no-wait");
     let words = ["--restart is for one process", "not for --parts", "hint: remove "];
-    refuses(&job, "--parts 2 --part 0 --no-wait --restart", &words);
+    assert_refused(&job, "--parts 2 --part 0 --no-wait --restart", &words);
 }
 
-/// Without its mark nobody can tell what the destination was made from.
+/// The mark records the source and options of the destination.
 #[test]
-fn a_destination_without_a_mark() {
+fn destination_without_a_plan_mark_is_refused() {
     let job = Job::new(FILE);
-    job.run("", None).succeeded();
+    job.run("", None).assert_succeeded();
     let removed = rustix::fs::removexattr(job.target(), "user.dtshard.plan");
     if removed.is_err() {
         skip("no attributes on this file system");
@@ -190,26 +194,26 @@ fn a_destination_without_a_mark() {
         "`dtshard verify` says whether it is sound",
         "--overwrite",
     ];
-    refuses(&job, "--resume", &words);
-    refuses(&job, "--parts 2 --part 0 --no-wait", &words);
-    job.run("--resume --overwrite", None).succeeded();
-    job.is_done("again");
-    job.run("--resume", None).succeeded().says(&["is there already"]);
-    // Nor is it what another plan has made.
-    job.run("--overwrite --exclude layers.01.weight", None).succeeded();
+    assert_refused(&job, "--resume", &words);
+    assert_refused(&job, "--parts 2 --part 0 --no-wait", &words);
+    job.run("--resume --overwrite", None).assert_succeeded();
+    job.assert_done("again");
+    job.run("--resume", None).assert_succeeded().assert_mentions(&["is there already"]);
+    // The output of another plan is refused as well.
+    job.run("--overwrite --exclude layers.01.weight", None).assert_succeeded();
     let words = ["out.pt exists: it is finished, and of another source, or made with other options", "--overwrite"];
-    refuses(&job, "--resume", &words);
+    assert_refused(&job, "--resume", &words);
 }
 
 #[test]
-fn a_folder_that_cannot_be_written() {
+fn folder_without_permission_is_refused() {
     const NOBODY: u32 = 65534;
     let job = Job::new(FILE);
-    let desk = job.desk();
+    let dst_folder = job.dst_folder();
     let set_mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-    set_mode(desk.parent().unwrap(), 0o755);
-    set_mode(&desk, 0o555);
-    // Root may write everywhere.
+    set_mode(dst_folder.parent().unwrap(), 0o755);
+    set_mode(&dst_folder, 0o555);
+    // Permissions do not restrict root.
     let is_root = rustix::process::getuid().is_root();
     for more in ["", "--resume", "--parts 2 --part 1"] {
         let mut command = job.command(more, Some("none"));
@@ -219,16 +223,16 @@ fn a_folder_that_cannot_be_written() {
         let Ok(ended) = command.output() else {
             return skip("another user cannot run the program");
         };
-        Outcome::from(ended).refused(&["desk/.out.pt.dtshard-partial: Permission denied"]);
-        assert!(names(&desk).is_empty());
-        job.source_is_whole(more);
+        Outcome::from(ended).assert_refused(&["desk/.out.pt.dtshard-partial: Permission denied"]);
+        assert!(names(&dst_folder).is_empty());
+        job.assert_source_unchanged(more);
     }
-    set_mode(&desk, 0o755);
+    set_mode(&dst_folder, 0o755);
 }
 
-/// A source that changes while it is read: what was read of it is no work to go on with, even where the change is undone.
+/// Output from a source that changed during the run is not resumed, even if the change is undone.
 #[test]
-fn a_source_that_changes_meanwhile() {
+fn work_from_a_source_that_changes_is_not_resumed() {
     let job = Job::new(CAST);
     let file = job.source().join("model.safetensors");
     let modified = fs::metadata(&file).unwrap().modified().unwrap();
@@ -250,12 +254,12 @@ fn a_source_that_changes_meanwhile() {
             Some(0) => done += 1,
             _ => {
                 refused += 1;
-                ended.refused(&["model.safetensors"]);
+                ended.assert_refused(&["model.safetensors"]);
                 assert!(!job.target().exists());
             }
         }
-        job.run("--resume", Some("none")).succeeded();
-        job.is_done(&format!("changed after {delay} half milliseconds"));
+        job.run("--resume", Some("none")).assert_succeeded();
+        job.assert_done(&format!("changed after {delay} half milliseconds"));
     }
     assert!(refused > 0, "{refused} refused, {done} done");
 }

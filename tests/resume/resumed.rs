@@ -1,4 +1,4 @@
-//! Going on in the middle: what is recorded is not done again, whoever did it and whoever goes on.
+//! Resuming: recorded work is not repeated, in whichever process it was done.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -7,65 +7,71 @@ use serde_json::{Value as Json, json};
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, RANKS};
 
-/// Be killed after the first record of each run until one comes through. Gives the document of that one, and how many
-/// were killed.
+/// Runs the job, killed after the first record of each run, until a run completes. Returns the document of that run and
+/// the number of killed runs.
 fn kill_until_done(job: &Job, more: impl Fn(usize) -> String) -> (Json, usize) {
     for round in 0..100 {
         let more = more(round);
         let ended = job.run(&format!("{more} --resume --json --no-sync"), Some("record-after"));
         match ended.signal {
             Some(9) => assert!(!job.target().exists(), "{round}"),
-            _ => return (serde_json::from_str(&ended.succeeded().out).unwrap(), round),
+            _ => return (serde_json::from_str(&ended.assert_succeeded().out).unwrap(), round),
         }
     }
     panic!("no end of {}", job.kind);
 }
 
-fn read(said: &Json) -> u64 {
-    said["bytes_read"].as_u64().unwrap()
+fn bytes_read(document: &Json) -> u64 {
+    document["bytes_read"].as_u64().unwrap()
 }
 
-/// Each run does one window, and the last has nothing to do but what comes after them.
+/// Each run does one window, and the last run only completes the output.
 #[test]
-fn window_by_window() {
+fn run_killed_after_every_window_reads_each_window_once() {
     for kind in KINDS {
         let job = Job::new(kind);
         let (last, killed) = kill_until_done(&job, |_| String::new());
         assert!(killed >= 3, "{kind}: {killed}");
-        // What the last one read is not much more than the last window.
-        assert!(read(&last) < read(&job.said) / 3, "{kind}: {} of {}", read(&last), read(&job.said));
-        assert_eq!(last["cast"], job.said["cast"], "{kind}");
-        job.is_done(&kind.to_string());
+        // The last run reads little more than the last window.
+        assert!(
+            bytes_read(&last) < bytes_read(&job.document) / 3,
+            "{kind}: {} of {}",
+            bytes_read(&last),
+            bytes_read(&job.document)
+        );
+        assert_eq!(last["cast"], job.document["cast"], "{kind}");
+        job.assert_done(&kind.to_string());
     }
 }
 
-/// What the killed run recorded and what the next one reads are everything, and little is in both.
+/// The windows of the killed run and of the next run make up the whole, with little overlap.
 #[test]
-fn nothing_is_done_twice() {
+fn resumed_run_reads_the_remaining_windows_only() {
     let job = Job::new(FOLDER);
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
-    let left: Json = serde_json::from_str(&job.run("--resume --json", Some("none")).succeeded().out).unwrap();
+    let left: Json = serde_json::from_str(&job.run("--resume --json", Some("none")).assert_succeeded().out).unwrap();
     let first_window = 256 << 10;
-    let saved = read(&job.said) - read(&left);
+    let saved = bytes_read(&job.document) - bytes_read(&left);
     assert!((first_window..2 * first_window).contains(&saved), "{saved}");
-    job.is_done("one window");
+    job.assert_done("one window");
 }
 
-/// What may be in the memory of the node only is no part of a result that is to last.
+/// Work that may be in the memory of a node only does not count for a synced result.
 #[test]
-fn what_was_not_synced_is_done_again_where_it_is_to_be() {
+fn unsynced_work_is_repeated_by_a_synced_run() {
     let job = Job::new(FOLDER);
     for _ in 0..3 {
         assert_eq!(job.run("--resume --no-sync", Some("record-after")).signal, Some(9));
     }
-    let said: Json = serde_json::from_str(&job.run("--resume --json", Some("none")).succeeded().out).unwrap();
-    assert_eq!(read(&said), read(&job.said));
-    job.is_done("synced");
+    let document: Json =
+        serde_json::from_str(&job.run("--resume --json", Some("none")).assert_succeeded().out).unwrap();
+    assert_eq!(bytes_read(&document), bytes_read(&job.document));
+    job.assert_done("synced");
 }
 
-/// Another number of parts, of threads, other strips, other ways of reading: what was done stays done.
+/// The number of parts, of threads, the size of write blocks and the way of reading change; recorded work stays valid.
 #[test]
-fn on_other_numbers_of_everything() {
+fn resume_with_other_parts_threads_and_memory_keeps_the_work() {
     let ways = [
         "--parts 3 --part 0 --no-wait --threads 2",
         "--parts 3 --part 1 --no-wait --threads 1 --io read",
@@ -79,21 +85,21 @@ fn on_other_numbers_of_everything() {
         let job = Job::new(kind);
         for way in ways {
             let ended = job.run(&format!("{way} --resume"), Some("record-after"));
-            // A part of which all is done is not killed.
+            // A part whose work is done is not killed.
             assert!(ended.signal == Some(9) || ended.code == Some(0), "{kind} {way}: {ended:?}");
             assert!(!job.target().exists());
         }
-        let said = job.run("--resume --json --verify --threads 2", Some("none"));
-        let said: Json = serde_json::from_str(&said.succeeded().out).unwrap();
-        assert!(read(&said) < read(&job.said), "{kind}");
-        assert_eq!(said["cast"], job.said["cast"], "{kind}");
-        job.is_done(&kind.to_string());
+        let document = job.run("--resume --json --verify --threads 2", Some("none"));
+        let document: Json = serde_json::from_str(&document.assert_succeeded().out).unwrap();
+        assert!(bytes_read(&document) < bytes_read(&job.document), "{kind}");
+        assert_eq!(document["cast"], job.document["cast"], "{kind}");
+        job.assert_done(&kind.to_string());
     }
 }
 
-/// 3, then 2, then 1, all of them killed but the last.
+/// Three parts, then two, then one; all but the last are killed.
 #[test]
-fn on_fewer_and_fewer() {
+fn resume_with_fewer_parts_writes_identical_bytes() {
     for kind in [FILE, DCP, CAST] {
         let job = Job::new(kind);
         for of in [3, 2] {
@@ -103,16 +109,16 @@ fn on_fewer_and_fewer() {
                 assert!(ended.signal == Some(9) || of == 2 && ended.code == Some(0), "{kind} {parts}: {ended:?}");
             }
         }
-        job.run("--resume", Some("none")).succeeded();
-        job.is_done(&kind.to_string());
+        job.run("--resume", Some("none")).assert_succeeded();
+        job.assert_done(&kind.to_string());
     }
 }
 
-/// Counts of casts are those of an undisturbed run, whoever met them.
+/// Cast counts equal those of an undisturbed run.
 #[test]
-fn what_casts_met() {
+fn cast_counts_of_killed_runs_are_kept() {
     let job = Job::new(CAST);
-    assert!(job.said["cast"]["f32->f16"]["overflows"].as_u64().unwrap() > 100, "{}", job.said["cast"]);
+    assert!(job.document["cast"]["f32->f16"]["overflows"].as_u64().unwrap() > 100, "{}", job.document["cast"]);
     for index in [2, 0, 1] {
         let part = format!("--parts 3 --part {index} --no-wait --resume");
         assert_eq!(job.run(&part, Some("record-after")).signal, Some(9));
@@ -120,40 +126,44 @@ fn what_casts_met() {
     let mut published = Json::Null;
     for index in [2, 0, 1].into_iter().cycle().take_while(|_| !job.target().exists()) {
         let ended = job.run(&format!("--parts 3 --part {index} --no-wait --resume --json"), Some("none"));
-        published = serde_json::from_str(&ended.succeeded().out).unwrap();
+        published = serde_json::from_str(&ended.assert_succeeded().out).unwrap();
     }
-    assert_eq!(published["cast"], job.said["cast"]);
-    job.is_done("three parts");
-    // Cut where an element is not cut: each is counted once.
+    assert_eq!(published["cast"], job.document["cast"]);
+    job.assert_done("three parts");
+    // The ranges end between elements, so each element is counted once.
     job.clear();
     job.run_parts(16, "", None);
-    job.is_done("16 parts");
+    job.assert_done("16 parts");
 }
 
-/// Parts in any order, at their own pace, and one of them twice.
+/// Parts run in any order, one after the other, and one of them twice.
 #[test]
-fn parts_that_do_not_wait() {
+fn parts_without_waiting_publish_in_any_order() {
     for kind in [FILE, FOLDER] {
         let job = Job::new(kind);
         for order in [[0, 1, 2], [1, 2, 0], [2, 1, 0]] {
             job.clear();
             for index in order {
                 assert!(!job.target().exists());
-                job.run(&format!("--parts 3 --part {index} --no-wait"), None).succeeded();
+                job.run(&format!("--parts 3 --part {index} --no-wait"), None).assert_succeeded();
                 if !job.target().exists() {
                     let again = job.run(&format!("--parts 3 --part {index} --no-wait"), None);
-                    again.refused(&["an earlier run did not finish", "--resume goes on", "all parts start again"]);
-                    job.run(&format!("--parts 3 --part {index} --no-wait --resume"), None).succeeded();
+                    again.assert_refused(&[
+                        "an earlier run did not finish",
+                        "--resume goes on",
+                        "all parts start again",
+                    ]);
+                    job.run(&format!("--parts 3 --part {index} --no-wait --resume"), None).assert_succeeded();
                 }
             }
-            job.is_done(&format!("{kind} {order:?}"));
+            job.assert_done(&format!("{kind} {order:?}"));
         }
     }
 }
 
-/// All at once, each a process that waits for the others.
+/// All parts run at the same time, and each waits for the others.
 #[test]
-fn parts_that_wait() {
+fn parts_that_wait_publish_together() {
     for kind in [FILE, DCP] {
         let job = Job::new(kind);
         for fault in [None, Some("none")] {
@@ -162,16 +172,16 @@ fn parts_that_wait() {
             let parts: Vec<_> = (0..3).map(run).collect();
             for part in parts {
                 let ended: crate::outcome::Outcome = part.wait_with_output().unwrap().into();
-                ended.succeeded();
+                ended.assert_succeeded();
             }
-            job.is_done(&kind.to_string());
+            job.assert_done(&kind.to_string());
         }
     }
 }
 
-/// Parts that are started together and killed together, then together again.
+/// All parts are started and killed together, and then started again.
 #[test]
-fn parts_that_wait_and_are_killed() {
+fn killed_parts_that_wait_are_resumed() {
     let job = Job::new(FILE);
     let run_all = |more: &str, fault: &str| -> Vec<crate::outcome::Outcome> {
         let start = |index| job.command(&format!("--parts 3 --part {index} {more}"), Some(fault)).spawn().unwrap();
@@ -180,38 +190,38 @@ fn parts_that_wait_and_are_killed() {
     };
     assert!(run_all("", "record-after").iter().all(|ended| ended.signal == Some(9)));
     assert!(!job.target().exists());
-    // Whoever seals is killed: the others find that out, and one of them does it.
+    // The part that seals is killed: the others notice it, and one of them seals.
     for ended in run_all("--resume", "seal-summed") {
         assert!(ended.signal == Some(9) || ended.code == Some(2), "{ended:?}");
     }
     assert!(!job.target().exists());
     for ended in run_all("--resume", "none") {
-        ended.succeeded();
+        ended.assert_succeeded();
     }
-    job.is_done("together");
+    job.assert_done("together");
 }
 
-/// Done is done: nothing is written again, and nothing is left.
+/// Nothing is written again, and nothing is left behind.
 #[test]
-fn where_it_is_complete() {
+fn resume_of_a_complete_destination_writes_nothing() {
     let job = Job::new(FOLDER);
-    job.run("--resume", None).succeeded();
-    let said = job.run("--resume", None);
-    said.succeeded().says(&["is there already, from the same source and options"]);
-    let said: Json = serde_json::from_str(&job.run("--resume --json", None).succeeded().out).unwrap();
-    assert_eq!(said["bytes_read"], json!(0));
-    job.run("--resume --overwrite", None).succeeded().says(&["is there already"]);
-    job.run("--resume --dtype bf16", None).refused(&["desk/out exists", "--overwrite"]);
-    job.is_done("refused");
-    job.run("--resume --overwrite --dtype bf16", None).succeeded();
-    assert!(crate::job::tree(&job.target()) != job.wanted);
-    job.run("--resume --overwrite", None).succeeded();
-    job.is_done("replaced");
+    job.run("--resume", None).assert_succeeded();
+    let document = job.run("--resume", None);
+    document.assert_succeeded().assert_mentions(&["is there already, from the same source and options"]);
+    let document: Json = serde_json::from_str(&job.run("--resume --json", None).assert_succeeded().out).unwrap();
+    assert_eq!(document["bytes_read"], json!(0));
+    job.run("--resume --overwrite", None).assert_succeeded().assert_mentions(&["is there already"]);
+    job.run("--resume --dtype bf16", None).assert_refused(&["desk/out exists", "--overwrite"]);
+    job.assert_done("refused");
+    job.run("--resume --overwrite --dtype bf16", None).assert_succeeded();
+    assert!(crate::job::tree(&job.target()) != job.expected);
+    job.run("--resume --overwrite", None).assert_succeeded();
+    job.assert_done("replaced");
 }
 
-/// What a sibling did before this one came is of this run, and what an earlier run did is not.
+/// The work of another part of this run does not count as resumed; the work of an earlier run does.
 #[test]
-fn what_was_before() {
+fn resumed_bytes_exclude_work_of_this_run() {
     let job = Job::new(FILE);
     for is_resumed in [false, true] {
         job.clear();
@@ -220,54 +230,54 @@ fn what_was_before() {
         }
         let number = if is_resumed { 2 } else { 1 };
         let start = |index| job.command(&format!("--parts 2 --part {index} --resume"), None).spawn().unwrap();
-        // Done with its own half, it waits for the other one.
+        // It has written its half, and waits for the other part.
         let early = start(1);
         let begun = Instant::now();
-        while !job.partial().exists() || job.of_partial(".journal").len() < number {
+        while !job.partial().exists() || job.files_in_partial(".journal").len() < number {
             assert!(begun.elapsed() < Duration::from_secs(20));
         }
         sleep(Duration::from_millis(100));
         let late: crate::outcome::Outcome = start(0).wait_with_output().unwrap().into();
         let early: crate::outcome::Outcome = early.wait_with_output().unwrap().into();
-        early.succeeded();
-        let line = late.succeeded().err.lines().find(|line| line.contains("wrote ")).unwrap().to_owned();
+        early.assert_succeeded();
+        let line = late.assert_succeeded().err.lines().find(|line| line.contains("wrote ")).unwrap().to_owned();
         let before = line.split_once(" kB of it before").map(|(text, _)| text.rsplit_once(", ").unwrap().1);
         assert_eq!(before.is_some(), is_resumed, "{line}");
-        // A window, and not half of everything with it.
+        // One window is resumed, not half of all bytes.
         assert!(before.is_none_or(|much| much.parse::<f64>().unwrap() < 600.0), "{line}");
-        job.is_done(&line);
+        job.assert_done(&line);
     }
 }
 
-/// One of all says that it has published.
+/// One part alone reports that it published.
 #[test]
-fn who_publishes() {
+fn exactly_one_part_reports_that_it_published() {
     let job = Job::new(FILE);
     for more in ["", "--no-wait"] {
         job.clear();
         let start =
             |index| job.command(&format!("--parts 3 --part {index} --json {more} --resume"), None).spawn().unwrap();
         let parts: Vec<_> = (0..3).map(start).collect();
-        let said = parts.into_iter().map(|part| -> Json {
+        let document = parts.into_iter().map(|part| -> Json {
             let ended: crate::outcome::Outcome = part.wait_with_output().unwrap().into();
-            serde_json::from_str(&ended.succeeded().out).unwrap()
+            serde_json::from_str(&ended.assert_succeeded().out).unwrap()
         });
-        let said: Vec<Json> = said.collect();
-        let count = |what: &str| said.iter().filter(|document| document["part"][what] == true).count();
-        assert_eq!(count("publisher"), 1, "{more}: {said:?}");
-        assert!(more == "--no-wait" || count("published") == 3, "{said:?}");
-        job.is_done(more);
+        let document: Vec<Json> = document.collect();
+        let count = |what: &str| document.iter().filter(|document| document["part"][what] == true).count();
+        assert_eq!(count("publisher"), 1, "{more}: {document:?}");
+        assert!(more == "--no-wait" || count("published") == 3, "{document:?}");
+        job.assert_done(more);
     }
 }
 
-/// Whoever is stopped says how much is kept.
+/// A stopped run reports how much of its work is kept.
 #[test]
-fn what_a_signal_keeps() {
+fn stopped_run_reports_how_much_is_kept() {
     let job = Job::new(FILE);
-    // Done with its own half, it waits for the other one.
+    // It has written its half, and waits for the other part.
     let child = job.command("--parts 2 --part 0", None).spawn().unwrap();
     let begun = Instant::now();
-    while !job.partial().exists() || job.of_partial(".journal").is_empty() {
+    while !job.partial().exists() || job.files_in_partial(".journal").is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(20));
     }
     sleep(Duration::from_millis(300));
@@ -275,12 +285,12 @@ fn what_a_signal_keeps() {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     let ended: crate::outcome::Outcome = child.wait_with_output().unwrap().into();
     assert_eq!(ended.code, Some(75), "{ended:?}");
-    ended.says(&[
+    ended.assert_mentions(&[
         "stopped by TERM; ",
         ".out.pt.dtshard-partial keeps 7",
         " kB of the 7",
         " kB of part 0 of 2, --resume goes on from there",
     ]);
-    job.run("--resume", None).succeeded();
-    job.is_done("after TERM");
+    job.run("--resume", None).assert_succeeded();
+    job.assert_done("after TERM");
 }

@@ -1,28 +1,28 @@
-# Many processes write what one writes, however they are started.
+# Many processes write the bytes of one process, however they are started.
 
 check_division() {
     local source to
     for source in small large; do
-        for to in "${conversions[@]}"; do check tasks_of_srun "$source" "$to"; done
+        for to in "${conversions[@]}"; do check srun_tasks_write_the_bytes_of_one_process "$source" "$to"; done
     done
-    for to in "${conversions[@]}"; do check elements_of_an_array "$to"; done
-    check elements_with_nothing_to_do
+    for to in "${conversions[@]}"; do check array_elements_write_the_bytes_of_one_process "$to"; done
+    check array_elements_without_work_succeed
 }
 
-tasks_of_srun() {
+srun_tasks_write_the_bytes_of_one_process() {
     local layout
     for layout in '-n1' '-n3' '-N2 -n4'; do
-        srun $layout dtshard $(conversion "$2" "$work/$1" "out.$2") |& tee said
+        srun $layout dtshard $(conversion "$2" "$work/$1" "out.$2") |& tee output
         same "out.$2" "$work/$1.$2"
-        # One of them speaks for all.
-        exits 1 grep '^\[[1-9]' said
-        [ "$(grep -c wrote said)" = 1 ]
+        # One process prints for all.
+        exits 1 grep '^\[[1-9]' output
+        [ "$(grep -c wrote output)" = 1 ]
         rm -r "out.$2"
     done
 }
 
-# In any order, never all at once, and each of them says how it ended.
-elements_of_an_array() {
+# Elements run in any order, never all at once, and each prints how it ended.
+array_elements_write_the_bytes_of_one_process() {
     local some rest
     element() { sbatch --parsable --output=%a.log "$@" --wrap="srun dtshard $command --parts 4"; }
     command=$(conversion "$1" "$work/large" "out.$1")
@@ -36,8 +36,8 @@ elements_of_an_array() {
     [ "$(cat ?.log | grep -c wrote)" = 1 ]
 }
 
-# A file that is smaller than the least part: all but one find nothing to do, and DST there before they come or go.
-elements_with_nothing_to_do() {
+# The file is smaller than the smallest part: all elements but one have no work.
+array_elements_without_work_succeed() {
     local array
     array=$(sbatch --parsable --output=%a.log --array=0-7 --wrap="
         srun dtshard $(conversion safetensors "$work/small" out.safetensors) --parts 8 --resume")

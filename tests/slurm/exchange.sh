@@ -33,7 +33,7 @@ larger_tensors       large               5         4MB   consolidate out
 TABLE
 }
 
-# Behind a copy a run is one whose processes all see SRC: for that a few kinds of sources are enough.
+# After a copy all processes see SRC, so few kinds of sources are enough.
 conversions_over() {
     local names='.'
     [ "$1" != copy ] || names='^(rows_to_columns|uneven_and_empty|flat_to_flat|partial_reduced|of_whole_files|larger_tensors) '
@@ -44,11 +44,11 @@ check_exchange() {
     local means name
     make_exchanged
     for means in copy $(stand_in); do
-        for name in $(conversions_over "$means"); do check exchange_over "$means" "$name"; done
-        check an_exchange_of_which_a_task_is_killed_over "$means"
-        check an_exchange_that_is_queued_again_goes_on_over "$means"
+        for name in $(conversions_over "$means"); do check exchange_writes_the_bytes_of_one_process_by "$means" "$name"; done
+        check killed_task_ends_the_exchange_and_resume_completes_by "$means"
+        check requeued_exchange_resumes_by "$means"
     done
-    [ "$means" = copy ] || check one_without_a_GPU_stand-in_leaves_all_to_the_copy
+    [ "$means" = copy ] || check task_without_a_GPU_stand-in_makes_all_copy_files
 }
 
 make_exchanged() {
@@ -57,7 +57,7 @@ make_exchanged() {
     dtshard reshard "$fixtures/fsdp_tp/ranks" "$work/local" --to local --quiet
 }
 
-# The name of the other means, where there is what it takes; else why it is left out.
+# Prints the name of the stand-in if it is available; otherwise prints why it is skipped.
 stand_in() {
     local library
     library=$(realpath -m "$(dirname "$program")/libgpu_stand_in.so")
@@ -73,7 +73,7 @@ stand_in() {
     fi
 }
 
-# MEANS: what processes are told of it, and where they find it.
+# MEANS: sets the options of the backend, and the environment in which processes find it.
 backend=()
 exchange_by() {
     backend=(--backend cpu)
@@ -83,7 +83,7 @@ exchange_by() {
     unset DTSHARD_NCCL_LIB
 }
 
-# SOURCE FOLDER N: each of its files in one of the folders FOLDER.0/step, FOLDER.1/step, ..., and none in the others.
+# SOURCE FOLDER N: copies each of its files to one of the folders FOLDER.0/step, FOLDER.1/step, ...
 deal() {
     local file to number=0
     mkdir -p $(seq -f "$2.%g/step" 0 $(($3 - 1)))
@@ -94,7 +94,8 @@ deal() {
     done < <(cd "$1" && find . -type f | sort)
 }
 
-# MEANS TASKS: on how many nodes so many run, and whose files each of them sees. One alone has nobody to ask for others.
+# MEANS TASKS: prints numbers of nodes, and whose files each task sees. A single task has no other task to exchange
+# with.
 places() {
     case $1,$2 in
         copy,1) ;;
@@ -104,7 +105,7 @@ places() {
     esac
 }
 
-exchange_over() {
+exchange_writes_the_bytes_of_one_process_by() {
     local source counts bucket verb dst options tasks place nodes sees
     read -r _ source counts bucket verb dst options < <(conversions_by_exchange | grep "^$2 ")
     [ -e "$work/$source" ] && source=$work/$source || source=$root/tests/fixtures/$source
@@ -120,23 +121,24 @@ exchange_over() {
             nodes=${place%:*} sees=${place#*:}
             echo "$tasks tasks on $nodes nodes, each seeing the files of $sees"
             srun -N"$nodes" -n"$tasks" "$here/apart" "$sees" dtshard "$verb" step "$PWD/$dst" $options \
-                $([ "$sees" = all ] || echo --source per-rank) "${backend[@]}" --bucket-size "$bucket" |& tee said
+                $([ "$sees" = all ] || echo --source per-rank) "${backend[@]}" --bucket-size "$bucket" |& tee output
             same "$dst" "expected/$dst"
-            # One of them speaks for all.
-            exits 1 grep '^\[[1-9]' said
-            [ "$(grep -c wrote said)" = 1 ]
+            # One process prints for all.
+            exits 1 grep '^\[[1-9]' output
+            [ "$(grep -c wrote output)" = 1 ]
             rm -r "$dst"
         done
         rm -r rank.*
     done
 }
 
-# The share of time for the slow task, and the seconds after which it is in the middle: by a copy it waits for nobody.
+# The share of time of the slow task, and the seconds after which it is in the middle: with a copy it waits for no other
+# task.
 share() { [ "$1" = copy ] && echo .0005 || echo .003; }
 middle() { [ "$1" = copy ] && echo 3 || echo 6; }
 
-# With -K and without, as the others notice, and name it. --resume goes on.
-an_exchange_of_which_a_task_is_killed_over() {
+# With -K and without, where the others detect the kill and name the task. --resume completes.
+killed_task_ends_the_exchange_and_resume_completes_by() {
     local command ends task
     export SHARE MIDDLE
     SHARE=$(share "$1") MIDDLE=$(middle "$1")
@@ -144,25 +146,25 @@ an_exchange_of_which_a_task_is_killed_over() {
     exchange_by "$1"
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
     for ends in '' -K; do
-        # The others wait for the one that is slow, so there is a middle.
+        # The others wait for the slow task, so the kill hits the middle of the run.
         exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank bash -c '
             [ $SLURM_PROCID = 1 ] || exec "$@"
             SLOWLY=$SHARE "$@" &
             until compgen -G "../.*.dtshard-partial/part-1-*"; do sleep 0.05; done
             sleep $MIDDLE
             kill -KILL $!
-            wait $!' task "${command[@]}" |& tee said
-        for task in 0 2 3; do grep -E "^\[$task/4] error: (process 1 of 4 .*its process ended|part 1 of 4 stopped: its process is gone)" said || [ "$ends" = -K ]; done
-        [ "$ends" = -K ] || grep -qE 'error: (process 1 of 4 .*its process ended|part 1 of 4 stopped)' said
+            wait $!' task "${command[@]}" |& tee output
+        for task in 0 2 3; do grep -E "^\[$task/4] error: (process 1 of 4 .*its process ended|part 1 of 4 stopped: its process is gone)" output || [ "$ends" = -K ]; done
+        [ "$ends" = -K ] || grep -qE 'error: (process 1 of 4 .*its process ended|part 1 of 4 stopped)' output
         kept out.ranks
-        srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
-        grep 'of it before' said
+        srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee output
+        grep 'of it before' output
         same out.ranks "$work/large.ranks"
         rm -r out.ranks
     done
 }
 
-an_exchange_that_is_queued_again_goes_on_over() {
+requeued_exchange_resumes_by() {
     local job
     deal "$work/large" rank 4
     exchange_by "$1"
@@ -184,18 +186,18 @@ JOB
     grep 'of it before' job.log
 }
 
-# With --backend auto, and one device for each task, as --gpus-per-task=1 gives it; then with none for one.
-one_without_a_GPU_stand-in_leaves_all_to_the_copy() {
+# With --backend auto and one device for each task, like --gpus-per-task=1; then without a device for one task.
+task_without_a_GPU_stand-in_makes_all_copy_files() {
     deal "$work/small" rank 4
     exchange_by GPU_stand-in
     together() {
         srun -N2 -n4 sh -c "DEVICES=$1 exec $here/apart rank dtshard $(conversion ranks step "$PWD/out.ranks") \
-            --source per-rank -v" |& tee said
+            --source per-rank -v" |& tee output
         same out.ranks "$work/small.ranks"
         rm -r out.ranks
     }
     together '$SLURM_PROCID'
-    [ "$(grep -c 'bytes go by NCCL .*, here from GPU . (stand-in' said)" = 4 ]
+    [ "$(grep -c 'bytes go by NCCL .*, here from GPU . (stand-in' output)" = 4 ]
     together '${SLURM_PROCID#3}'
-    [ "$(grep -c 'not nccl: process 3 of 4 .*no device' said)" = 4 ]
+    [ "$(grep -c 'not nccl: process 3 of 4 .*no device' output)" = 4 ]
 }

@@ -1,20 +1,20 @@
-# The job scripts of docs/how-to/slurm.md do what the page says.
+# The job scripts of docs/how-to/slurm.md do what the page describes.
 
 check_pages() {
-    check one_node_and_many
-    check an_array_and_its_check
-    check after_training
-    check an_array_of_which_one_failed_is_not_checked
+    check job_scripts_for_one_node_and_several_succeed
+    check array_job_and_its_verification_succeed
+    check conversion_after_a_training_job_succeeds
+    check failed_array_is_not_verified
 }
 
-# NAME...: the scripts of these names, and the checkpoint they are about.
+# NAME...: extracts the scripts of these names, and makes their checkpoint.
 scripts() {
     local name
     for name; do block "--job-name=$name " >"$name.sbatch"; done
     ln -s "$work/small" step-1000
 }
 
-one_node_and_many() {
+job_scripts_for_one_node_and_several_succeed() {
     local one many
     scripts consolidate reshard
     one=$(sbatch --parsable --output=one.log consolidate.sbatch)
@@ -27,13 +27,13 @@ one_node_and_many() {
     [ "$(grep -c wrote many.log)" = 1 ]
 }
 
-# Submit as the page does, and wait for the last job, with the word that it must end with.
+# Submits like the page, and waits for the last job, which must end with this word.
 submitted() {
     block "$1" >submit
     ends "$(bash -e submit | awk 'END { print $NF }')" "$2"
 }
 
-an_array_and_its_check() {
+array_job_and_its_verification_succeed() {
     scripts array verify
     submitted 'array=$(' COMPLETED
     same step-1000-dp3 "$work/small.dcp"
@@ -41,7 +41,7 @@ an_array_and_its_check() {
     grep 'the same' slurm-*.out
 }
 
-after_training() {
+conversion_after_a_training_job_succeeds() {
     scripts consolidate
     rm step-1000
     printf '#!/bin/bash\ncp -r %q step-1000\n' "$work/small" >train.sbatch
@@ -50,9 +50,9 @@ after_training() {
     dtshard verify step-1000 step-1000-hf --dtype bf16 --root model
 }
 
-an_array_of_which_one_failed_is_not_checked() {
+failed_array_is_not_verified() {
     scripts array verify
-    # Something else is where parts would work.
+    # Another file stands in place of the work folder.
     mkdir .step-1000-dp3.dtshard-partial
     touch .step-1000-dp3.dtshard-partial/precious
     submitted 'array=$(' CANCELLED

@@ -1,8 +1,8 @@
-# What checks have in common: checkpoints to convert, and jobs to wait for.
+# Functions of all checks: they make checkpoints and wait for jobs.
 
 conversions=(dcp ranks safetensors)
 
-# A real checkpoint, and one that is large enough for parts to begin and end within its files.
+# Makes a real checkpoint, and one so large that parts begin and end within its files.
 make_sources() {
     cp -r "$root/tests/fixtures/llama_tiny/dcp" "$work/small"
     large_model >"$work/model.safetensors"
@@ -14,7 +14,7 @@ make_sources() {
     done
 }
 
-# A safetensors file of 24 matrices of 5.3 MB, whose rows are no power of two.
+# Writes a safetensors file of 24 matrices of 5.3 MB, whose rows are not a power of two.
 large_model() {
     local layers=24 rows=1031 columns=2571 header='' bytes layer
     bytes=$((rows * columns * 2))
@@ -28,7 +28,7 @@ large_model() {
     head -c $((layers * bytes)) /dev/urandom
 }
 
-# TO SOURCE DST: arguments. DST ends in TO.
+# TO SOURCE DST: prints the arguments of a conversion. DST ends in TO.
 conversion() {
     case $1 in
         dcp) echo "reshard $2 $3 --mesh dp=3" ;;
@@ -37,20 +37,20 @@ conversion() {
     esac
 }
 
-# DST EXPECTED: the same bytes, and nothing left beside.
+# DST EXPECTED: asserts equal bytes, and nothing left beside DST.
 same() {
     diff -r "$2" "$1"
     [ -z "$(compgen -G ".$1.dtshard-*")" ]
 }
 
-# CODE COMMAND...: it must end with that code.
+# CODE COMMAND...: asserts that it ends with this code.
 exits() {
     local code=0
     "${@:2}" || code=$?
     [ $code = "$1" ] || { echo "exit code $code, not $1: ${*:2}"; return 1; }
 }
 
-# CONDITION...: until it holds.
+# CONDITION...: waits until it holds.
 await() {
     local until=$((SECONDS + 60))
     until "$@" >/dev/null 2>&1; do
@@ -59,20 +59,20 @@ await() {
     done
 }
 
-# JOB STATE: whether it is in it, and, of an array, all that is left of it.
+# JOB STATE: returns whether the job, or every remaining element of the array, is in this state.
 is() { [[ $(squeue --noheader --jobs="$1" --states=all --format=%T | sort -u) == "$2" ]]; }
 
-# JOB STATE: until it has ended, which must be so.
+# JOB STATE: waits until the job has ended, and asserts its state.
 ends() {
     await over "$1"
     is "$1" "$2" || { squeue --jobs="$1" --states=all; return 1; }
 }
 over() { [ -z "$(squeue --noheader --jobs="$1")" ]; }
 
-# DST PARTS: whether so many processes are at work on it.
+# DST PARTS: returns whether this number of processes writes DST.
 at_work() { [ "$(compgen -G ".$1.dtshard-partial/part-*.lease" | wc -l)" = "$2" ]; }
 
-# TEXT: the first block of the page that has it.
+# TEXT: prints the first block of the page that contains it.
 block() {
     awk -v text="$1" '
         /^```bash$/ { inside = 1; block = ""; next }

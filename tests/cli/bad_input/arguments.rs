@@ -1,4 +1,4 @@
-//! Command lines that ask for what cannot be.
+//! Invalid arguments: every verb exits with code 2 and leaves nothing behind.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -7,18 +7,18 @@ use std::path::Path;
 use crate::common::env::TestEnv;
 use crate::corrupt::{Outcome, command, copy_all, dtshard, fixture};
 
-/// `reshard` a small DCP directory with these arguments: exit code 2, nothing left.
-fn refused(args: &[&str]) {
+/// Reshards a small DCP directory with these arguments, and asserts exit code 2 and no new file.
+fn assert_refused(args: &[&str]) {
     let env = TestEnv::new();
     let (source, target) = (fixture("replicated_plain/dcp"), env.path("out"));
     let mut all: Vec<&dyn AsRef<OsStr>> = vec![&"reshard", &source, &target];
     all.extend(args.iter().map(|arg| arg as &dyn AsRef<OsStr>));
-    dtshard(&all).refused(&[]);
+    dtshard(&all).assert_refused(&[]);
     assert_eq!(env.names(), Vec::<String>::new(), "{args:?}");
 }
 
 #[test]
-fn meshes() {
+fn invalid_meshes_are_refused() {
     for mesh in [
         "dp=0",
         "dp",
@@ -38,67 +38,67 @@ fn meshes() {
         "d p=2",
         "dp=0x4",
     ] {
-        refused(&["--mesh", mesh]);
+        assert_refused(&["--mesh", mesh]);
     }
-    refused(&["--mesh=dp=2", "--mesh-ranks=0"]);
-    refused(&["--mesh=dp=2", "--mesh-ranks=0,0"]);
-    refused(&["--mesh=dp=2", "--mesh-ranks=0,1,2"]);
-    refused(&["--mesh=dp=2", "--mesh-ranks=0,x"]);
-    refused(&["--mesh=dp=2", "--mesh-ranks=0,4294967296"]);
-    refused(&[]);
+    assert_refused(&["--mesh=dp=2", "--mesh-ranks=0"]);
+    assert_refused(&["--mesh=dp=2", "--mesh-ranks=0,0"]);
+    assert_refused(&["--mesh=dp=2", "--mesh-ranks=0,1,2"]);
+    assert_refused(&["--mesh=dp=2", "--mesh-ranks=0,x"]);
+    assert_refused(&["--mesh=dp=2", "--mesh-ranks=0,4294967296"]);
+    assert_refused(&[]);
 }
 
 #[test]
-fn placements() {
+fn invalid_placements_are_refused() {
     for list in ["S", "S(", "S(a)", "Q", "S(0)x", "S(99999999999999999999)", "_S(0)", "_S(0,0)", "", ",", "P(mean)"] {
-        refused(&["--mesh=dp=2", "--placements", list]);
+        assert_refused(&["--mesh=dp=2", "--placements", list]);
     }
-    refused(&["--mesh=dp=2", "--placements=S(0),R"]);
-    refused(&["--mesh=dp=2,tp=2", "--placements=S(0)"]);
+    assert_refused(&["--mesh=dp=2", "--placements=S(0),R"]);
+    assert_refused(&["--mesh=dp=2,tp=2", "--placements=S(0)"]);
     for partial in ["P", "P(sum)", "Partial(max)", "**=P(sum)"] {
-        refused(&["--mesh=dp=2", "--placements", partial]);
+        assert_refused(&["--mesh=dp=2", "--placements", partial]);
     }
-    refused(&["--mesh=dp=2", "--placements=R", "--placements=S(0)"]);
-    refused(&["--mesh=dp=2", "--placements=no.such.tensor=R"]);
-    refused(&["--mesh=dp=2", "--placements=**=S(9)"]);
-    refused(&["--mesh=dp=2", "--placements=[=R"]);
-    refused(&["--mesh=dp=2,tp=2"]);
+    assert_refused(&["--mesh=dp=2", "--placements=R", "--placements=S(0)"]);
+    assert_refused(&["--mesh=dp=2", "--placements=no.such.tensor=R"]);
+    assert_refused(&["--mesh=dp=2", "--placements=**=S(9)"]);
+    assert_refused(&["--mesh=dp=2", "--placements=[=R"]);
+    assert_refused(&["--mesh=dp=2,tp=2"]);
 }
 
 #[test]
-fn resources() {
-    refused(&["--mesh=dp=2", "--threads=0"]);
+fn invalid_threads_and_memory_are_refused() {
+    assert_refused(&["--mesh=dp=2", "--threads=0"]);
     for threads in ["-1", "x", "99999999999999999999", "1.5", ""] {
-        refused(&["--mesh=dp=2", &format!("--threads={threads}")]);
+        assert_refused(&["--mesh=dp=2", &format!("--threads={threads}")]);
     }
     for threads in ["100000", "18446744073709551615"] {
-        refused(&["--mesh=dp=2", "--max-memory=1000TB", "--threads", threads]);
+        assert_refused(&["--mesh=dp=2", "--max-memory=1000TB", "--threads", threads]);
     }
-    refused(&["--mesh=dp=2", "--max-memory=1"]);
-    refused(&["--mesh=dp=2", "--max-memory=40MB", "--threads=8"]);
+    assert_refused(&["--mesh=dp=2", "--max-memory=1"]);
+    assert_refused(&["--mesh=dp=2", "--max-memory=40MB", "--threads=8"]);
     for size in ["0", "-1", "x", "5XB", "99999999999999999999GB", "nan", "1e400"] {
-        refused(&["--mesh=dp=2", &format!("--max-memory={size}")]);
+        assert_refused(&["--mesh=dp=2", &format!("--max-memory={size}")]);
     }
 }
 
-/// What launchers say, and all their contradictions: `comm::tests`.
+/// `comm::tests` covers the variables of launchers and all contradictions between them.
 #[test]
-fn parts() {
+fn invalid_parts_are_refused() {
     let mesh = "--mesh=dp=2";
-    refused(&[mesh, "--part=0"]);
-    refused(&[mesh, "--parts=4"]);
-    refused(&[mesh, "--part=4", "--parts=4"]);
-    refused(&[mesh, "--parts=0"]);
+    assert_refused(&[mesh, "--part=0"]);
+    assert_refused(&[mesh, "--parts=4"]);
+    assert_refused(&[mesh, "--part=4", "--parts=4"]);
+    assert_refused(&[mesh, "--parts=0"]);
     for number in ["-1", "x", "1.5", "4294967296", ""] {
-        refused(&[mesh, "--parts=4", &format!("--part={number}")]);
-        refused(&[mesh, &format!("--parts={number}")]);
+        assert_refused(&[mesh, "--parts=4", &format!("--part={number}")]);
+        assert_refused(&[mesh, &format!("--parts={number}")]);
     }
-    refused(&[mesh, "--resume", "--restart"]);
+    assert_refused(&[mesh, "--resume", "--restart"]);
 }
 
-/// Verbs that only read are one process's, whatever started it; those that write say what they make of it.
+/// Verbs that only read ignore the variables of launchers. Verbs that write refuse contradicting variables.
 #[test]
-fn environments_of_launchers() {
+fn contradicting_launchers_are_refused_by_verbs_that_write() {
     let env = TestEnv::new();
     let (source, target) = (fixture("replicated_plain/dcp"), env.path("out"));
     let task = |args: &[&dyn AsRef<OsStr>]| -> Outcome {
@@ -107,22 +107,22 @@ fn environments_of_launchers() {
         command.output().unwrap().into()
     };
     let words = ["SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4", "RANK=0, WORLD_SIZE=8", "hint: unset RANK", "--parts 1"];
-    task(&[&"reshard", &source, &target, &"--mesh=dp=2"]).refused(&words);
+    task(&[&"reshard", &source, &target, &"--mesh=dp=2"]).assert_refused(&words);
     task(&[&"reshard", &source, &"--mesh=dp=2", &"--dry-run", &"--json"])
-        .refused(&words)
-        .says(&["\"kind\": \"usage\""]);
+        .assert_refused(&words)
+        .assert_mentions(&["\"kind\": \"usage\""]);
     assert!(env.names().is_empty());
     for verb in ["inspect", "verify"] {
         let outcome = task(&[&verb, &source]);
-        assert!(!outcome.succeeded().err.contains("[2/4]"), "{outcome:?}");
+        assert!(!outcome.assert_succeeded().err.contains("[2/4]"), "{outcome:?}");
     }
     let outcome = task(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--parts=1"]);
-    assert!(!outcome.succeeded().err.contains('['), "{outcome:?}");
+    assert!(!outcome.assert_succeeded().err.contains('['), "{outcome:?}");
 }
 
-/// Lines say whose they are; what is the same for all is said once.
+/// Every line begins with the part of its process; one process alone prints output that is equal for all.
 #[test]
-fn talk_of_several() {
+fn output_of_several_processes_is_prefixed_and_printed_once() {
     let source = fixture("replicated_plain/dcp");
     let task = |rank: &str, args: &[&dyn AsRef<OsStr>]| -> Outcome {
         let first: [&dyn AsRef<OsStr>; 4] = [&"reshard", &source, &"--mesh=dp=2", &"--dry-run"];
@@ -131,91 +131,93 @@ fn talk_of_several() {
         command.output().unwrap().into()
     };
     let first = task("0", &[]);
-    assert!(first.succeeded().out.contains("bytes written"), "{first:?}");
+    assert!(first.assert_succeeded().out.contains("bytes written"), "{first:?}");
     let other = task("2", &[]);
-    assert_eq!((other.succeeded().out.as_str(), other.err.as_str()), ("", ""));
+    assert_eq!((other.assert_succeeded().out.as_str(), other.err.as_str()), ("", ""));
     let other = task("2", &[&"-v"]);
-    other.succeeded().says(&["[2/4] part 2 of 4, counted from 0, by srun on n1\n", "[2/4] reading "]);
+    other.assert_succeeded().assert_mentions(&["[2/4] part 2 of 4, counted from 0, by srun on n1\n", "[2/4] reading "]);
     assert!(other.err.lines().all(|line| line.starts_with("[2/4] ")), "{other:?}");
-    task("2", &[&"--include=nothing"]).refused(&["[2/4] error: ", "[2/4] hint: "]);
-    assert!(task("2", &[&"--json"]).succeeded().out.is_empty());
-    task("2", &[&"--json", &"--include=nothing"]).refused(&["{\n  \"error\""]);
-    // All have the same command line, and what can be done about that is said once.
+    task("2", &[&"--include=nothing"]).assert_refused(&["[2/4] error: ", "[2/4] hint: "]);
+    assert!(task("2", &[&"--json"]).assert_succeeded().out.is_empty());
+    task("2", &[&"--json", &"--include=nothing"]).assert_refused(&["{\n  \"error\""]);
+    // All processes have the same command line, so one process alone prints tip and usage.
     let first = task("0", &[&"--mehs=dp=2", &"--json"]);
-    first.refused(&["error: unexpected argument '--mehs' found", "tip: ", "Usage: ", "\"error\""]);
+    first.assert_refused(&["error: unexpected argument '--mehs' found", "tip: ", "Usage: ", "\"error\""]);
     let other = task("2", &[&"--mehs=dp=2", &"--json"]);
-    other.refused(&[]);
+    other.assert_refused(&[]);
     assert_eq!((other.err.as_str(), other.out.as_str()), ("[2/4] error: unexpected argument '--mehs' found\n", ""));
-    assert!(task("2", &[&"--help"]).succeeded().out.is_empty());
-    assert!(task("0", &[&"--help"]).succeeded().out.contains("Usage: "));
+    assert!(task("2", &[&"--help"]).assert_succeeded().out.is_empty());
+    assert!(task("0", &[&"--help"]).assert_succeeded().out.contains("Usage: "));
 }
 
 #[test]
-fn formats_that_are_not_written_or_not_there() {
-    refused(&["--mesh=dp=2", "--to=safetensors"]);
-    refused(&["--mesh=dp=2", "--to=nonsense"]);
-    refused(&["--mesh=dp=2", "--from=torch"]);
-    refused(&["--mesh=dp=2", "--io=nonsense"]);
+fn formats_not_written_or_not_present_are_refused() {
+    assert_refused(&["--mesh=dp=2", "--to=safetensors"]);
+    assert_refused(&["--mesh=dp=2", "--to=nonsense"]);
+    assert_refused(&["--mesh=dp=2", "--from=torch"]);
+    assert_refused(&["--mesh=dp=2", "--io=nonsense"]);
 }
 
 #[test]
-fn series_and_roots() {
+fn unknown_series_root_and_assets_are_refused() {
     let env = TestEnv::new();
     let source = fixture("fsdp3/ranks");
     let target = env.path("o.pt");
-    dtshard(&[&"unshard", &source, &target, &"--series", &"nope"]).refused(&["no series `nope`", "model, extra_state"]);
+    dtshard(&[&"unshard", &source, &target, &"--series", &"nope"])
+        .assert_refused(&["no series `nope`", "model, extra_state"]);
     let target = env.path("o.safetensors");
     dtshard(&[&"consolidate", &source, &target, &"--root", &"no.such"])
-        .refused(&["--root no.such", "top of the state"]);
-    dtshard(&[&"consolidate", &source, &target, &"--root", &"x", &"--everything"]).refused(&["--everything"]);
+        .assert_refused(&["--root no.such", "top of the state"]);
+    dtshard(&[&"consolidate", &source, &target, &"--root", &"x", &"--everything"]).assert_refused(&["--everything"]);
     let none = env.path("none");
-    dtshard(&[&"consolidate", &source, &env.path("o"), &"--assets", &none]).refused(&["--assets", "no such folder"]);
+    dtshard(&[&"consolidate", &source, &env.path("o"), &"--assets", &none])
+        .assert_refused(&["--assets", "no such folder"]);
     assert!(env.names().is_empty());
 }
 
-fn unknown(source: &Path) {
+fn assert_no_checkpoint(source: &Path) {
     let env = TestEnv::new();
     for verb in ["unshard", "consolidate"] {
-        dtshard(&[&verb, &source, &env.path("out.pt")]).refused(&[]);
+        dtshard(&[&verb, &source, &env.path("out.pt")]).assert_refused(&[]);
     }
-    dtshard(&[&"verify", &source]).refused(&[]);
-    dtshard(&[&"inspect", &source]).refused(&[]);
+    dtshard(&[&"verify", &source]).assert_refused(&[]);
+    dtshard(&[&"inspect", &source]).assert_refused(&[]);
     assert!(env.names().is_empty());
 }
 
 #[test]
-fn sources_that_are_no_checkpoint() {
+fn sources_without_a_checkpoint_are_refused() {
     let env = TestEnv::new();
-    unknown(&env.path("nowhere"));
+    assert_no_checkpoint(&env.path("nowhere"));
     fs::create_dir(env.path("empty")).unwrap();
-    unknown(&env.path("empty"));
+    assert_no_checkpoint(&env.path("empty"));
     for address in ["s3://bucket/x", "gs://bucket/x", "hf://org/model", "https://example.org/model.pt"] {
-        unknown(Path::new(address));
+        assert_no_checkpoint(Path::new(address));
     }
-    unknown(&env.write("model.gguf", b"GGUF\x03\0\0\0"));
-    unknown(&env.write("hidden.bin", b"\x89HDF\r\n\x1a\n"));
-    unknown(&fixture("torch_file/script.pt"));
-    unknown(&fixture("torch_file/legacy.pt"));
+    assert_no_checkpoint(&env.write("model.gguf", b"GGUF\x03\0\0\0"));
+    assert_no_checkpoint(&env.write("hidden.bin", b"\x89HDF\r\n\x1a\n"));
+    assert_no_checkpoint(&fixture("torch_file/script.pt"));
+    assert_no_checkpoint(&fixture("torch_file/legacy.pt"));
     for (name, bytes) in
         [("a.txt", &b"hello"[..]), ("a.pt", b""), ("b.pt", b"PK"), ("zeros", &[0; 600]), ("x.bin", b"\x80\x02}.")]
     {
-        unknown(&env.write(name, bytes));
+        assert_no_checkpoint(&env.write(name, bytes));
     }
     env.write("several/a.pt", b"PK\x03\x04");
     env.write("several/b.pt", b"PK\x03\x04");
-    unknown(&env.path("several"));
-    unknown(Path::new("/dev/null"));
-    unknown(Path::new("/dev/zero"));
+    assert_no_checkpoint(&env.path("several"));
+    assert_no_checkpoint(Path::new("/dev/null"));
+    assert_no_checkpoint(Path::new("/dev/zero"));
     let pipe = env.path("pipe");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    unknown(&pipe);
-    unknown(&fixture("fsdp3/dcp/.metadata"));
-    unknown(&fixture("fsdp3/dcp/__0_0.distcp"));
+    assert_no_checkpoint(&pipe);
+    assert_no_checkpoint(&fixture("fsdp3/dcp/.metadata"));
+    assert_no_checkpoint(&fixture("fsdp3/dcp/__0_0.distcp"));
 }
 
-/// A folder where a file should be, and a pipe, which would be waited for without end.
+/// A pipe must not be opened for reading: that would block forever.
 #[test]
-fn files_that_are_none() {
+fn folder_or_pipe_in_place_of_a_file_is_refused() {
     for name in
         ["w.safetensors", "w.pt", "model_rank_0.pt", ".metadata", "__0.metadata", "model.safetensors.index.json"]
     {
@@ -239,43 +241,47 @@ fn files_that_are_none() {
                     panic!("{name} (pipe: {pipe}) is waited for");
                 }
             }
-            crate::corrupt::Outcome::from(run.wait_with_output().unwrap()).refused(&["src"]);
+            crate::corrupt::Outcome::from(run.wait_with_output().unwrap()).assert_refused(&["src"]);
         }
     }
 }
 
 #[test]
-fn a_folder_with_two_formats() {
+fn folder_with_two_formats_is_refused_without_from() {
     let env = TestEnv::new();
     let source = env.copy("fsdp3/dcp");
     copy_all(&fixture("safetensors/single"), &source);
-    unknown(&source);
-    dtshard(&[&"verify", &source, &"--from", &"dcp"]).succeeded();
-    dtshard(&[&"verify", &source, &"--from", &"safetensors"]).succeeded();
+    assert_no_checkpoint(&source);
+    dtshard(&[&"verify", &source, &"--from", &"dcp"]).assert_succeeded();
+    dtshard(&[&"verify", &source, &"--from", &"safetensors"]).assert_succeeded();
     copy_all(&fixture("fsdp3/ranks"), &source);
-    unknown(&source);
+    assert_no_checkpoint(&source);
 }
 
-/// What would not change a byte of flat parameters, and what would be too many files.
+/// Options that would not change flat parameters, and world sizes with too many files.
 #[test]
-fn flat_parameters_that_cannot_be() {
+fn useless_or_oversized_flat_parameters_are_refused() {
     let env = TestEnv::new();
     let (model, flat) = (fixture("flat2/full/model.pt"), env.path("flat"));
-    dtshard(&[&"flatten", &model, &flat, &"--world-size", &"2", &"--wrap", &"layers.*"]).succeeded();
+    dtshard(&[&"flatten", &model, &flat, &"--world-size", &"2", &"--wrap", &"layers.*"]).assert_succeeded();
     let before = env.names();
     let again = env.path("again");
-    let refused = |verb: &str, args: &[&str], words: &[&str]| {
+    let assert_refused = |verb: &str, args: &[&str], words: &[&str]| {
         let mut all: Vec<&dyn AsRef<OsStr>> = vec![&verb, &flat, &again];
         all.extend(args.iter().map(|arg| arg as &dyn AsRef<OsStr>));
-        dtshard(&all).refused(words);
+        dtshard(&all).assert_refused(words);
         assert_eq!(env.names(), before, "{args:?}");
     };
-    refused("flatten", &["--buffers", "freqs"], &["--buffers freqs", "the flat layout says"]);
-    refused("flatten", &["--forward-dtype", "bf16"], &["--forward-dtype bf16", "use_orig_params"]);
-    refused("flatten", &["--world-size", "4294967295"], &["4294967295 ranks"]);
-    refused("reshard", &["--mesh", "fsdp=16777216"], &["16777216 ranks"]);
-    refused("reshard", &["--mesh", "fsdp=2", "--tensor-class", "dtensor"], &["--tensor-class is for rank files"]);
-    dtshard(&[&"flatten", &flat, &again, &"--use-orig-params", &"--forward-dtype", &"bf16"]).succeeded();
+    assert_refused("flatten", &["--buffers", "freqs"], &["--buffers freqs", "the flat layout says"]);
+    assert_refused("flatten", &["--forward-dtype", "bf16"], &["--forward-dtype bf16", "use_orig_params"]);
+    assert_refused("flatten", &["--world-size", "4294967295"], &["4294967295 ranks"]);
+    assert_refused("reshard", &["--mesh", "fsdp=16777216"], &["16777216 ranks"]);
+    assert_refused(
+        "reshard",
+        &["--mesh", "fsdp=2", "--tensor-class", "dtensor"],
+        &["--tensor-class is for rank files"],
+    );
+    dtshard(&[&"flatten", &flat, &again, &"--use-orig-params", &"--forward-dtype", &"bf16"]).assert_succeeded();
 }
 
 #[test]
@@ -295,6 +301,6 @@ fn other_frameworks_are_refused_by_name() {
     ] {
         let env = TestEnv::new();
         env.write(&format!("src/{name}"), b"x");
-        unknown(&env.path("src"));
+        assert_no_checkpoint(&env.path("src"));
     }
 }

@@ -1,4 +1,4 @@
-//! Real files cut short or with flipped bytes: an error, or the values that were saved.
+//! Truncated files and files with flipped bytes: the program reports an error or reads the saved values.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -14,7 +14,7 @@ use dtshard::format::{Checkpoint, ReadOptions, resolve, torch};
 use crate::common::env::TestEnv;
 use crate::corrupt::{dtshard, edit, files_of, find};
 
-/// Digest of every tensor by name, after a conversion without writing.
+/// Returns the digest of every tensor by name, after a dry run of a conversion.
 fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     let checkpoint = Checkpoint::open(source, &ReadOptions::default())?;
     let catalog = &checkpoint.catalog;
@@ -31,12 +31,12 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// As [`digests`]; a panic fails the test with what was done to the file.
-fn survive(source: &Path, what: &str) -> Result<BTreeMap<String, String>> {
+/// Returns [`digests`]; a panic fails the test and names the change of the file.
+fn digests_without_panic(source: &Path, what: &str) -> Result<BTreeMap<String, String>> {
     catch_unwind(AssertUnwindSafe(|| digests(source))).unwrap_or_else(|_| panic!("panicked on {what}"))
 }
 
-/// One case of each kind of file: the source, and the file in it to damage.
+/// Returns one case of each kind of file: the source, and the file in it to damage.
 fn cases(env: &TestEnv) -> Vec<(PathBuf, PathBuf)> {
     let cases = [
         ("replicated_plain/dcp", ".metadata"),
@@ -58,7 +58,7 @@ fn cases(env: &TestEnv) -> Vec<(PathBuf, PathBuf)> {
 }
 
 #[test]
-fn every_kind_of_file_may_be_cut_short() {
+fn truncated_file_of_every_kind_is_an_error() {
     let env = TestEnv::new();
     for (source, file) in cases(&env) {
         let whole = fs::read(&file).unwrap();
@@ -67,7 +67,7 @@ fn every_kind_of_file_may_be_cut_short() {
             let len = whole.len() * part / 16;
             fs::write(&file, &whole[..len]).unwrap();
             let what = format!("{} cut to {len} of {}", file.display(), whole.len());
-            let error = survive(&source, &what).expect_err(&what).to_string();
+            let error = digests_without_panic(&source, &what).expect_err(&what).to_string();
             assert!(error.contains(source.to_str().unwrap()), "{what}: {error}");
         }
         fs::write(&file, &whole).unwrap();
@@ -76,12 +76,12 @@ fn every_kind_of_file_may_be_cut_short() {
 }
 
 #[test]
-fn a_file_cut_short_is_an_error_of_every_verb() {
+fn truncated_file_is_an_error_of_every_verb() {
     let env = TestEnv::new();
     for (source, file) in cases(&env) {
         let whole = fs::read(&file).unwrap();
         fs::write(&file, &whole[..whole.len() / 2]).unwrap();
-        env.is_bad(&source);
+        env.assert_bad_input(&source);
         fs::write(&file, &whole).unwrap();
     }
 }
@@ -90,14 +90,13 @@ fn set_byte(file: &Path, at: usize, byte: u8) {
     File::options().write(true).open(file).unwrap().write_all_at(&[byte], at as u64).unwrap();
 }
 
-/// Whether a change of the header may give other tensors than were saved, because no sum is over it: names, shapes
-/// and dtypes are just text there.
+/// Returns whether checksums protect the header. Without them a changed name, shape or dtype is not detectable.
 fn has_sums(file: &Path) -> bool {
     file.extension().is_some_and(|suffix| suffix == "pt" || suffix == "distcp")
 }
 
 #[test]
-fn flipped_bytes_of_headers_are_errors_or_harmless() {
+fn flipped_header_byte_is_an_error_or_harmless() {
     let env = TestEnv::new();
     for (source, file) in cases(&env) {
         let whole = fs::read(&file).unwrap();
@@ -108,7 +107,7 @@ fn flipped_bytes_of_headers_are_errors_or_harmless() {
             for flip in [0x01, 0x80] {
                 set_byte(&file, at, whole[at] ^ flip);
                 let what = format!("{} with byte {at} ^ {flip:#x}", file.display());
-                match survive(&source, &what) {
+                match digests_without_panic(&source, &what) {
                     Ok(found) => assert!(!has_sums(&file) || found == truth, "{what} gives other values in silence"),
                     Err(error) => assert!(!error.to_string().is_empty(), "{what}"),
                 }
@@ -118,21 +117,21 @@ fn flipped_bytes_of_headers_are_errors_or_harmless() {
     }
 }
 
-/// Anywhere in the file, tensor data too.
+/// The flipped bytes include tensor data.
 #[test]
-fn flipped_bytes_anywhere_do_not_panic() {
+fn flipped_byte_anywhere_does_not_panic() {
     let env = TestEnv::new();
     for (source, file) in cases(&env) {
         let whole = fs::read(&file).unwrap();
         for at in (0..whole.len()).step_by(if whole.len() > 8_000 { 41 } else { 7 }) {
             set_byte(&file, at, whole[at] ^ 0x81);
-            let _ = survive(&source, &format!("{} with byte {at} changed", file.display()));
+            let _ = digests_without_panic(&source, &format!("{} with byte {at} changed", file.display()));
             set_byte(&file, at, whole[at]);
         }
     }
 }
 
-/// Change the first byte of the first stored tensor.
+/// Changes the first byte of the first stored tensor.
 fn flip_tensor_data(file: &Path) {
     edit(file, |bytes| {
         let key = find(bytes, b"/data/0").expect("a record");
@@ -153,12 +152,12 @@ fn verify_finds_a_flipped_byte_of_data() {
     ] {
         let env = TestEnv::new();
         let source = env.copy(case);
-        dtshard(&[&"verify", &source]).succeeded();
+        dtshard(&[&"verify", &source]).assert_succeeded();
         let file = if file.is_empty() { source.clone() } else { source.join(file) };
         flip_tensor_data(&file);
         let found = dtshard(&[&"verify", &source]);
         assert_eq!(found.code, Some(1), "{case}: {found:?}");
-        found.says(&[file.file_name().unwrap().to_str().unwrap(), "CRC-32", "data/0"]);
+        found.assert_mentions(&[file.file_name().unwrap().to_str().unwrap(), "CRC-32", "data/0"]);
     }
 }
 
@@ -169,7 +168,7 @@ fn verify_finds_a_flipped_byte_against_another_copy() {
     edit(&source.join("model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
     let found = dtshard(&[&"verify", &source, &crate::corrupt::fixture("safetensors/single")]);
     assert_eq!(found.code, Some(1), "{found:?}");
-    found.says(&["differing", "first at ["]);
+    found.assert_mentions(&["differing", "first at ["]);
 }
 
 #[test]
@@ -179,28 +178,28 @@ fn missing_files_are_all_listed() {
     for rank in [1, 3] {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 
     let env = TestEnv::new();
     let source = env.copy("fsdp4/dcp");
     fs::remove_file(source.join("__0_0.distcp")).unwrap();
     fs::remove_file(source.join("__2_0.distcp")).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 
     let env = TestEnv::new();
     let source = env.copy("fsdp4/dcp");
     fs::remove_file(source.join(".metadata")).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 
     let env = TestEnv::new();
     let source = env.copy("safetensors/sharded");
     fs::remove_file(source.join("model-00002-of-00003.safetensors")).unwrap();
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["model-00002-of-00003.safetensors"]);
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["model-00002-of-00003.safetensors"]);
     assert!(files_of(env.path("src").parent().unwrap()).iter().all(|path| !path.ends_with("out.pt")));
 }
 
 #[test]
-fn an_error_about_a_file_names_it_with_a_hint() {
+fn malformed_file_error_names_the_file_and_has_a_hint() {
     let env = TestEnv::new();
     let source = env.copy("safetensors/single");
     edit(&source.join("model.safetensors"), |bytes| bytes.truncate(100));

@@ -1,4 +1,4 @@
-//! `.metadata` files that lie.
+//! Invalid `.metadata` files of DCP: every verb reports an error.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::corrupt::{View, dtshard, torch_file};
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
-/// What `.metadata` says of one chunk: offsets, sizes, and the file, offset and length of its item.
+/// One chunk in `.metadata`: offsets, sizes, and the file, offset and length of its item.
 type Chunk<'a> = (&'a [u64], &'a [u64], &'a str, u64, u64);
 
 struct Tensor<'a> {
@@ -19,7 +19,7 @@ struct Tensor<'a> {
     chunks: Vec<Chunk<'a>>,
 }
 
-/// Path of a name in the state dict: keys, and positions written as `#3`.
+/// The path of each name in the state dict: keys, and positions written as `#3`.
 type Paths<'a> = &'a [(&'a str, Vec<&'a str>)];
 
 fn size(writer: &mut Writer, values: &[u64]) {
@@ -86,7 +86,7 @@ fn metadata(tensors: &[Tensor<'_>], paths: Paths<'_>) -> Vec<u8> {
     w.finish()
 }
 
-/// The item of a chunk of two f32.
+/// Returns the item of a chunk of two f32.
 fn item() -> Vec<u8> {
     let mut writer = Writer::new();
     View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(&mut writer);
@@ -99,7 +99,7 @@ fn len() -> u64 {
 
 const FILE: &str = "__0_0.distcp";
 
-/// A directory of two items and this metadata.
+/// Writes a directory of two items and this metadata.
 fn directory(env: &TestEnv, metadata: &[u8]) -> PathBuf {
     env.write(&format!("src/{FILE}"), [item(), item()].concat());
     env.write("outside.distcp", item());
@@ -107,79 +107,79 @@ fn directory(env: &TestEnv, metadata: &[u8]) -> PathBuf {
     env.path("src")
 }
 
-fn one<'a>(shape: &'a [u64], chunks: Vec<Chunk<'a>>) -> Vec<u8> {
+fn metadata_of_one_tensor<'a>(shape: &'a [u64], chunks: Vec<Chunk<'a>>) -> Vec<u8> {
     metadata(&[Tensor { name: "model.w", shape, chunks }], &[])
 }
 
-fn bad(metadata: &[u8]) {
+fn assert_bad_metadata(metadata: &[u8]) {
     let env = TestEnv::new();
     let source = directory(&env, metadata);
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 }
 
 #[test]
-fn the_honest_one_is_read() {
+fn valid_directory_is_read() {
     let env = TestEnv::new();
     let chunks = vec![(&[0][..], &[2][..], FILE, 0, len()), (&[2], &[2], FILE, len(), len())];
-    let source = directory(&env, &one(&[4], chunks));
-    dtshard(&[&"verify", &source]).succeeded();
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).succeeded();
+    let source = directory(&env, &metadata_of_one_tensor(&[4], chunks));
+    dtshard(&[&"verify", &source]).assert_succeeded();
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_succeeded();
 }
 
 #[test]
-fn paths_outside_the_folder() {
+fn paths_outside_the_folder_are_refused() {
     for path in ["../outside.distcp", "/etc/passwd", "", ".", "a/../../outside.distcp", "./../outside.distcp"] {
-        bad(&one(&[2], vec![(&[0], &[2], path, 0, len())]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], path, 0, len())]));
     }
-    bad(&one(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]));
-    let nul = one(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]);
-    bad(&nul);
-    // A folder in place of a data file.
+    assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]));
+    let nul = metadata_of_one_tensor(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]);
+    assert_bad_metadata(&nul);
+    // A folder stands in place of a data file.
     let env = TestEnv::new();
-    let source = directory(&env, &one(&[2], vec![(&[0], &[2], "sub", 0, len())]));
+    let source = directory(&env, &metadata_of_one_tensor(&[2], vec![(&[0], &[2], "sub", 0, len())]));
     fs::create_dir(source.join("sub")).unwrap();
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["sub", "not a regular file"]);
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["sub", "not a regular file"]);
 }
 
 #[test]
-fn chunks_that_do_not_tile() {
+fn chunks_that_do_not_tile_the_tensor_are_refused() {
     let overlap = vec![(&[0][..], &[2][..], FILE, 0, len()), (&[1], &[2], FILE, len(), len())];
-    bad(&one(&[3], overlap));
-    bad(&one(&[4], vec![(&[0], &[2], FILE, 0, len())]));
-    bad(&one(&[4], vec![(&[2], &[2], FILE, 0, len())]));
-    bad(&one(&[4], vec![]));
-    bad(&one(&[3], vec![(&[2], &[2], FILE, 0, len())]));
-    bad(&one(&[2], vec![(&[0, 0], &[1, 2], FILE, 0, len())]));
-    bad(&one(&[2], vec![(&[0], &[1, 2], FILE, 0, len())]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[3], overlap));
+    assert_bad_metadata(&metadata_of_one_tensor(&[4], vec![(&[0], &[2], FILE, 0, len())]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[4], vec![(&[2], &[2], FILE, 0, len())]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[4], vec![]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[3], vec![(&[2], &[2], FILE, 0, len())]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0, 0], &[1, 2], FILE, 0, len())]));
+    assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[1, 2], FILE, 0, len())]));
 }
 
 #[test]
-fn huge_numbers() {
+fn huge_shapes_and_offsets_are_refused() {
     for huge in [1 << 63, u64::MAX, u64::MAX - 1, i64::MAX as u64] {
-        bad(&one(&[huge], vec![]));
-        bad(&one(&[huge, huge], vec![]));
-        bad(&one(&[huge, 0], vec![(&[0, 0], &[huge, 1], FILE, 0, len())]));
-        bad(&one(&[2], vec![(&[huge], &[2], FILE, 0, len())]));
-        bad(&one(&[2], vec![(&[0], &[huge], FILE, 0, len())]));
-        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, len())]));
-        bad(&one(&[2], vec![(&[0], &[2], FILE, 0, huge)]));
-        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, huge)]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[huge], vec![]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[huge, huge], vec![]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[huge, 0], vec![(&[0, 0], &[huge, 1], FILE, 0, len())]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[huge], &[2], FILE, 0, len())]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[huge], FILE, 0, len())]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, huge, len())]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, 0, huge)]));
+        assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, huge, huge)]));
     }
-    // Each tensor is possible, all of them are not.
+    // Each tensor alone has a valid size; their sum overflows.
     let many = |name| Tensor { name, shape: &[1 << 60], chunks: vec![] };
-    bad(&metadata(&["a", "b", "c", "d", "e"].map(many), &[]));
+    assert_bad_metadata(&metadata(&["a", "b", "c", "d", "e"].map(many), &[]));
 }
 
 #[test]
-fn items_that_are_something_else() {
-    let whole = |offset, len| one(&[2], vec![(&[0], &[2], FILE, offset, len)]);
+fn items_other_than_the_tensor_are_refused() {
+    let whole = |offset, len| metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, offset, len)]);
     for (offset, len) in [(0, len() - 1), (1, len()), (0, 0), (3, 10)] {
-        bad(&whole(offset, len));
+        assert_bad_metadata(&whole(offset, len));
     }
     let env = TestEnv::new();
-    let source = directory(&env, &one(&[1], vec![(&[0], &[1], FILE, 0, len())]));
-    env.is_bad(&source);
-    // Other values of the item: another dtype, an object, two tensors.
+    let source = directory(&env, &metadata_of_one_tensor(&[1], vec![(&[0], &[1], FILE, 0, len())]));
+    env.assert_bad_input(&source);
+    // The item holds another dtype, an object, or no valid pickle.
     let view = View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] };
     let mut list = Writer::new();
     list.empty_list();
@@ -194,15 +194,15 @@ fn items_that_are_something_else() {
     for pickle in [list.finish(), number.finish(), other_dtype, b"garbage".to_vec()] {
         let env = TestEnv::new();
         let bytes = torch_file(pickle, &[("0", b"12345678")]);
-        let metadata = one(&[2], vec![(&[0], &[2], FILE, 0, bytes.len() as u64)]);
+        let metadata = metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, 0, bytes.len() as u64)]);
         let source = directory(&env, &metadata);
         fs::write(source.join(FILE), bytes).unwrap();
-        env.is_bad(&source);
+        env.assert_bad_input(&source);
     }
 }
 
 #[test]
-fn paths_of_the_state_dict_that_cannot_be() {
+fn contradicting_state_dict_paths_are_refused() {
     let tensor = |name| Tensor { name, shape: &[2], chunks: vec![(&[0], &[2], FILE, 0, len())] };
     let both = [tensor("a"), tensor("b")];
     for (first, second) in [
@@ -213,23 +213,23 @@ fn paths_of_the_state_dict_that_cannot_be() {
         (vec!["x", "y", "#0"], vec!["x", "y", "#0"]),
         (vec!["#0"], vec!["x"]),
     ] {
-        bad(&metadata(&both, &[("a", first), ("b", second)]));
+        assert_bad_metadata(&metadata(&both, &[("a", first), ("b", second)]));
     }
     for index in ["#4294967296", "#18446744073709551615", "#100000"] {
-        bad(&metadata(&both[..1], &[("a", vec!["x", index])]));
+        assert_bad_metadata(&metadata(&both[..1], &[("a", vec!["x", index])]));
     }
-    // Many lists with a hole each.
+    // Many lists have one hole each.
     let names: Vec<String> = (0..64).map(|index| format!("t{index}")).collect();
     let tensors: Vec<Tensor<'_>> = names.iter().map(|name| tensor(name)).collect();
     let paths: Vec<(&str, Vec<&str>)> = names.iter().map(|name| (&**name, vec![&**name, "#60000"])).collect();
-    bad(&metadata(&tensors, &paths));
+    assert_bad_metadata(&metadata(&tensors, &paths));
     for depth in [1000, 100_000] {
-        bad(&metadata(&both[..1], &[("a", vec!["k"; depth])]));
+        assert_bad_metadata(&metadata(&both[..1], &[("a", vec!["k"; depth])]));
     }
 }
 
 #[test]
-fn metadata_that_is_no_metadata() {
+fn malformed_metadata_is_refused() {
     for bytes in [
         &b""[..],
         b".",
@@ -241,13 +241,13 @@ fn metadata_that_is_no_metadata() {
         b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff",
         b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x10",
     ] {
-        bad(bytes);
+        assert_bad_metadata(bytes);
     }
-    bad(&[b"(".repeat(200_000), b".".to_vec()].concat());
-    bad(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat());
+    assert_bad_metadata(&[b"(".repeat(200_000), b".".to_vec()].concat());
+    assert_bad_metadata(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat());
 }
 
-/// Another process may write to a mapped file while it is decoded, and a text that was checked would change.
+/// Another process may change a mapped file while it is decoded, after its text was validated.
 #[test]
 fn metadata_is_not_decoded_from_a_mapping() {
     use dtshard::format::{Checkpoint, ReadOptions};

@@ -1,4 +1,4 @@
-//! Destinations that cannot be written, and the promise that a failure leaves nothing behind.
+//! Destinations that cannot be written: the program reports an error and leaves nothing behind.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -10,14 +10,14 @@ use crate::bad_input::skip;
 use crate::common::env::TestEnv;
 use crate::corrupt::{dtshard, files_of, fixture};
 
-fn refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], words: &[&str]) {
+fn assert_refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], words: &[&str]) {
     let before = env.names();
-    dtshard(args).refused(words);
+    dtshard(args).assert_refused(words);
     assert_eq!(env.names(), before, "something changed");
 }
 
 #[test]
-fn source_and_destination_within_each_other() {
+fn nested_source_and_destination_are_refused() {
     let env = TestEnv::new();
     let source = env.copy("replicated_plain/dcp");
     let parent = source.parent().unwrap().to_path_buf();
@@ -34,29 +34,29 @@ fn source_and_destination_within_each_other() {
         (env.path(""), "contains the source"),
     ] {
         for more in ["--no-sync", "--overwrite", "--restart"] {
-            refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &more], &[words, "hint: "]);
-            refused(&env, &[&"unshard", &source, &target, &more], &[words, "hint: "]);
+            assert_refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &more], &[words, "hint: "]);
+            assert_refused(&env, &[&"unshard", &source, &target, &more], &[words, "hint: "]);
         }
     }
     let file = env.copy("torch_file/trainer.pt");
-    refused(&env, &[&"unshard", &file, &file, &"--overwrite"], &["is the source itself"]);
-    // A source through a link is the same source.
+    assert_refused(&env, &[&"unshard", &file, &file, &"--overwrite"], &["is the source itself"]);
+    // A source behind a link is the same source.
     let link = env.path("link");
-    refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["lies inside the source"]);
+    assert_refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["lies inside the source"]);
 }
 
-/// The index of a folder stands for the files beside it, too.
+/// An index as SRC stands for all files that it names.
 #[test]
-fn a_destination_that_is_a_file_of_the_source() {
+fn destination_that_is_a_file_of_the_source_is_refused() {
     let env = TestEnv::new();
     let source = env.copy("safetensors/sharded");
     let (index, target) =
         (source.join("model.safetensors.index.json"), source.join("model-00002-of-00003.safetensors"));
-    refused(&env, &[&"consolidate", &index, &target, &"--overwrite"], &["source"]);
+    assert_refused(&env, &[&"consolidate", &index, &target, &"--overwrite"], &["source"]);
 }
 
 #[test]
-fn destinations_that_exist() {
+fn existing_destinations_are_refused_and_links_are_not_followed() {
     let env = TestEnv::new();
     let source = fixture("replicated_plain/dcp");
     let file = env.write("file.pt", "old");
@@ -67,23 +67,23 @@ fn destinations_that_exist() {
     for name in ["file.pt", "folder", "dangling", "link", "link.pt"] {
         let target = env.path(name);
         let words = if name == "folder" { ["is a folder", "model.pt"] } else { ["exists", "--overwrite"] };
-        refused(&env, &[&"unshard", &source, &target], &[name, words[0], words[1]]);
-        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp"], &[name, "exists"]);
-        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp", &"--restart"], &["exists"]);
+        assert_refused(&env, &[&"unshard", &source, &target], &[name, words[0], words[1]]);
+        assert_refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp"], &[name, "exists"]);
+        assert_refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp", &"--restart"], &["exists"]);
     }
-    // A link is replaced, not what it leads to.
-    dtshard(&[&"unshard", &source, &env.path("link"), &"--overwrite"]).succeeded();
+    // The link is replaced; its target stays.
+    dtshard(&[&"unshard", &source, &env.path("link"), &"--overwrite"]).assert_succeeded();
     assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
     assert!(env.path("link").is_file() && !env.path("link").is_symlink());
-    // A folder does not become a file, and one that holds no checkpoint is not replaced at all.
+    // A folder is not replaced by a file, and a folder without a checkpoint is not replaced at all.
     let folder = env.path("folder");
-    refused(&env, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
-    refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["holds no checkpoint"]);
+    assert_refused(&env, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
+    assert_refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["holds no checkpoint"]);
     assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
 }
 
 #[test]
-fn destinations_that_are_no_place() {
+fn unusable_destinations_are_refused() {
     let env = TestEnv::new();
     let source = fixture("replicated_plain/dcp");
     env.write("folder/file", "x");
@@ -95,31 +95,31 @@ fn destinations_that_are_no_place() {
         ("new/../..", &[]),
         (".", &[]),
     ] {
-        // A folder below the temporary one: what is above that may hold this repository.
+        // The target is in a subfolder, because the folder above the temporary one may hold this repository.
         let target = env.path("folder").join(target);
-        refused(&env, &[&"unshard", &source, &target], words);
-        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2"], words);
+        assert_refused(&env, &[&"unshard", &source, &target], words);
+        assert_refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2"], words);
     }
-    refused(&env, &[&"unshard", &source, &"/"], &["hint: "]);
-    refused(&env, &[&"unshard", &source, &""], &["DST"]);
-    refused(&env, &[&"unshard", &source, &"/proc/out.pt"], &["/proc"]);
-    refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(300))], &[]);
-    refused(&env, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
-    refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
-    // A slash at the end says that it is a folder.
+    assert_refused(&env, &[&"unshard", &source, &"/"], &["hint: "]);
+    assert_refused(&env, &[&"unshard", &source, &""], &["DST"]);
+    assert_refused(&env, &[&"unshard", &source, &"/proc/out.pt"], &["/proc"]);
+    assert_refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(300))], &[]);
+    assert_refused(&env, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
+    assert_refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
+    // A trailing slash asks for a folder.
     let target = format!("{}/", env.path("out.safetensors").display());
-    refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
+    assert_refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
 }
 
 fn is_root() -> bool {
     use std::os::unix::fs::MetadataExt;
-    // The user that owns a folder made now.
+    // A new folder belongs to the current user.
     fs::metadata(tempfile::tempdir().unwrap().path()).unwrap().uid() == 0
 }
 
-/// Root may write and read everything, so permissions are tested for others only.
+/// Permissions do not restrict root, so the test runs for other users only.
 #[test]
-fn permissions() {
+fn destination_and_source_without_permission_are_refused() {
     use std::os::unix::fs::PermissionsExt;
     if is_root() {
         return;
@@ -129,15 +129,15 @@ fn permissions() {
     let locked = env.path("locked");
     fs::create_dir(&locked).unwrap();
     fs::set_permissions(&locked, fs::Permissions::from_mode(0o555)).unwrap();
-    refused(&env, &[&"unshard", &source, &locked.join("out.pt")], &["locked", "Permission denied"]);
+    assert_refused(&env, &[&"unshard", &source, &locked.join("out.pt")], &["locked", "Permission denied"]);
     fs::set_permissions(source.join("__0_0.distcp"), fs::Permissions::from_mode(0o000)).unwrap();
-    refused(&env, &[&"unshard", &source, &env.path("out.pt")], &["__0_0.distcp", "Permission denied"]);
+    assert_refused(&env, &[&"unshard", &source, &env.path("out.pt")], &["__0_0.distcp", "Permission denied"]);
 }
 
 /// A file system of 1 MiB; needs root.
-struct Tiny(PathBuf);
+struct SmallFileSystem(PathBuf);
 
-impl Tiny {
+impl SmallFileSystem {
     fn mount(at: PathBuf) -> Option<Self> {
         fs::create_dir(&at).unwrap();
         let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "tmpfs"]).arg(&at).output();
@@ -145,14 +145,14 @@ impl Tiny {
     }
 }
 
-impl Drop for Tiny {
+impl Drop for SmallFileSystem {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg(&self.0).status();
     }
 }
 
-/// `count` tensors of `bytes` bytes each.
-fn weights(path: &Path, count: usize, bytes: usize) {
+/// Writes `count` tensors of `bytes` bytes each.
+fn write_weights(path: &Path, count: usize, bytes: usize) {
     let entry = |index: usize| {
         let (begin, end) = (index * bytes, (index + 1) * bytes);
         format!(r#""w{index}":{{"dtype":"F8_E5M2","shape":[{bytes}],"data_offsets":[{begin},{end}]}}"#)
@@ -165,56 +165,56 @@ fn weights(path: &Path, count: usize, bytes: usize) {
 }
 
 #[test]
-fn a_full_file_system() {
+fn full_file_system_leaves_nothing() {
     let env = TestEnv::new();
-    let Some(tiny) = Tiny::mount(env.path("tiny")) else { return };
+    let Some(tiny) = SmallFileSystem::mount(env.path("tiny")) else { return };
     let source = env.path("w.safetensors");
-    // More than fits at all: known before anything is written.
-    weights(&source, 2, 1 << 20);
+    // The output cannot fit, which is known before anything is written.
+    write_weights(&source, 2, 1 << 20);
     let target = tiny.0.join("out");
-    dtshard(&[&"consolidate", &source, &target]).refused(&["needed on the file system", "free", "hint: "]);
+    dtshard(&[&"consolidate", &source, &target]).assert_refused(&["needed on the file system", "free", "hint: "]);
     assert!(files_of(&tiny.0).is_empty());
-    // Fits by the sum of its bytes, but not in pages.
-    weights(&source, 180, 4200);
+    // The bytes fit, but the pages of the file system do not.
+    write_weights(&source, 180, 4200);
     dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"])
-        .refused(&["No space left", "hint: free space"]);
+        .assert_refused(&["No space left", "hint: free space"]);
     assert!(files_of(&tiny.0).is_empty());
-    weights(&source, 10, 4200);
-    dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"]).succeeded();
+    write_weights(&source, 10, 4200);
+    dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"]).assert_succeeded();
 }
 
 #[test]
-fn carried_files_count_in_the_check_of_free_space() {
+fn sidecar_files_count_in_the_check_of_free_space() {
     let env = TestEnv::new();
-    let Some(tiny) = Tiny::mount(env.path("tiny")) else { return skip("cannot mount a tmpfs here") };
+    let Some(tiny) = SmallFileSystem::mount(env.path("tiny")) else { return skip("cannot mount a tmpfs here") };
     let source = env.copy("fsdp3/ranks");
     env.write("src/ranks/train.log", vec![1; 2 << 20]);
     let outcome = dtshard(&[&"reshard", &source, &tiny.0.join("out"), &"--mesh=dp=2", &"--json"]);
-    let said: serde_json::Value = serde_json::from_str(&outcome.out).unwrap();
-    assert_eq!((outcome.code, said["error"]["kind"].as_str()), (Some(2), Some("usage")), "{said}");
+    let document: serde_json::Value = serde_json::from_str(&outcome.out).unwrap();
+    assert_eq!((outcome.code, document["error"]["kind"].as_str()), (Some(2), Some("usage")), "{document}");
     assert!(files_of(&tiny.0).is_empty());
 }
 
-/// What `--verify` and a failed replica check leave is nothing, too.
+/// A failed `--verify` and a failed replica check leave nothing behind either.
 #[test]
-fn a_conversion_that_fails_late_leaves_nothing() {
+fn failed_verification_leaves_nothing() {
     let env = TestEnv::new();
     let source = env.copy("conflict/tensor");
-    refused(&env, &[&"unshard", &source, &env.path("out.pt"), &"--verify"], &["differs"]);
+    assert_refused(&env, &[&"unshard", &source, &env.path("out.pt"), &"--verify"], &["differs"]);
     let old = env.copy("torch_file/model.pt");
     let content = fs::read(&old).unwrap();
-    refused(&env, &[&"unshard", &source, &old, &"--overwrite"], &["differs"]);
+    assert_refused(&env, &[&"unshard", &source, &old, &"--overwrite"], &["differs"]);
     assert_eq!(fs::read(old).unwrap(), content);
 }
 
-/// What somebody wrote by hand is not replaced by a slip of the fingers.
+/// `--overwrite` protects files that the user wrote by hand.
 #[test]
-fn a_file_that_is_no_checkpoint_is_not_replaced() {
+fn overwrite_keeps_a_file_that_is_no_checkpoint() {
     let env = TestEnv::new();
     let source = env.copy("torch_file/model.pt");
     for name in ["notes.txt", "train.py", "x.pt"] {
         let own = env.write(name, "mine");
-        refused(&env, &[&"unshard", &source, &own, &"--overwrite"], &["holds no checkpoint"]);
+        assert_refused(&env, &[&"unshard", &source, &own, &"--overwrite"], &["holds no checkpoint"]);
         assert_eq!(fs::read_to_string(own).unwrap(), "mine");
     }
 }

@@ -1,4 +1,4 @@
-//! Sources of which no tensor would be written: a result without tensors is an error unless it was asked for.
+//! Sources without tensors: a result without tensors is an error unless the user selected it.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ fn json(run: &Outcome) -> Json {
     serde_json::from_str(&run.out).unwrap_or_else(|error| panic!("{error}: {run:?}"))
 }
 
-/// Run a verb that writes, with options as on a command line.
+/// Runs a verb that writes, with options as on a command line.
 fn convert(env: &TestEnv, verb: &str, source: &Path, options: &str) -> Outcome {
     let out = env.path("out");
     let options: Vec<&str> = options.split_whitespace().collect();
@@ -24,7 +24,7 @@ fn convert(env: &TestEnv, verb: &str, source: &Path, options: &str) -> Outcome {
 }
 
 #[track_caller]
-fn refused(env: &TestEnv, verb: &str, source: &Path, options: &str) {
+fn assert_refused(env: &TestEnv, verb: &str, source: &Path, options: &str) {
     let before = env.names();
     for more in ["", "--dry-run"] {
         let run = convert(env, verb, source, &format!("{options} {more}"));
@@ -42,27 +42,27 @@ fn objects() -> Vec<u8> {
 }
 
 #[test]
-fn source_of_objects_alone_is_refused_unless_chosen() {
+fn source_without_tensors_is_refused_without_a_selection() {
     let env = TestEnv::new();
     let source = env.write("objects.pt", objects());
-    refused(&env, "unshard", &source, "");
-    refused(&env, "consolidate", &source, "");
+    assert_refused(&env, "unshard", &source, "");
+    assert_refused(&env, "consolidate", &source, "");
     for to in ["dcp", "torch-ranks", "local"] {
-        refused(&env, "reshard", &source, &format!("--mesh dp=2 --to {to}"));
+        assert_refused(&env, "reshard", &source, &format!("--mesh dp=2 --to {to}"));
     }
-    refused(&env, "flatten", &source, "--world-size 2 --wrap **");
+    assert_refused(&env, "flatten", &source, "--world-size 2 --wrap **");
     let run = convert(&env, "reshard", &source, "--mesh dp=2 --to dcp --include **");
-    assert_eq!(json(run.succeeded())["tensors"], 0);
-    // A DCP directory of objects is no exception.
+    assert_eq!(json(run.assert_succeeded())["tensors"], 0);
+    // The same holds for a DCP directory without tensors.
     let source = env.path("dcp");
     fs::rename(env.path("out"), &source).unwrap();
-    refused(&env, "reshard", &source, "--mesh dp=2");
+    assert_refused(&env, "reshard", &source, "--mesh dp=2");
     let run = convert(&env, "unshard", &source, "--exclude step");
-    assert_eq!(json(run.succeeded())["tensors"], 0);
+    assert_eq!(json(run.assert_succeeded())["tensors"], 0);
 }
 
 #[test]
-fn series_without_tensors_is_refused_unless_named() {
+fn series_without_tensors_is_refused_without_series_option() {
     let env = TestEnv::new();
     for rank in 0..2 {
         let path = env.path("src");
@@ -70,10 +70,10 @@ fn series_without_tensors_is_refused_unless_named() {
         fs::write(path.join(format!("extra_state_world_size_2_rank_{rank}.pt")), objects()).unwrap();
     }
     let source = env.path("src");
-    refused(&env, "reshard", &source, "--mesh dp=2");
-    refused(&env, "reshard", &source, "--mesh dp=2 --series all");
+    assert_refused(&env, "reshard", &source, "--mesh dp=2");
+    assert_refused(&env, "reshard", &source, "--mesh dp=2 --series all");
     let run = convert(&env, "reshard", &source, "--mesh dp=2 --series extra_state");
-    assert_eq!(json(run.succeeded())["tensors"], 0);
+    assert_eq!(json(run.assert_succeeded())["tensors"], 0);
 }
 
 #[test]
@@ -82,21 +82,21 @@ fn empty_source_is_refused() {
     let header = b"\x02\0\0\0\0\0\0\0{}";
     let file = env.write("model.safetensors", header);
     for verb in ["unshard", "consolidate"] {
-        refused(&env, verb, &file, "");
+        assert_refused(&env, verb, &file, "");
     }
-    refused(&env, "reshard", &file, "--mesh dp=2");
-    // Nothing is not sound, either.
+    assert_refused(&env, "reshard", &file, "--mesh dp=2");
+    // `verify` refuses an empty source as well.
     let run = dtshard(&[&"verify", &file, &"--json"]);
     assert_eq!((run.code, &json(&run)["error"]["kind"]), (Some(2), &Json::from("usage")), "{run:?}");
-    dtshard(&[&"inspect", &file]).succeeded();
+    dtshard(&[&"inspect", &file]).assert_succeeded();
     let whole = fixture("safetensors/single");
     assert_eq!(dtshard(&[&"verify", &whole, &file]).code, Some(1));
 }
 
-/// Objects have sums, and values that may differ from rank to rank.
+/// Objects have checksums, and values that may differ between ranks.
 #[test]
-fn objects_alone_are_verified_with_a_warning() {
+fn source_without_tensors_is_verified_with_a_warning() {
     let env = TestEnv::new();
     let source = env.write("objects.pt", objects());
-    dtshard(&[&"verify", &source]).succeeded().says(&["warning", "objects.pt"]);
+    dtshard(&[&"verify", &source]).assert_succeeded().assert_mentions(&["warning", "objects.pt"]);
 }

@@ -1,4 +1,4 @@
-//! Runs that are stopped, killed, raced or lied to while they work.
+//! Runs that are stopped or killed, runs that compete for one destination, and sources that change during the run.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use crate::corrupt::{Outcome, command, dtshard, fixture};
 
 const LARGE: u64 = 300 << 20;
 
-/// A sparse safetensors file with `LARGE` bytes of data.
+/// Writes a sparse safetensors file with `LARGE` bytes of data.
 fn large(env: &TestEnv) -> PathBuf {
     let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{LARGE}],"data_offsets":[0,{LARGE}]}}}}"#);
     let path = env.path("large.safetensors");
@@ -27,18 +27,18 @@ fn large(env: &TestEnv) -> PathBuf {
     path
 }
 
-fn partial(target: &Path) -> PathBuf {
+fn partial_folder(target: &Path) -> PathBuf {
     let name = format!(".{}.dtshard-partial", target.file_name().unwrap().to_str().unwrap());
     target.with_file_name(name)
 }
 
-/// Start `unshard` of the large file, slowly, and wait until it writes.
+/// Starts a slow `unshard` of the large file, and waits until it writes.
 fn start(source: &Path, target: &Path, more: &[&str]) -> Child {
     let mut all: Vec<&dyn AsRef<OsStr>> = vec![&"unshard", &source, &target, &"--threads=1", &"--max-memory=40MB"];
     all.extend(more.iter().map(|arg| arg as &dyn AsRef<OsStr>));
     let mut child = command(&all).spawn().unwrap();
     let begun = Instant::now();
-    while !partial(target).join("part-0-of-1.0.lease").exists() {
+    while !partial_folder(target).join("part-0-of-1.0.lease").exists() {
         assert!(begun.elapsed() < Duration::from_secs(30), "nothing is written");
         if let Some(status) = child.try_wait().unwrap() {
             panic!("ended too early: {status}");
@@ -57,7 +57,7 @@ fn wait(child: Child) -> Outcome {
 }
 
 #[test]
-fn signals_stop_within_a_second_and_leave_nothing() {
+fn signal_stops_a_run_within_a_second_and_leaves_nothing() {
     let env = TestEnv::new();
     let source = large(&env);
     let target = env.path("out.pt");
@@ -76,14 +76,14 @@ fn signals_stop_within_a_second_and_leave_nothing() {
         let outcome = wait(child);
         assert!(sent.elapsed() < Duration::from_secs(1), "{name}: {:?}", sent.elapsed());
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
-        outcome.says(&["stopped by", name]);
+        outcome.assert_mentions(&["stopped by", name]);
         assert_eq!(env.names(), before);
     }
 }
 
-/// As Slurm cancels a step: what is left to do after the first TERM is still done after the second.
+/// Slurm cancels a step like this. The cleanup that begins with the first TERM continues after the second.
 #[test]
-fn terminated_twice_is_terminated_once() {
+fn repeated_signals_leave_nothing() {
     let env = TestEnv::new();
     let source = large(&env);
     let target = env.path("out.pt");
@@ -95,14 +95,14 @@ fn terminated_twice_is_terminated_once() {
         }
         let outcome = wait(child);
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
-        outcome.says(&["stopped by", name]);
+        outcome.assert_mentions(&["stopped by", name]);
         assert_eq!(env.names(), before);
     }
 }
 
-/// Held up before it begins to count, by somebody who does not read what it says.
+/// The run is blocked before the dry run begins, because nobody reads its messages.
 #[test]
-fn a_dry_run_is_stopped_as_well() {
+fn signal_stops_a_dry_run() {
     let env = TestEnv::new();
     let name = |number: u32| format!("layers.{number:04}.{}.weight", "attention.".repeat(10));
     let mut header: serde_json::Map<String, serde_json::Value> = (0..2000)
@@ -113,60 +113,60 @@ fn a_dry_run_is_stopped_as_well() {
     let source = env.path("many.safetensors");
     fs::write(&source, [&(header.len() as u64).to_le_bytes()[..], &header, &[0; 8]].concat()).unwrap();
     let mut child = command(&[&"unshard", &source, &"--dry-run", &"--include=w", &"-v"]).spawn().unwrap();
-    // More lines are to come than a pipe takes.
-    let mut said = BufReader::new(child.stderr.take().unwrap());
+    // The run prints more lines than the buffer of the pipe holds.
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
     while !line.contains("left out: ") {
         line.clear();
-        assert!(said.read_line(&mut line).unwrap() > 0, "it ended too early");
+        assert!(stderr.read_line(&mut line).unwrap() > 0, "it ended too early");
     }
     signal(&child, "TERM");
     let mut rest = String::new();
-    said.read_to_string(&mut rest).unwrap();
+    stderr.read_to_string(&mut rest).unwrap();
     assert_eq!(wait(child).code, Some(143));
     assert!(rest.contains("error: stopped by TERM"));
 }
 
 #[test]
-fn what_a_killed_run_leaves_is_in_the_way_until_restart() {
+fn leftovers_of_a_killed_run_are_refused_without_restart() {
     let env = TestEnv::new();
     let source = large(&env);
     let target = env.path("out.pt");
     let child = start(&source, &target, &[]);
     signal(&child, "KILL");
     assert_eq!(wait(child).signal, Some(9));
-    assert!(partial(&target).exists() && !target.exists());
+    assert!(partial_folder(&target).exists() && !target.exists());
     let small = fixture("torch_file/trainer.pt");
-    dtshard(&[&"unshard", &small, &target]).refused(&[
+    dtshard(&[&"unshard", &small, &target]).assert_refused(&[
         "did not finish",
         "out.pt.dtshard-partial",
         "--resume",
         "--restart",
     ]);
-    dtshard(&[&"unshard", &small, &target, &"--overwrite"]).refused(&["did not finish", "--restart"]);
-    assert!(partial(&target).exists());
-    dtshard(&[&"unshard", &small, &target, &"--restart"]).succeeded();
-    assert!(!partial(&target).exists() && target.exists());
+    dtshard(&[&"unshard", &small, &target, &"--overwrite"]).assert_refused(&["did not finish", "--restart"]);
+    assert!(partial_folder(&target).exists());
+    dtshard(&[&"unshard", &small, &target, &"--restart"]).assert_succeeded();
+    assert!(!partial_folder(&target).exists() && target.exists());
 }
 
 #[test]
-fn of_two_runs_into_one_destination_one_wins() {
+fn second_run_into_the_same_destination_is_refused() {
     let env = TestEnv::new();
     let source = large(&env);
     let target = env.path("out.pt");
     let first = start(&source, &target, &["--no-sync"]);
     let small = fixture("torch_file/trainer.pt");
     for more in ["--no-sync", "--restart", "--overwrite"] {
-        dtshard(&[&"unshard", &small, &target, &more]).refused(&["another run is writing", "out.pt", "hint: "]);
+        dtshard(&[&"unshard", &small, &target, &more]).assert_refused(&["another run is writing", "out.pt", "hint: "]);
     }
-    wait(first).succeeded();
+    wait(first).assert_succeeded();
     assert!(fs::metadata(&target).unwrap().len() > LARGE);
-    assert!(!partial(&target).exists());
+    assert!(!partial_folder(&target).exists());
 }
 
-/// Many small runs at once: each is refused or done, and what stands in the end is whole.
+/// Many small runs start at once: each succeeds or is refused, and the published checkpoint is complete.
 #[test]
-fn a_crowd_into_one_destination() {
+fn one_of_six_simultaneous_runs_succeeds() {
     let env = TestEnv::new();
     let source = fixture("fsdp3/dcp");
     let target = env.path("out");
@@ -179,19 +179,18 @@ fn a_crowd_into_one_destination() {
         }
         assert_eq!(ended.iter().filter(|outcome| outcome.code == Some(0)).count(), 1, "{ended:?}");
         assert_eq!(env.names().len(), 2, "{:?}", env.names());
-        dtshard(&[&"verify", &target]).succeeded();
+        dtshard(&[&"verify", &target]).assert_succeeded();
         fs::remove_dir_all(&target).unwrap();
     }
 }
 
-/// Killed at any moment, `--overwrite` leaves the old or the new at the destination, at the latest when the next run
-/// has tidied up.
+/// The destination holds the old or the new checkpoint, at the latest after the cleanup of the next run.
 #[test]
-fn overwriting_is_all_or_nothing() {
+fn overwrite_killed_at_any_time_leaves_old_or_new_checkpoint() {
     let (old, new) = (fixture("safetensors/sharded"), fixture("fsdp3/dcp"));
     let env = TestEnv::new();
     let target = env.path("out");
-    dtshard(&[&"consolidate", &old, &target, &"--no-sync"]).succeeded();
+    dtshard(&[&"consolidate", &old, &target, &"--no-sync"]).assert_succeeded();
     for round in 0..40 {
         let mut child = command(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).spawn().unwrap();
         sleep(Duration::from_micros(500 * round));
@@ -200,8 +199,8 @@ fn overwriting_is_all_or_nothing() {
         if !target.exists() {
             assert!(env.path(".out.dtshard-old").exists(), "{:?}", env.names());
         }
-        // Another run that is refused, and tidies up.
-        dtshard(&[&"consolidate", &new, &target]).refused(&[]);
+        // Another run is refused, and cleans up.
+        dtshard(&[&"consolidate", &new, &target]).assert_refused(&[]);
         let same = |source: &Path| {
             let verified = dtshard(&[&"verify", &source, &target, &"--root", &"model"]);
             let whole = dtshard(&[&"verify", &source, &target]);
@@ -209,14 +208,14 @@ fn overwriting_is_all_or_nothing() {
         };
         assert!(same(&old) || same(&new), "round {round}: {:?}", env.names());
     }
-    dtshard(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).succeeded();
+    dtshard(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).assert_succeeded();
     assert_eq!(fs::read_dir(env.path("")).unwrap().count(), 1, "{:?}", env.names());
-    // The moment of a kill decides on the message.
+    // The messages depend on the moment of the kill.
     transcript::discard();
 }
 
 #[test]
-fn a_source_that_changes_is_noticed() {
+fn source_changed_during_the_run_is_an_error() {
     type Change = fn(&Path);
     let cut: Change = |path| File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
     let grown: Change = |path| File::options().append(true).open(path).unwrap().write_all(b"more").unwrap();
@@ -225,9 +224,9 @@ fn a_source_that_changes_is_noticed() {
         File::options().write(true).open(path).unwrap().write_all_at(b"other", LARGE / 2).unwrap();
     };
     let replaced: Change = |path| {
-        let aside = path.with_extension("aside");
-        fs::write(&aside, "another file").unwrap();
-        fs::rename(aside, path).unwrap();
+        let replacement = path.with_extension("aside");
+        fs::write(&replacement, "another file").unwrap();
+        fs::rename(replacement, path).unwrap();
     };
     for (what, change) in [("cut", cut), ("grown", grown), ("rewritten", rewritten), ("replaced", replaced)] {
         for io in ["--io=read", "--io=mmap"] {
@@ -239,18 +238,18 @@ fn a_source_that_changes_is_noticed() {
             let outcome = wait(child);
             assert_eq!(outcome.code, Some(2), "{what} {io}: {outcome:?}");
             assert!(!target.exists(), "{what} {io}");
-            // A mapped file that is cut short ends the process at once; the next run finds what it left.
+            // Truncating a mapped file ends the process at once; the next run finds the leftovers.
             if (what, io) != ("cut", "--io=mmap") {
-                outcome.says(&["large.safetensors"]);
-                assert!(!partial(&target).exists(), "{what} {io}");
+                outcome.assert_mentions(&["large.safetensors"]);
+                assert!(!partial_folder(&target).exists(), "{what} {io}");
             }
         }
     }
 }
 
-/// `ulimit -f`: the signal for it would leave the half-written work behind.
+/// `ulimit -f`: the default action of its signal would leave half-written files behind.
 #[test]
-fn a_limit_to_the_size_of_files() {
+fn file_size_limit_is_an_error_and_leaves_nothing() {
     let env = TestEnv::new();
     let (source, target) = (fixture("verl/global_step_10/actor"), env.path("out"));
     let limited = Command::new("bash")
@@ -258,15 +257,15 @@ fn a_limit_to_the_size_of_files() {
         .args([source.as_os_str(), target.as_os_str(), "--mesh=fsdp=2".as_ref()])
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&limited.stderr);
-    assert_eq!(limited.status.code(), Some(2), "{said}");
-    assert!(said.contains("File too large"), "{said}");
+    let stderr = String::from_utf8_lossy(&limited.stderr);
+    assert_eq!(limited.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("File too large"), "{stderr}");
     assert!(env.names().is_empty(), "{:?}", env.names());
 }
 
-/// `ulimit -n`: how many files a checkpoint has is no matter of how many may be open at once.
+/// `ulimit -n`: a checkpoint may have more files than may be open at once.
 #[test]
-fn a_limit_to_the_number_of_open_files() {
+fn checkpoint_with_more_files_than_open_file_limit_is_converted() {
     let env = TestEnv::new();
     let limited = |args: &[&dyn AsRef<OsStr>]| {
         let run = Command::new("bash")

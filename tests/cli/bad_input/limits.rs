@@ -1,4 +1,4 @@
-//! Limits on threads and address space, and records that claim more than there is.
+//! Limits on threads, open files and address space, and records that declare more bytes than there are.
 
 use std::fs;
 use std::io::{Seek, SeekFrom, Write};
@@ -13,11 +13,11 @@ use crate::corrupt::{Outcome, dict_of, dtshard, fixture};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
 
-/// A tebibyte, which a sparse file can have.
+/// A tebibyte, a size that a sparse file can have.
 const HUGE: u64 = 1 << 40;
 
-/// A torch.save file in which one record is a hole of [`HUGE`] bytes.
-fn with_hole(path: &Path, hole: &str, pickle: &[u8]) {
+/// Writes a torch.save file in which one record is a hole of [`HUGE`] bytes.
+fn write_with_hole(path: &Path, hole: &str, pickle: &[u8]) {
     let mut file = fs::File::create(path).unwrap();
     let mut directory = Vec::new();
     let records = [("archive/data.pkl", pickle), ("archive/byteorder", b"little")];
@@ -51,29 +51,29 @@ fn with_hole(path: &Path, hole: &str, pickle: &[u8]) {
 }
 
 #[test]
-fn record_that_claims_a_tebibyte_is_malformed() {
+fn record_of_a_tebibyte_is_malformed() {
     let env = TestEnv::new();
     let path = env.path("w.pt");
     let pickle = dict_of("step", |writer| _ = writer.int(1));
-    with_hole(&path, "", &pickle);
-    dtshard(&[&"inspect", &path]).succeeded();
+    write_with_hole(&path, "", &pickle);
+    dtshard(&[&"inspect", &path]).assert_succeeded();
     for hole in ["archive/byteorder", "archive/data.pkl"] {
-        with_hole(&path, hole, &pickle);
-        env.is_bad(&path);
+        write_with_hole(&path, hole, &pickle);
+        env.assert_bad_input(&path);
     }
 }
 
 #[test]
-fn metadata_that_claims_a_tebibyte_is_malformed() {
+fn metadata_of_a_tebibyte_is_malformed() {
     let env = TestEnv::new();
     let source = env.copy("fsdp4/dcp");
     fs::File::options().write(true).open(source.join(".metadata")).unwrap().set_len(HUGE).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 }
 
-/// A file that is longer than the address space allows is read instead of mapped.
+/// A file that is longer than the address space is read instead of mapped.
 #[test]
-fn file_that_cannot_be_mapped_is_read() {
+fn file_larger_than_address_space_is_read() {
     let env = TestEnv::new();
     let (small, large) = (r#""a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#, 4_u64 << 30);
     let mut header = format!(r#"{{{small},"b":{{"dtype":"U8","shape":[{large}],"data_offsets":[8,{}]}}}}"#, 8 + large);
@@ -91,13 +91,13 @@ fn file_that_cannot_be_mapped_is_read() {
         .output()
         .unwrap()
         .into();
-    outcome.succeeded();
+    outcome.assert_succeeded();
     assert!(fs::read(&target).unwrap().ends_with(b"contents"));
 }
 
 /// With any number of open files a run succeeds, or leaves nothing behind.
 #[test]
-fn run_that_may_open_few_files_leaves_nothing() {
+fn run_with_few_open_files_leaves_nothing() {
     let env = TestEnv::new();
     let (mut refused, mut succeeded) = (0, 0);
     for files in 5..40 {
@@ -112,7 +112,7 @@ fn run_that_may_open_few_files_leaves_nothing() {
             succeeded += 1;
             fs::remove_dir_all(env.path("out")).unwrap();
         } else {
-            outcome.refused(&["Too many open files"]);
+            outcome.assert_refused(&["Too many open files"]);
             refused += 1;
         }
         assert!(env.names().is_empty(), "{files}: {outcome:?}");
@@ -120,9 +120,9 @@ fn run_that_may_open_few_files_leaves_nothing() {
     assert!(refused > 5 && succeeded > 5, "{refused} {succeeded}");
 }
 
-/// The limit counts processes of a user and does not bind root, so this takes another user.
+/// The limit counts processes of a user and does not apply to root, so the test needs another user.
 #[test]
-fn threads_that_cannot_start_are_done_without() {
+fn thread_limit_reduces_threads() {
     let env = TestEnv::new();
     let out = env.path("out");
     fs::create_dir(&out).unwrap();
@@ -138,7 +138,7 @@ fn threads_that_cannot_start_are_done_without() {
         return;
     }
     let expected = env.path("expected.safetensors");
-    dtshard(&[&"consolidate", &fixture("fsdp4/dcp"), &expected]).succeeded();
+    dtshard(&[&"consolidate", &fixture("fsdp4/dcp"), &expected]).assert_succeeded();
     let mut succeeded = 0;
     for processes in [1, 2, 3, 4, 6, 10] {
         let limited = |arguments: &[&std::ffi::OsStr]| -> Outcome {
@@ -149,14 +149,14 @@ fn threads_that_cannot_start_are_done_without() {
         };
         let target = out.join(format!("{processes}.safetensors"));
         let outcome = limited(&["consolidate".as_ref(), source.as_os_str(), target.as_os_str()]);
-        outcome.did_not_crash();
+        outcome.assert_no_crash();
         if outcome.code == Some(0) {
             assert_eq!(fs::read(&target).unwrap(), fs::read(&expected).unwrap());
             succeeded += 1;
         } else {
             assert_eq!(outcome.code, Some(2), "{outcome:?}");
         }
-        limited(&["inspect".as_ref(), source.as_os_str()]).succeeded();
+        limited(&["inspect".as_ref(), source.as_os_str()]).assert_succeeded();
     }
     assert!(succeeded > 0);
 }

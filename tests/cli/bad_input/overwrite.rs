@@ -1,4 +1,4 @@
-//! `--overwrite` replaces checkpoints, and refuses a destination that holds anything else.
+//! `--overwrite` replaces checkpoints, and refuses a destination with any other content.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,7 +11,7 @@ use crate::bad_input::skip;
 use crate::common::env::TestEnv;
 use crate::corrupt::{copy_all, dtshard, files_of, fixture};
 
-/// Everything below a folder, with the content of files and the targets of links.
+/// Returns everything below a folder, with the content of files and the targets of links.
 fn tree(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let content = |path: &PathBuf| match fs::read_link(path) {
         Ok(target) => target.into_os_string().into_encoded_bytes(),
@@ -20,9 +20,10 @@ fn tree(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files_of(folder).into_iter().map(|path| (path.clone(), content(&path))).collect()
 }
 
-/// A run that ends with exit code 2 and a `usage` error that has these names, and changes nothing; a dry run warns of it.
+/// Asserts exit code 2, a `usage` error that contains these names, no change of any file, and a warning of the dry run.
+/// Returns the message.
 #[track_caller]
-fn refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> String {
+fn assert_refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> String {
     let before = tree(&env.path(""));
     let mut args = args.to_vec();
     args.extend_from_slice(&[&"--overwrite", &"--json"]);
@@ -35,23 +36,23 @@ fn refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> String 
     names.iter().for_each(|name| assert!(message.contains(name), "no {name} in {message}"));
     args.push(&"--dry-run");
     let outcome = dtshard(&args);
-    let said: Json = serde_json::from_str(&outcome.succeeded().out).unwrap();
-    let warned = said["warnings"].as_array().unwrap().iter().filter_map(Json::as_str);
-    let warned: Vec<&str> = warned.filter(|warning| warning.contains(&message)).collect();
-    assert_eq!(warned.len(), 1, "{said}");
+    let document: Json = serde_json::from_str(&outcome.assert_succeeded().out).unwrap();
+    let warnings_of_overwrite = document["warnings"].as_array().unwrap().iter().filter_map(Json::as_str);
+    let warnings_of_overwrite: Vec<&str> = warnings_of_overwrite.filter(|warning| warning.contains(&message)).collect();
+    assert_eq!(warnings_of_overwrite.len(), 1, "{document}");
     assert!(tree(&env.path("")) == before, "something changed");
     message
 }
 
-/// A folder that consolidate has written.
+/// Returns a source and the folder that consolidate wrote from it.
 fn consolidated(env: &TestEnv) -> (PathBuf, PathBuf) {
     let (source, out) = (fixture("llama_tiny/ranks"), env.path("out"));
-    dtshard(&[&"consolidate", &source, &out]).succeeded();
+    dtshard(&[&"consolidate", &source, &out]).assert_succeeded();
     (source, out)
 }
 
 #[test]
-fn folder_with_git_thesis_and_a_stray_pt_is_refused() {
+fn folder_with_foreign_files_and_one_torch_file_is_refused() {
     let env = TestEnv::new();
     let source = fixture("llama_tiny/ranks");
     env.write("out/.git/HEAD", "ref: refs/heads/main");
@@ -59,13 +60,13 @@ fn folder_with_git_thesis_and_a_stray_pt_is_refused() {
     env.write("out/thesis.tex", "mine");
     fs::copy(fixture("torch_file/model.pt"), env.path("out/stray.pt")).unwrap();
     let out = env.path("out");
-    let message = refused(&env, &[&"consolidate", &source, &out], &[".git/", "thesis.tex"]);
+    let message = assert_refused(&env, &[&"consolidate", &source, &out], &[".git/", "thesis.tex"]);
     assert!(!message.contains("stray.pt") && !message.contains("HEAD"), "{message}");
-    refused(&env, &[&"reshard", &source, &out, &"--mesh=dp=2"], &[".git/", "thesis.tex"]);
+    assert_refused(&env, &[&"reshard", &source, &out, &"--mesh=dp=2"], &[".git/", "thesis.tex"]);
 }
 
 #[test]
-fn foreign_files_in_a_result_are_refused() {
+fn foreign_files_in_an_output_folder_are_refused() {
     let cases: [(&str, &str); 14] = [
         ("notes.txt", "notes.txt"),
         (".DS_Store", ".DS_Store"),
@@ -85,40 +86,40 @@ fn foreign_files_in_a_result_are_refused() {
     for (name, named) in cases {
         let env = TestEnv::new();
         let (source, out) = consolidated(&env);
-        let own = env.write(&format!("out/{name}"), "mine");
-        refused(&env, &[&"consolidate", &source, &out], &[named]);
-        fs::remove_file(own).unwrap();
+        let user_file = env.write(&format!("out/{name}"), "mine");
+        assert_refused(&env, &[&"consolidate", &source, &out], &[named]);
+        fs::remove_file(user_file).unwrap();
         if name.contains('/') {
             fs::remove_dir_all(out.join(name.split('/').next().unwrap())).unwrap();
         }
-        dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).succeeded();
+        dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).assert_succeeded();
     }
 }
 
-/// A checkpoint in a folder above other checkpoints does not make that folder replaceable.
+/// A folder with checkpoints in subfolders is not replaced, although it holds a checkpoint itself.
 #[test]
 fn folder_of_several_checkpoints_is_refused() {
     let env = TestEnv::new();
     let (source, out) = consolidated(&env);
     copy_all(&fixture("fsdp4/dcp"), &out.join("step-1"));
     copy_all(&fixture("fsdp4/dcp"), &out.join("step-2"));
-    refused(&env, &[&"consolidate", &source, &out], &["step-1/", "step-2/"]);
+    assert_refused(&env, &[&"consolidate", &source, &out], &["step-1/", "step-2/"]);
     fs::remove_file(out.join("model.safetensors")).unwrap();
-    refused(&env, &[&"consolidate", &source, &out], &[]);
+    assert_refused(&env, &[&"consolidate", &source, &out], &[]);
 }
 
 #[test]
 fn eight_foreign_names_are_listed_and_the_rest_counted() {
     let env = TestEnv::new();
     let (source, out) = consolidated(&env);
-    // Numbers that follow each other would be shown as one range.
+    // Consecutive numbers would be shown as one range.
     ('a'..='t').for_each(|letter| drop(env.write(&format!("out/note-{letter}"), "mine")));
-    let message = refused(&env, &[&"consolidate", &source, &out], &["note-a", "note-h", "12"]);
+    let message = assert_refused(&env, &[&"consolidate", &source, &out], &["note-a", "note-h", "12"]);
     assert_eq!(message.matches("note-").count(), 8, "{message}");
 }
 
 #[test]
-fn file_that_is_no_checkpoint_is_refused() {
+fn file_without_a_checkpoint_is_refused() {
     let env = TestEnv::new();
     let source = env.copy("torch_file/model.pt");
     let mut archive = fs::read(&source).unwrap();
@@ -131,9 +132,9 @@ fn file_that_is_no_checkpoint_is_refused() {
         ("thesis.docx", &archive),
     ];
     for (name, content) in files {
-        let own = env.write(name, content);
-        refused(&env, &[&"unshard", &source, &own, &"--to=torch"], &[name]);
-        refused(&env, &[&"reshard", &source, &own, &"--to=dcp", &"--mesh=dp=2"], &[name]);
+        let user_file = env.write(name, content);
+        assert_refused(&env, &[&"unshard", &source, &user_file, &"--to=torch"], &[name]);
+        assert_refused(&env, &[&"reshard", &source, &user_file, &"--to=dcp", &"--mesh=dp=2"], &[name]);
     }
 }
 
@@ -144,14 +145,14 @@ fn links_to_folders_and_to_other_files_are_foreign() {
     env.write("elsewhere/thesis.tex", "mine");
     for (name, target) in [("huggingface", "elsewhere"), ("data", "elsewhere"), ("note", "elsewhere/thesis.tex")] {
         symlink(env.path(target), out.join(name)).unwrap();
-        refused(&env, &[&"consolidate", &source, &out], &[name]);
+        assert_refused(&env, &[&"consolidate", &source, &out], &[name]);
         fs::remove_file(out.join(name)).unwrap();
     }
-    // A hub cache has links to its files, and only the links are removed.
+    // A hub cache holds links to blobs; the links alone are removed.
     let blob = env.path("blob");
     fs::rename(out.join("model.safetensors"), &blob).unwrap();
     symlink(&blob, out.join("model.safetensors")).unwrap();
-    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).succeeded();
+    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).assert_succeeded();
     assert!(blob.is_file() && !out.join("model.safetensors").is_symlink());
 }
 
@@ -160,7 +161,7 @@ fn links_to_folders_and_to_other_files_are_foreign() {
 fn results_of_every_verb_and_format_are_replaced() {
     let env = TestEnv::new();
     let trainer = env.copy("fsdp4/ranks");
-    // Files of no known name, which reshard carries along.
+    // Reshard copies files with unknown names as they are.
     env.write("src/ranks/train.log", "step 1");
     env.write("src/ranks/notes/README.md", "mine");
     let accelerate = fixture("accelerate_llama");
@@ -183,47 +184,47 @@ fn results_of_every_verb_and_format_are_replaced() {
             let options: Vec<&str> = options.split_whitespace().collect();
             let mut args: Vec<&dyn AsRef<OsStr>> = vec![verb, source, &out, &"--overwrite", &"--no-sync"];
             args.extend(options.iter().map(|option| -> &dyn AsRef<OsStr> { option }));
-            dtshard(&args).succeeded();
+            dtshard(&args).assert_succeeded();
         }
     }
     let file = env.path("out.pt");
     for verb in ["unshard", "consolidate", "unshard"] {
-        dtshard(&[&verb, &trainer, &file, &"--overwrite", &"--no-sync"]).succeeded();
+        dtshard(&[&verb, &trainer, &file, &"--overwrite", &"--no-sync"]).assert_succeeded();
     }
-    dtshard(&[&"reshard", &trainer, &file, &"--to=dcp", &"--mesh=dp=2", &"--overwrite"]).succeeded();
+    dtshard(&[&"reshard", &trainer, &file, &"--to=dcp", &"--mesh=dp=2", &"--overwrite"]).assert_succeeded();
     assert!(file.is_dir());
 }
 
 #[test]
-fn carried_files_are_replaced_unless_somebody_changed_them() {
+fn sidecar_files_are_replaced_unless_edited() {
     let env = TestEnv::new();
     let (source, out) = (env.copy("fsdp4/ranks"), env.path("out"));
     let again = |target: &PathBuf| dtshard(&[&"reshard", &source, target, &"--mesh=dp=2", &"--overwrite"]);
     env.write("src/ranks/train.log", "step 1");
     env.write("src/ranks/sub/notes.txt", "of the trainer");
-    again(&out).succeeded();
-    // A copy without attributes has the content that this run writes, too.
+    again(&out).assert_succeeded();
+    // A copy without extended attributes has the content that this run would write.
     let copy = env.path("copy");
     copy_all(&out, &copy);
-    again(&copy).succeeded();
+    again(&copy).assert_succeeded();
     let keeps_marks = rustix::fs::lgetxattr(out.join("train.log"), "user.dtshard.carried", &mut [0_u8; 64][..]).is_ok();
     if keeps_marks {
-        // The trainer went on, and the file of the earlier run is older.
+        // The trainer continued, so the copy of the earlier run is older.
         env.write("src/ranks/train.log", "step 1, step 2");
         fs::remove_dir_all(source.join("sub")).unwrap();
-        again(&out).succeeded();
+        again(&out).assert_succeeded();
         assert_eq!(fs::read_to_string(out.join("train.log")).unwrap(), "step 1, step 2");
         assert!(!out.join("sub").exists());
     } else {
         skip("files that were carried earlier and changed in SRC: the file system keeps no attributes");
     }
     env.write("out/train.log", "edited by hand");
-    refused(&env, &[&"reshard", &source, &out, &"--mesh=dp=2"], &["train.log"]);
+    assert_refused(&env, &[&"reshard", &source, &out, &"--mesh=dp=2"], &["train.log"]);
 }
 
-/// A folder as `save_pretrained` and the Hugging Face Trainer leave it, and one as the hub has it.
+/// The folder has the files of `save_pretrained`, of the Hugging Face Trainer, and of the hub.
 #[test]
-fn folders_of_hugging_face() {
+fn files_of_hugging_face_are_replaced_except_hub_files() {
     let env = TestEnv::new();
     let (source, out) = consolidated(&env);
     let saved = fixture("torch_file/model.pt");
@@ -233,38 +234,38 @@ fn folders_of_hugging_face() {
     for name in ["training_args.bin", "scheduler.pt", "optimizer.pt", "rng_state_0.pth", "pytorch_model.bin"] {
         fs::copy(&saved, out.join(name)).unwrap();
     }
-    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).succeeded();
+    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).assert_succeeded();
     env.write("out/README.md", "---\nlicense: mit\n---\n");
     env.write("out/.gitattributes", "*.bin filter=lfs");
     env.write("out/tf_model.h5", "\u{89}HDF");
-    refused(&env, &[&"consolidate", &source, &out], &["README.md", ".gitattributes", "tf_model.h5"]);
+    assert_refused(&env, &[&"consolidate", &source, &out], &["README.md", ".gitattributes", "tf_model.h5"]);
 }
 
 #[test]
-fn folders_that_hold_no_checkpoint_are_refused() {
+fn folders_without_a_checkpoint_are_refused() {
     let env = TestEnv::new();
     let source = fixture("llama_tiny/ranks");
     let out = env.path("out");
     env.write("out/config.json", "{}");
-    refused(&env, &[&"consolidate", &source, &out], &["out"]);
-    // DeepSpeed's files are torch files, of a format that is not read.
+    assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);
+    // DeepSpeed's files are torch files of an unsupported format.
     fs::remove_file(out.join("config.json")).unwrap();
     fs::copy(fixture("torch_file/model.pt"), out.join("mp_rank_00_model_states.pt")).unwrap();
-    refused(&env, &[&"consolidate", &source, &out], &["out"]);
+    assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);
 }
 
-/// An interrupted swap is rolled back first, then the same rule holds.
+/// An interrupted swap is rolled back first; the restored folder is checked like any other.
 #[test]
 fn old_checkpoint_of_an_interrupted_swap_is_restored() {
     let env = TestEnv::new();
     let (source, out) = consolidated(&env);
     let old = env.path(".out.dtshard-old");
     fs::rename(&out, &old).unwrap();
-    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).succeeded();
+    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).assert_succeeded();
     assert!(out.join("model.safetensors").is_file() && !old.exists());
     env.write("out/thesis.tex", "mine");
     fs::rename(&out, &old).unwrap();
-    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).refused(&["thesis.tex"]);
+    dtshard(&[&"consolidate", &source, &out, &"--overwrite"]).assert_refused(&["thesis.tex"]);
     assert_eq!(fs::read_to_string(out.join("thesis.tex")).unwrap(), "mine");
     assert_eq!(fs::read_dir(env.path("")).unwrap().count(), 1);
 }

@@ -1,4 +1,4 @@
-//! Rank files that do not belong together.
+//! Rank files that contradict each other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ fn rank(source: &Path, world_size: u32, rank: u32) -> PathBuf {
     source.join(format!("model_world_size_{world_size}_rank_{rank}.pt"))
 }
 
-/// Two rank files with these pickles, each with a storage of 16 bytes.
-fn two(first: Vec<u8>, second: Vec<u8>) -> (TestEnv, PathBuf) {
+/// Writes two rank files with these pickles, each with a storage of 16 bytes.
+fn two_rank_files(first: Vec<u8>, second: Vec<u8>) -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     for (index, pickle) in [first, second].into_iter().enumerate() {
         let bytes = torch_file(pickle, &[("0", b"0123456789abcdef")]);
@@ -26,7 +26,7 @@ fn two(first: Vec<u8>, second: Vec<u8>) -> (TestEnv, PathBuf) {
 const VIEW: View<'static> = View { key: "0", numel: 4, offset: 0, sizes: &[4], strides: &[1] };
 
 #[test]
-fn ranks_that_disagree() {
+fn differing_values_and_shapes_of_ranks_are_refused() {
     for (case, series, words) in [
         ("conflict/tensor", "model", ["differs: a plain tensor differs", "rank 0 and rank 1", "[2, 1]"]),
         ("conflict/object", "extra_state", ["step: an object differs", "rank 0 has 7", "rank 1 has 8"]),
@@ -37,32 +37,32 @@ fn ranks_that_disagree() {
         let before = env.names();
         let target = env.path("out.pt");
         let refused = dtshard(&[&"unshard", &source, &target, &"--series", &series]);
-        refused.refused(&[&words[..], &["hint: "]].concat());
+        refused.assert_refused(&[&words[..], &["hint: "]].concat());
         assert_eq!(env.names(), before);
         let found = dtshard(&[&"verify", &source]);
         assert_eq!(found.code, Some(1), "{case}: {found:?}");
-        found.says(&["rank 0", "rank 1"]);
+        found.assert_mentions(&["rank 0", "rank 1"]);
     }
-    // Replicas of a DTensor are compared by verify.
+    // `verify` compares replicas of a DTensor.
     let found = dtshard(&[&"verify", &fixture("conflict/replica")]);
     assert_eq!(found.code, Some(1), "{found:?}");
-    found.says(&["differs: replica", "rank 0 and rank 1", "[2, 1]"]);
+    found.assert_mentions(&["differs: replica", "rank 0 and rank 1", "[2, 1]"]);
 }
 
 #[test]
-fn ranks_that_disagree_about_kind_and_dtype() {
+fn differing_kinds_and_dtypes_of_ranks_are_refused() {
     let dict = |view: &View<'_>| dict_of("w", |writer| view.write(writer));
     let plain = dict(&VIEW);
     let mut ints = plain.clone();
     replace(&mut ints, b"FloatStorage", b"IntStorage");
-    let (env, source) = two(plain.clone(), ints);
-    env.is_bad(&source);
-    let (env, source) = two(plain.clone(), dict_of("w", |writer| _ = writer.int(3)));
-    env.is_bad(&source);
-    let (env, source) = two(plain.clone(), torch_list());
-    env.is_bad(&source);
-    let (env, source) = two(plain, dict(&View { sizes: &[2, 2], strides: &[2, 1], ..VIEW }));
-    env.is_bad(&source);
+    let (env, source) = two_rank_files(plain.clone(), ints);
+    env.assert_bad_input(&source);
+    let (env, source) = two_rank_files(plain.clone(), dict_of("w", |writer| _ = writer.int(3)));
+    env.assert_bad_input(&source);
+    let (env, source) = two_rank_files(plain.clone(), torch_list());
+    env.assert_bad_input(&source);
+    let (env, source) = two_rank_files(plain, dict(&View { sizes: &[2, 2], strides: &[2, 1], ..VIEW }));
+    env.assert_bad_input(&source);
 }
 
 fn torch_list() -> Vec<u8> {
@@ -73,9 +73,9 @@ fn torch_list() -> Vec<u8> {
     writer.finish()
 }
 
-/// One rank ties two names, the other has only one of them, or does not tie them.
+/// One rank ties two names; the other rank has one of them, or both untied.
 #[test]
-fn ties_that_not_every_rank_has() {
+fn ties_of_some_ranks_are_read_where_values_agree() {
     let names = |names: &[&str], tied: bool| {
         let mut writer = torch_pickle::pickle::Writer::new();
         writer.empty_dict();
@@ -86,38 +86,38 @@ fn ties_that_not_every_rank_has() {
         }
         writer.finish()
     };
-    let (env, source) = two(names(&["a"], true), names(&["a", "b"], true));
-    dtshard(&[&"verify", &source]).succeeded();
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).succeeded();
-    let (env, source) = two(names(&["a", "b"], true), names(&["b"], true));
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).succeeded();
-    let (env, source) = two(names(&["a", "b"], true), names(&["a", "b"], false));
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["a plain tensor differs"]);
-    let (env, source) = two(names(&["a", "b"], false), names(&["a", "b"], true));
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["b: a plain tensor differs"]);
+    let (env, source) = two_rank_files(names(&["a"], true), names(&["a", "b"], true));
+    dtshard(&[&"verify", &source]).assert_succeeded();
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_succeeded();
+    let (env, source) = two_rank_files(names(&["a", "b"], true), names(&["b"], true));
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_succeeded();
+    let (env, source) = two_rank_files(names(&["a", "b"], true), names(&["a", "b"], false));
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["a plain tensor differs"]);
+    let (env, source) = two_rank_files(names(&["a", "b"], false), names(&["a", "b"], true));
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["b: a plain tensor differs"]);
 }
 
 #[test]
-fn the_file_of_another_rank() {
+fn file_of_another_rank_is_refused() {
     let env = TestEnv::new();
     let source = env.copy("fsdp3/ranks");
     fs::copy(rank(&source, 3, 1), rank(&source, 3, 0)).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 
     let env = TestEnv::new();
     let source = env.copy("fsdp1_sharded/ranks");
     fs::rename(rank(&source, 4, 0), env.path("kept")).unwrap();
     fs::rename(rank(&source, 4, 2), rank(&source, 4, 0)).unwrap();
     fs::rename(env.path("kept"), rank(&source, 4, 2)).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 }
 
 #[test]
-fn world_sizes_that_cannot_be() {
+fn contradicting_world_sizes_are_refused() {
     let env = TestEnv::new();
     let source = env.copy("fsdp3/ranks");
     copy_all(&fixture("fsdp4/ranks"), &source);
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 
     for name in [
         "model_world_size_4294967295_rank_0.pt",
@@ -130,21 +130,21 @@ fn world_sizes_that_cannot_be() {
         let source = env.path("src");
         fs::create_dir(&source).unwrap();
         fs::copy(only, source.join(name)).unwrap();
-        env.is_bad(&source);
+        env.assert_bad_input(&source);
     }
-    // Numbers beyond any rank are no rank files at all.
+    // Files with numbers beyond any valid rank do not count as rank files.
     let env = TestEnv::new();
     let name = "src/model_world_size_99999999999_rank_99999999999.pt";
     env.write(name, torch_file(dict_of("w", |writer| VIEW.write(writer)), &[("0", b"0123456789abcdef")]));
-    dtshard(&[&"inspect", &env.path("src")]).did_not_crash();
-    // The same rank twice.
+    dtshard(&[&"inspect", &env.path("src")]).assert_no_crash();
+    // Two files have the same rank.
     let env = TestEnv::new();
     let source = env.copy("fsdp3/ranks");
     fs::copy(rank(&source, 3, 1), source.join("model_world_size_3_rank_01.pt")).unwrap();
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 }
 
-/// Change the pickle of the model file of each of these ranks.
+/// Copies a fixture and changes the pickle of the model file of each of these ranks.
 fn with_pickles(case: &str, ranks: &[u32], world_size: u32, change: impl Fn(&mut Vec<u8>)) -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     let source = env.copy(case);
@@ -158,39 +158,39 @@ const SHARD: &[u8] = b"placement_types\nShard\n";
 const REPLICATE: &[u8] = b"placement_types\nReplicate\n";
 
 #[test]
-fn placements_that_do_not_fit_the_local_tensor() {
+fn placements_that_contradict_the_local_shape_are_refused() {
     let (env, source) = with_pickles("fsdp3/ranks", &[0, 1, 2], 3, |pickle| replace(pickle, SHARD, REPLICATE));
-    env.is_bad(&source);
-    // The dim of every shard, one further.
+    env.assert_bad_input(&source);
+    // The dim of every shard is out of range.
     let (env, source) = with_pickles("fsdp3/ranks", &[0, 1, 2], 3, |pickle| {
         let at = find(pickle, b"X\x03\0\0\0dim").expect("a Shard with its dim") + 8;
         let value = at + pickle[at..at + 8].iter().position(|byte| *byte == b'K').unwrap() + 1;
         pickle[value] = 200;
     });
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
     let (env, source) = with_pickles("fsdp3/ranks", &[1], 3, |pickle| replace(pickle, SHARD, REPLICATE));
-    env.is_bad(&source);
+    env.assert_bad_input(&source);
 }
 
-/// Two ranks that both have the whole, one of them as a summand.
+/// Both ranks hold the whole tensor, one of them as a partial value.
 #[test]
-fn placements_that_differ_are_not_taken_from_rank_0() {
+fn placements_that_differ_between_ranks_are_refused() {
     for (changed, words) in [(0, ["P(sum)", "rank 0"]), (1, ["P(sum)", "rank 1"])] {
         let (env, source) = with_pickles("conflict/replica", &[changed], 2, |pickle| {
             replace(pickle, REPLICATE, b"placement_types\nPartial\n");
-            // The state of a Replicate is empty; a Partial says how it is reduced.
+            // The state of a Replicate is empty; a Partial stores its reduce op.
             let at = find(pickle, b"placement_types\nPartial\n").unwrap() + b"placement_types\nPartial\n".len();
             let made = at + pickle[at..].iter().position(|byte| *byte == 0x81).expect("NEWOBJ") + 1;
             let inside = made + b"q.}q.".len();
             let state = b"X\x09\0\0\0reduce_opX\x03\0\0\0sums";
             pickle.splice(inside..inside, state.iter().copied());
         });
-        dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["layout differs", words[0], words[1]]);
+        dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["layout differs", words[0], words[1]]);
     }
 }
 
 #[test]
-fn a_mesh_without_the_rank() {
+fn mesh_without_the_rank_is_refused() {
     let ranks: Vec<u8> = (0..3_i32).flat_map(i32::to_le_bytes).collect();
     for others in [[7, 8, 9], [0, 0, 0], [-1, -2, -3]] {
         let env = TestEnv::new();
@@ -206,49 +206,53 @@ fn a_mesh_without_the_rank() {
                 assert!(found, "a record with the ranks of the mesh");
             });
         }
-        env.is_bad(&source);
+        env.assert_bad_input(&source);
     }
 }
 
-/// What PyTorch keeps for itself says why it is none of ours, in the file and for the tensor where it is.
+/// The error names the file, the tensor and why this private placement of PyTorch cannot be converted.
 #[test]
-fn placements_that_are_steps_of_a_computation() {
+fn private_partial_placements_are_refused_with_the_reason() {
     for (class, why) in [("_MaskPartial", "whose mask is not saved"), ("_NormPartial", "a step on the way to a norm")] {
         let (env, source) = with_pickles("partial2/ranks", &[0, 1], 2, |pickle| {
             replace(pickle, b"placement_types\nPartial\n", format!("placement_types\n{class}\n").as_bytes());
         });
         for verb in ["inspect", "verify"] {
-            dtshard(&[&verb, &source]).refused(&["rank_0.pt", "sum.f32", class, why]);
+            dtshard(&[&verb, &source]).assert_refused(&["rank_0.pt", "sum.f32", class, why]);
         }
-        dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["rank_0.pt", "sum.f32", class, why]);
+        dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["rank_0.pt", "sum.f32", class, why]);
     }
 }
 
-/// The op is not one of the dtype: seen where the value is asked for, told in verify and digests.
+/// The reduce op is not defined for the dtype. `verify` and digests accept it, because nobody asks for the reduced
+/// value.
 #[test]
-fn summands_that_make_no_value() {
+fn undefined_reduction_is_an_error_of_unshard_only() {
     let (env, source) = with_pickles("partial2/ranks", &[0, 1], 2, |pickle| {
         let at = find(pickle, b"X\x03\0\0\0avg").expect("a reduce op") + 5;
         pickle[at - 4] = 3;
         pickle.splice(at..at + 3, *b"bor");
     });
-    dtshard(&[&"inspect", &source, &"--digest"]).succeeded().says(&["P(bor)", "bor of f32 is not defined"]);
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["avg.f32: bor of f32 is not defined", "hint: "]);
-    dtshard(&[&"verify", &source]).succeeded();
+    dtshard(&[&"inspect", &source, &"--digest"])
+        .assert_succeeded()
+        .assert_mentions(&["P(bor)", "bor of f32 is not defined"]);
+    dtshard(&[&"unshard", &source, &env.path("out.pt")])
+        .assert_refused(&["avg.f32: bor of f32 is not defined", "hint: "]);
+    dtshard(&[&"verify", &source]).assert_succeeded();
 }
 
 #[test]
-fn one_rank_of_several_is_no_checkpoint() {
+fn one_rank_file_of_several_is_refused() {
     let env = TestEnv::new();
     let source = rank(&env.copy("fsdp4/ranks"), 4, 2);
-    dtshard(&[&"inspect", &source]).succeeded().says(&["1 of 4"]);
-    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["1 of 4", "give the folder"]);
-    dtshard(&[&"verify", &source]).refused(&["1 of 4"]);
+    dtshard(&[&"inspect", &source]).assert_succeeded().assert_mentions(&["1 of 4"]);
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&["1 of 4", "give the folder"]);
+    dtshard(&[&"verify", &source]).assert_refused(&["1 of 4"]);
 }
 
-/// A tensor in a tuple has no name that an option could drop; what has one is the tuple.
+/// A tensor in a tuple has no name of its own, so options address the tuple.
 #[test]
-fn a_tensor_that_differs_within_a_tuple() {
+fn on_conflict_applies_to_the_tuple_of_a_differing_tensor() {
     let env = TestEnv::new();
     let pickle = dict_of("pair", |writer| {
         VIEW.write(writer);
@@ -262,26 +266,26 @@ fn a_tensor_that_differs_within_a_tuple() {
         let target = env.path(target);
         dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=dcp", &"--on-conflict", &choice])
     };
-    reshard("dropped", "drop").succeeded().says(&["left out: 1 tensor (differing)"]);
-    reshard("each", "per-rank").succeeded().says(&["1 value of each rank kept (pair)"]);
-    dtshard(&[&"inspect", &env.path("each")]).succeeded().says(&["pair.rank_0.0", "pair.rank_1.0"]);
-    reshard("first", "rank0").succeeded().says(&["the lowest rank's value is taken of pair.0"]);
+    reshard("dropped", "drop").assert_succeeded().assert_mentions(&["left out: 1 tensor (differing)"]);
+    reshard("each", "per-rank").assert_succeeded().assert_mentions(&["1 value of each rank kept (pair)"]);
+    dtshard(&[&"inspect", &env.path("each")]).assert_succeeded().assert_mentions(&["pair.rank_0.0", "pair.rank_1.0"]);
+    reshard("first", "rank0").assert_succeeded().assert_mentions(&["the lowest rank's value is taken of pair.0"]);
 }
 
 #[test]
-fn ranks_without_a_value_have_none() {
+fn value_of_some_ranks_only_is_refused() {
     let (with, without) =
         (|value: i64| dict_of("a", move |writer| _ = writer.int(value)), dict_of("b", |writer| _ = writer.int(0)));
     let env = TestEnv::new();
     for (index, pickle) in [without, with(1), with(2)].into_iter().enumerate() {
         env.write(&format!("src/model_world_size_3_rank_{index}.pt"), torch_file(pickle, &[]));
     }
-    env.is_bad(&env.path("src"));
+    env.assert_bad_input(&env.path("src"));
 }
 
-/// A dict may have both of them.
+/// A Python dict may have both keys.
 #[test]
-fn a_number_and_its_digits_are_two_keys() {
+fn int_key_and_string_key_of_equal_digits_are_distinct() {
     let pickle = |number_first: bool| {
         let mut writer = torch_pickle::pickle::Writer::new();
         writer.empty_dict();
@@ -294,13 +298,13 @@ fn a_number_and_its_digits_are_two_keys() {
         }
         writer.finish()
     };
-    let (_sandbox, source) = two(pickle(true), pickle(false));
-    dtshard(&[&"verify", &source]).succeeded();
+    let (_env, source) = two_rank_files(pickle(true), pickle(false));
+    dtshard(&[&"verify", &source]).assert_succeeded();
 }
 
-/// Keys of a file are no file names.
+/// Keys of a file must not become paths.
 #[test]
-fn a_series_stays_in_the_destination() {
+fn series_name_with_path_stays_in_the_destination() {
     let env = TestEnv::new();
     let mut writer = torch_pickle::pickle::Writer::new();
     writer.empty_dict();
@@ -311,14 +315,14 @@ fn a_series_stays_in_the_destination() {
     }
     let source = env.write("src/a.pt", torch_file(writer.finish(), &[("0", b"0123456789abcdef")]));
     let target = env.path("deep/out");
-    dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=torch-ranks"]).succeeded();
+    dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=torch-ranks"]).assert_succeeded();
     let written = env.names().into_iter().filter(|name| env.path(name).is_file() && !name.starts_with("deep/out"));
     assert_eq!(written.collect::<Vec<_>>(), ["src/a.pt"]);
 }
 
-/// Cut by a placement, each rank would keep a shard of its own tensor, and nobody the rest.
+/// A placement would cut it: each rank would keep a shard of its own tensor, and the rest would be lost.
 #[test]
-fn a_tensor_of_each_rank_is_kept_whole() {
+fn per_rank_tensor_is_kept_whole() {
     let env = TestEnv::new();
     let data = [b"0123456789abcdef", b"0123456789ABCDEF"];
     for (index, data) in data.into_iter().enumerate() {
@@ -327,7 +331,7 @@ fn a_tensor_of_each_rank_is_kept_whole() {
     }
     let (source, target) = (env.path("src"), env.path("out"));
     dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--placements=S(0)", &"--on-conflict=per-rank"])
-        .succeeded();
+        .assert_succeeded();
     for (index, data) in data.into_iter().enumerate() {
         let bytes = fs::read(rank(&target, 2, u32::try_from(index).unwrap())).unwrap();
         assert!(find(&bytes, data).is_some(), "rank {index} lost its own");

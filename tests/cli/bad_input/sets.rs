@@ -1,4 +1,4 @@
-//! Sets that are not complete: files of one checkpoint of which some are not there, or that contradict each other.
+//! Incomplete file sets: some files of a checkpoint are missing, or its files contradict each other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ fn json_of(text: &str) -> Json {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// Every verb that converts exits with 2, an error of this kind that has all the words, and leaves nothing behind;
-/// `verify` tells of it, too.
+/// Asserts that every verb that converts exits with code 2 and an error of this kind and leaves nothing behind, and
+/// that `verify` reports the same kind.
 #[track_caller]
-fn refused(env: &TestEnv, source: &Path, kind: &str) {
+fn assert_refused(env: &TestEnv, source: &Path, kind: &str) {
     let before = env.names();
     let out = env.path("out");
     for verb in ["unshard", "consolidate", "reshard"] {
@@ -36,23 +36,23 @@ fn refused(env: &TestEnv, source: &Path, kind: &str) {
     }
 }
 
-/// `inspect` shows what is there and names what is missing, for people and for programs.
+/// Asserts that `inspect` shows the tensors that exist and lists the missing names, as text and as JSON.
 #[track_caller]
-fn inspected(source: &Path, tensors: usize, missing: &[&str]) {
+fn assert_inspected(source: &Path, tensors: usize, missing: &[&str]) {
     let run = dtshard(&[&"inspect", &source, &"--json"]);
-    run.succeeded();
+    run.assert_succeeded();
     let document = json_of(&run.out);
     assert_eq!(document["missing"], json!(missing), "{run:?}");
     assert_eq!(document["tensors"].as_object().unwrap().len(), tensors, "{run:?}");
     let run = dtshard(&[&"inspect", &source]);
-    run.succeeded().says(&["warning"]);
+    run.assert_succeeded().assert_mentions(&["warning"]);
     missing.first().iter().for_each(|name| assert!(run.out.contains(**name), "{run:?}"));
 }
 
 fn warnings(source: &Path) -> String {
     let env = TestEnv::new();
     let run = dtshard(&[&"consolidate", &source, &env.path("out"), &"--json"]);
-    run.succeeded();
+    run.assert_succeeded();
     json_of(&run.out)["warnings"].to_string()
 }
 
@@ -67,8 +67,8 @@ fn file(number: u32) -> String {
     format!("model-0000{number}-of-00003.safetensors")
 }
 
-/// A Hugging Face folder of three files.
-fn set() -> (TestEnv, PathBuf) {
+/// Returns a Hugging Face folder of three files.
+fn safetensors_set() -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     let source = env.copy("safetensors/sharded");
     (env, source)
@@ -85,47 +85,47 @@ fn edit_index(source: &Path, change: impl FnOnce(&mut Json)) {
 
 #[test]
 fn one_file_of_a_safetensors_set_is_refused() {
-    let (env, source) = set();
+    let (env, source) = safetensors_set();
     let one = source.join(file(1));
-    refused(&env, &one, "usage");
+    assert_refused(&env, &one, "usage");
     let tensors = tensors_in(&one);
-    inspected(&one, tensors, &[&file(2), &file(3)]);
-    // Without index and others, the name alone says it.
+    assert_inspected(&one, tensors, &[&file(2), &file(3)]);
+    // Without the index and the other files, the name of the file alone shows that it is one of three.
     for name in [INDEX.to_owned(), file(2), file(3)] {
         fs::remove_file(source.join(name)).unwrap();
     }
-    refused(&env, &one, "usage");
-    inspected(&one, tensors, &[&file(2), &file(3)]);
-    // A name of its own says nothing, an index that names it does.
+    assert_refused(&env, &one, "usage");
+    assert_inspected(&one, tensors, &[&file(2), &file(3)]);
+    // A renamed file alone is read; an index that names it makes it one file of a set.
     let renamed = source.join("weights.safetensors");
     fs::rename(one, &renamed).unwrap();
-    dtshard(&[&"verify", &renamed]).succeeded();
+    dtshard(&[&"verify", &renamed]).assert_succeeded();
     fs::write(source.join(INDEX), r#"{"weight_map":{"a":"weights.safetensors","b":"more.safetensors"}}"#).unwrap();
-    refused(&env, &renamed, "usage");
-    inspected(&renamed, tensors, &["more.safetensors"]);
+    assert_refused(&env, &renamed, "usage");
+    assert_inspected(&renamed, tensors, &["more.safetensors"]);
 }
 
 #[test]
-fn safetensors_files_without_the_others_of_their_set_are_refused() {
-    let (env, source) = set();
+fn incomplete_safetensors_set_without_index_is_refused() {
+    let (env, source) = safetensors_set();
     fs::remove_file(source.join(INDEX)).unwrap();
-    dtshard(&[&"verify", &source]).succeeded();
+    dtshard(&[&"verify", &source]).assert_succeeded();
     fs::remove_file(source.join(file(3))).unwrap();
-    refused(&env, &source, "missing");
+    assert_refused(&env, &source, "missing");
     let shown = [1, 2].map(|number| tensors_in(&source.join(file(number)))).iter().sum();
-    inspected(&source, shown, &[&file(3)]);
+    assert_inspected(&source, shown, &[&file(3)]);
     fs::remove_file(source.join(file(1))).unwrap();
-    refused(&env, &source, "missing");
-    // Nor does the fault depend on where the set is read as a second checkpoint.
+    assert_refused(&env, &source, "missing");
+    // The set is refused as a second checkpoint as well.
     let whole = crate::corrupt::fixture("safetensors/sharded");
     assert_eq!(dtshard(&[&"verify", &whole, &source]).code, Some(1));
     let like = dtshard(&[&"consolidate", &whole, &env.path("out"), &"--like", &source]);
     assert_eq!(like.code, Some(2), "{like:?}");
 }
 
-/// The names of diffusers for a variant, of a second download, and of file systems that change the case.
+/// Names of variants in diffusers, of a second download, and of file systems that change the case.
 #[test]
-fn sets_of_other_names_are_sets() {
+fn file_sets_are_recognised_under_other_names() {
     let names: [fn(u32) -> String; 6] = [
         |number| format!("model-0000{number}-of-00003.fp16.safetensors"),
         |number| format!("model.fp16-0000{number}-of-00003.safetensors"),
@@ -135,47 +135,47 @@ fn sets_of_other_names_are_sets() {
         |number| format!("model (0000{number} of 00003).safetensors"),
     ];
     for name in names {
-        let (env, source) = set();
+        let (env, source) = safetensors_set();
         let tensors = tensors_in(&source);
         fs::remove_file(source.join(INDEX)).unwrap();
         (1..=3).for_each(|number| fs::rename(source.join(file(number)), source.join(name(number))).unwrap());
-        dtshard(&[&"verify", &source]).succeeded();
+        dtshard(&[&"verify", &source]).assert_succeeded();
         assert_eq!(tensors_in(&source), tensors);
-        refused(&env, &source.join(name(1)), "usage");
+        assert_refused(&env, &source.join(name(1)), "usage");
         fs::remove_file(source.join(name(2))).unwrap();
-        refused(&env, &source, "missing");
+        assert_refused(&env, &source, "missing");
     }
-    // One file of three came a second time, under another name.
-    let (env, source) = set();
+    // One file of the three has the name of a second download.
+    let (env, source) = safetensors_set();
     fs::remove_file(source.join(INDEX)).unwrap();
     fs::rename(source.join(file(2)), source.join("model-00002-of-00003 (1).safetensors")).unwrap();
-    refused(&env, &source, "missing");
+    assert_refused(&env, &source, "missing");
 }
 
 #[test]
-fn index_of_a_variant_is_an_index() {
-    let (env, source) = set();
+fn index_of_a_variant_is_used_without_the_main_index() {
+    let (env, source) = safetensors_set();
     let variant = "model.safetensors.index.fp16.json";
-    // Beside the index that loaders read it says nothing.
+    // The index that loaders read takes precedence over the index of a variant.
     fs::copy(source.join(INDEX), source.join(variant)).unwrap();
     edit_index(&source, |index| index["weight_map"]["model.lost.weight"] = json!(file(2)));
-    refused(&env, &source, "malformed");
+    assert_refused(&env, &source, "malformed");
     fs::remove_file(source.join(INDEX)).unwrap();
-    dtshard(&[&"verify", &source]).succeeded();
+    dtshard(&[&"verify", &source]).assert_succeeded();
     fs::remove_file(source.join(file(2))).unwrap();
     for source in [&source, &source.join(variant)] {
-        refused(&env, source, "missing");
+        assert_refused(&env, source, "missing");
     }
     fs::rename(source.join(file(1)), source.join("renamed.safetensors")).unwrap();
     let map = r#"{"weight_map":{"a":"renamed.safetensors","b":"more.safetensors"}}"#;
     fs::write(source.join(variant), map).unwrap();
-    refused(&env, &source.join("renamed.safetensors"), "usage");
+    assert_refused(&env, &source.join("renamed.safetensors"), "usage");
 }
 
-/// Converting the index of a folder gives the same files as converting the folder.
+/// Converting the index gives the same files as converting its folder.
 #[test]
-fn index_stands_for_its_folder() {
-    let (env, source) = set();
+fn index_as_source_gives_the_output_of_its_folder() {
+    let (env, source) = safetensors_set();
     edit_index(&source, |index| {
         for file in index["weight_map"].as_object_mut().unwrap().values_mut() {
             *file = json!(format!("./{}", file.as_str().unwrap()));
@@ -183,74 +183,74 @@ fn index_stands_for_its_folder() {
     });
     fs::write(source.join("config.json"), "{}").unwrap();
     let of_folder = env.path("of_folder");
-    dtshard(&[&"consolidate", &source, &of_folder]).succeeded();
+    dtshard(&[&"consolidate", &source, &of_folder]).assert_succeeded();
     let of_index = env.path("of_index");
-    dtshard(&[&"consolidate", &source.join(INDEX), &of_index]).succeeded();
+    dtshard(&[&"consolidate", &source.join(INDEX), &of_index]).assert_succeeded();
     assert_eq!(crate::corrupt::files_of(&of_folder).len(), crate::corrupt::files_of(&of_index).len());
     assert!(of_index.join("config.json").is_file());
-    dtshard(&[&"verify", &of_folder, &of_index]).succeeded();
+    dtshard(&[&"verify", &of_folder, &of_index]).assert_succeeded();
 }
 
 #[test]
-fn hub_cache_is_refused_with_the_place_of_its_snapshots() {
+fn hub_cache_is_refused_with_a_hint_at_its_snapshots() {
     let env = TestEnv::new();
     for folder in ["blobs", "refs", "snapshots/abc"] {
         fs::create_dir_all(env.path("models--a--b").join(folder)).unwrap();
     }
-    dtshard(&[&"inspect", &env.path("models--a--b")]).refused(&["snapshots"]);
+    dtshard(&[&"inspect", &env.path("models--a--b")]).assert_refused(&["snapshots"]);
 }
 
 #[test]
 fn link_to_one_file_of_a_set_is_refused() {
-    let (env, source) = set();
+    let (env, source) = safetensors_set();
     let link = env.path("weights.safetensors");
     std::os::unix::fs::symlink(source.join(file(1)), &link).unwrap();
-    refused(&env, &link, "usage");
-    // A folder with such a link is no whole checkpoint either.
+    assert_refused(&env, &link, "usage");
+    // A folder with such a link is incomplete as well.
     fs::create_dir(env.path("linked")).unwrap();
     std::os::unix::fs::symlink(source.join(file(1)), env.path("linked/model.safetensors")).unwrap();
-    refused(&env, &env.path("linked"), "usage");
-    // A hub cache has the name on the link, and a digest on the file.
+    assert_refused(&env, &env.path("linked"), "usage");
+    // In a hub cache the link has the name, and the file is called by its digest.
     let blob = env.path("5d41402abc4b2a76b9719d911017c592");
     fs::rename(source.join(file(1)), &blob).unwrap();
     std::os::unix::fs::symlink(&blob, source.join(file(1))).unwrap();
-    dtshard(&[&"verify", &source]).succeeded();
-    refused(&env, &source.join(file(1)), "usage");
+    dtshard(&[&"verify", &source]).assert_succeeded();
+    assert_refused(&env, &source.join(file(1)), "usage");
 }
 
 #[test]
-fn total_from_a_file_name_may_be_any_number() {
-    let (env, source) = set();
+fn file_name_with_four_billion_files_is_refused_in_little_memory() {
+    let (env, source) = safetensors_set();
     for name in [INDEX.to_owned(), file(2), file(3)] {
         fs::remove_file(source.join(name)).unwrap();
     }
     fs::rename(source.join(file(1)), source.join("model-1-of-4294967295.safetensors")).unwrap();
-    refused(&env, &source, "missing");
-    refused(&env, &source.join("model-1-of-4294967295.safetensors"), "usage");
+    assert_refused(&env, &source, "missing");
+    assert_refused(&env, &source.join("model-1-of-4294967295.safetensors"), "usage");
 }
 
 #[test]
-fn file_that_the_index_names_is_missing() {
-    let (env, source) = set();
+fn file_missing_from_the_index_set_is_refused() {
+    let (env, source) = safetensors_set();
     fs::remove_file(source.join(file(2))).unwrap();
-    refused(&env, &source, "missing");
-    refused(&env, &source.join(INDEX), "missing");
+    assert_refused(&env, &source, "missing");
+    assert_refused(&env, &source.join(INDEX), "missing");
     let shown = [1, 3].map(|number| tensors_in(&source.join(file(number)))).iter().sum();
-    inspected(&source, shown, &[&file(2)]);
+    assert_inspected(&source, shown, &[&file(2)]);
 }
 
 #[test]
-fn tensor_that_the_index_names_is_missing() {
-    let (env, source) = set();
+fn tensor_of_the_index_missing_from_the_files_is_refused() {
+    let (env, source) = safetensors_set();
     let tensors = tensors_in(&source);
     edit_index(&source, |index| index["weight_map"]["model.lost.weight"] = json!(file(2)));
-    refused(&env, &source, "malformed");
-    inspected(&source, tensors, &["model.lost.weight"]);
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, tensors, &["model.lost.weight"]);
 }
 
 #[test]
-fn tensor_that_the_index_does_not_name_is_refused() {
-    let (env, source) = set();
+fn tensor_missing_from_the_index_is_refused() {
+    let (env, source) = safetensors_set();
     let tensors = tensors_in(&source);
     let mut name = String::new();
     edit_index(&source, |index| {
@@ -258,36 +258,36 @@ fn tensor_that_the_index_does_not_name_is_refused() {
         name = map.keys().next().unwrap().clone();
         map.remove(&name);
     });
-    refused(&env, &source, "malformed");
-    inspected(&source, tensors, &[]);
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, tensors, &[]);
 }
 
 #[test]
-fn files_of_a_set_that_the_index_does_not_name_are_refused() {
-    let (env, source) = set();
+fn file_of_another_set_is_refused() {
+    let (env, source) = safetensors_set();
     let tensors = tensors_in(&source);
     let left = "model-00001-of-00005.safetensors";
     fs::copy(source.join(file(1)), source.join(left)).unwrap();
-    refused(&env, &source, "malformed");
-    inspected(&source, tensors, &[left]);
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, tensors, &[left]);
 }
 
 #[test]
 fn empty_index_beside_tensors_is_refused() {
-    let (env, source) = set();
+    let (env, source) = safetensors_set();
     edit_index(&source, |index| index["weight_map"] = json!({}));
-    refused(&env, &source, "malformed");
-    inspected(&source, 0, &[&file(1), &file(2), &file(3)]);
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, 0, &[&file(1), &file(2), &file(3)]);
 }
 
 #[test]
-fn other_files_and_sizes_beside_an_index_are_warned_of() {
-    let (env, source) = set();
+fn other_files_and_wrong_sizes_beside_an_index_give_warnings() {
+    let (env, source) = safetensors_set();
     assert_eq!(warnings(&source).matches(INDEX).count(), 0);
     env.copy("safetensors/single/model.safetensors");
     fs::rename(env.path("src/model.safetensors"), source.join("consolidated.safetensors")).unwrap();
     assert!(warnings(&source).contains("consolidated.safetensors"));
-    // Nor is another set read in the place of the one that loaders take.
+    // Another set is not read instead of the set that loaders read.
     fs::write(
         source.join("consolidated.safetensors.index.json"),
         r#"{"metadata":{"total_size":1},"weight_map":{"w":"consolidated.safetensors"}}"#,
@@ -299,8 +299,8 @@ fn other_files_and_sizes_beside_an_index_are_warned_of() {
     assert!(warnings(&source).contains("total_size is 7"));
     edit_index(&source, |index| _ = index.as_object_mut().unwrap().remove("metadata"));
     assert!(warnings(&source).contains("no total_size"));
-    dtshard(&[&"verify", &source]).succeeded();
-    // An index that never named a file of the numbers in their names.
+    dtshard(&[&"verify", &source]).assert_succeeded();
+    // The index does not name one of the numbered files.
     let lost = file(3);
     edit_index(&source, |index| {
         index["weight_map"].as_object_mut().unwrap().retain(|_, file| *file != json!(lost));
@@ -318,17 +318,17 @@ fn torch_bytes(name: &str) -> Vec<u8> {
     torch_file(dict_of(name, |writer| view.write(writer)), &[("0", b"12345678")])
 }
 
-fn bin(number: u32) -> String {
+fn bin_name(number: u32) -> String {
     format!("pytorch_model-0000{number}-of-00003.bin")
 }
 
-/// Three torch files of one tensor each, `t1` to `t3`, and their index.
+/// Writes three torch files of one tensor each, `t1` to `t3`, and their index.
 fn torch_set() -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     let mut map = json!({});
     for number in 1..=3 {
-        env.write(&format!("src/{}", bin(number)), torch_bytes(&format!("t{number}")));
-        map[format!("t{number}")] = json!(bin(number));
+        env.write(&format!("src/{}", bin_name(number)), torch_bytes(&format!("t{number}")));
+        map[format!("t{number}")] = json!(bin_name(number));
     }
     let index = json!({"metadata": {"total_size": 24}, "weight_map": map});
     env.write(&format!("src/{TORCH_INDEX}"), index.to_string());
@@ -339,41 +339,41 @@ fn torch_set() -> (TestEnv, PathBuf) {
 #[test]
 fn one_file_of_a_torch_set_is_refused() {
     let (env, source) = torch_set();
-    dtshard(&[&"verify", &source]).succeeded();
-    refused(&env, &source.join(bin(1)), "usage");
-    inspected(&source.join(bin(1)), 1, &[&bin(2), &bin(3)]);
-    for name in [TORCH_INDEX.to_owned(), bin(2), bin(3)] {
+    dtshard(&[&"verify", &source]).assert_succeeded();
+    assert_refused(&env, &source.join(bin_name(1)), "usage");
+    assert_inspected(&source.join(bin_name(1)), 1, &[&bin_name(2), &bin_name(3)]);
+    for name in [TORCH_INDEX.to_owned(), bin_name(2), bin_name(3)] {
         fs::remove_file(source.join(name)).unwrap();
     }
-    refused(&env, &source.join(bin(1)), "usage");
-    refused(&env, &source, "missing");
-    inspected(&source, 1, &[&bin(2), &bin(3)]);
+    assert_refused(&env, &source.join(bin_name(1)), "usage");
+    assert_refused(&env, &source, "missing");
+    assert_inspected(&source, 1, &[&bin_name(2), &bin_name(3)]);
 }
 
 #[test]
-fn torch_index_must_fit_its_files() {
+fn torch_index_that_contradicts_its_files_is_refused() {
     let (env, source) = torch_set();
     let rewrite = |map: Json| {
         let index = json!({"metadata": {"total_size": 24}, "weight_map": map});
         fs::write(source.join(TORCH_INDEX), index.to_string()).unwrap();
     };
-    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(3), "lost": bin(3)}));
-    refused(&env, &source, "malformed");
-    inspected(&source, 3, &["lost"]);
-    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(2)}));
-    refused(&env, &source, "malformed");
-    rewrite(json!({"t1": bin(1), "t2": bin(2)}));
-    refused(&env, &source, "malformed");
-    inspected(&source, 2, &[&bin(3)]);
+    rewrite(json!({"t1": bin_name(1), "t2": bin_name(2), "t3": bin_name(3), "lost": bin_name(3)}));
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, 3, &["lost"]);
+    rewrite(json!({"t1": bin_name(1), "t2": bin_name(2), "t3": bin_name(2)}));
+    assert_refused(&env, &source, "malformed");
+    rewrite(json!({"t1": bin_name(1), "t2": bin_name(2)}));
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, 2, &[&bin_name(3)]);
     rewrite(json!({}));
-    refused(&env, &source, "malformed");
-    inspected(&source, 0, &[&bin(1), &bin(2), &bin(3)]);
-    rewrite(json!({"t1": bin(2), "t2": bin(1), "t3": bin(3)}));
-    refused(&env, &source, "malformed");
-    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(3)}));
-    fs::remove_file(source.join(bin(2))).unwrap();
-    refused(&env, &source, "missing");
-    inspected(&source, 2, &[&bin(2)]);
+    assert_refused(&env, &source, "malformed");
+    assert_inspected(&source, 0, &[&bin_name(1), &bin_name(2), &bin_name(3)]);
+    rewrite(json!({"t1": bin_name(2), "t2": bin_name(1), "t3": bin_name(3)}));
+    assert_refused(&env, &source, "malformed");
+    rewrite(json!({"t1": bin_name(1), "t2": bin_name(2), "t3": bin_name(3)}));
+    fs::remove_file(source.join(bin_name(2))).unwrap();
+    assert_refused(&env, &source, "missing");
+    assert_inspected(&source, 2, &[&bin_name(2)]);
 }
 
 // ----------------------------------------------------------------------------------------- ranks of other frameworks
@@ -390,14 +390,14 @@ fn file_of_one_deepspeed_rank_is_refused() {
     ];
     for name in files {
         let path = env.write(&format!("global_step10/{name}"), torch_bytes("w"));
-        refused(&env, &path, "unsupported");
-        inspected(&path, 1, &[]);
+        assert_refused(&env, &path, "unsupported");
+        assert_inspected(&path, 1, &[]);
         fs::remove_file(path).unwrap();
     }
     let [first, second] = [0, 1].map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"));
     let path = env.write(&format!("global_step10/{first}"), torch_bytes("w"));
     env.write(&format!("global_step10/{second}"), torch_bytes("w"));
-    inspected(&path, 1, &[&second]);
+    assert_inspected(&path, 1, &[&second]);
 }
 
 #[test]
@@ -406,32 +406,32 @@ fn file_or_folder_of_one_megatron_rank_is_refused() {
     for folder in ["mp_rank_00", "mp_rank_00_000", "mp_rank_01_000_001"] {
         for name in ["model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"] {
             let path = env.write(&format!("iter_0000100/{folder}/{name}"), torch_bytes("w"));
-            refused(&env, &path, "unsupported");
-            inspected(&path, 1, &[]);
+            assert_refused(&env, &path, "unsupported");
+            assert_inspected(&path, 1, &[]);
             let folder = path.parent().unwrap().to_path_buf();
-            refused(&env, &folder, "unsupported");
+            assert_refused(&env, &folder, "unsupported");
             fs::remove_dir_all(folder).unwrap();
         }
     }
     let path = env.write("iter_0000100/mp_rank_00/model_optim_rng.pt", torch_bytes("w"));
     env.write("iter_0000100/mp_rank_01/model_optim_rng.pt", torch_bytes("w"));
-    inspected(&path, 1, &["mp_rank_01"]);
-    // The name of the file says it, too.
+    assert_inspected(&path, 1, &["mp_rank_01"]);
+    // The name of the file alone identifies Megatron-LM.
     let path = env.write("copied/model_optim_rng.pt", torch_bytes("w"));
-    refused(&env, &path, "unsupported");
+    assert_refused(&env, &path, "unsupported");
 }
 
 // ------------------------------------------------------------------------------------------------------------ dcp-hf
 
 #[test]
-fn shard_of_one_file_of_a_rank_is_missing() {
+fn missing_shard_of_one_rank_is_refused() {
     let env = TestEnv::new();
     let source = env.copy("dcp_hf/mapped");
     let lost = "shard-00003-model-00002-of-00002.safetensors";
     fs::remove_file(source.join(lost)).unwrap();
-    refused(&env, &source, "missing");
+    assert_refused(&env, &source, "missing");
     let run = dtshard(&[&"inspect", &source, &"--json"]);
-    assert_eq!(json_of(&run.succeeded().out)["missing"], json!([lost]));
+    assert_eq!(json_of(&run.assert_succeeded().out)["missing"], json!([lost]));
     let allowed = dtshard(&[&"inspect", &source, &"--allow-missing", &"--json"]);
-    allowed.succeeded().says(&["warning", lost]);
+    allowed.assert_succeeded().assert_mentions(&["warning", lost]);
 }

@@ -1,4 +1,4 @@
-//! Tensors in keys of dicts, where no name leads to them, and in other containers that have no names.
+//! Tensors in keys of dicts, which have no name, and tensors in sets and other containers without names.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +24,7 @@ fn dict(entries: Vec<(Value, Value)>) -> Value {
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
-/// A file of `{"w": a tensor, "s": value}`, where `TensorId(n)` is a view of storage `n`.
+/// Writes a file of `{"w": a tensor, "s": value}`, where `TensorId(n)` is a view of storage `n`.
 fn file(env: &TestEnv, value: Value) -> PathBuf {
     let state = dict(vec![(text("w"), tensor(1)), (text("s"), value)]);
     let mut writer = Writer::new();
@@ -37,7 +37,7 @@ fn file(env: &TestEnv, value: Value) -> PathBuf {
     env.write("source/w.pt", torch_file(writer.finish(), &STORAGES))
 }
 
-/// Dicts with a tensor in a key, and the paths of those dicts.
+/// Returns dicts with a tensor in a key, and the paths of those dicts.
 fn with_tensor_keys() -> Vec<(Value, &'static str)> {
     let one = || Value::Int(1);
     let by_tensor = || dict(vec![(tensor(0), one())]);
@@ -70,7 +70,7 @@ fn convert(target: (&str, &[&str]), source: &Path, out: &Path, more: &[&str]) ->
     dtshard(&args)
 }
 
-fn refused_as_unsupported(outcome: &crate::corrupt::Outcome, path: &str) {
+fn assert_unsupported(outcome: &crate::corrupt::Outcome, path: &str) {
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
     let error = serde_json::from_str::<Json>(&outcome.out).unwrap()["error"].clone();
     assert_eq!(error["kind"], "unsupported", "{error}");
@@ -84,12 +84,12 @@ fn tensor_in_a_key_is_refused_by_every_verb_and_target() {
         let source = file(&env, value);
         let before = env.names();
         for target in TARGETS {
-            refused_as_unsupported(&convert(target, &source, &env.path("out"), &[]), path);
-            refused_as_unsupported(&convert(target, &source, &env.path("out"), &["--dry-run"]), path);
+            assert_unsupported(&convert(target, &source, &env.path("out"), &[]), path);
+            assert_unsupported(&convert(target, &source, &env.path("out"), &["--dry-run"]), path);
         }
-        refused_as_unsupported(&dtshard(&[&"verify", &source, &"--json"]), path);
-        refused_as_unsupported(&dtshard(&[&"verify", &source, &source, &"--json"]), path);
-        dtshard(&[&"inspect", &source]).succeeded();
+        assert_unsupported(&dtshard(&[&"verify", &source, &"--json"]), path);
+        assert_unsupported(&dtshard(&[&"verify", &source, &source, &"--json"]), path);
+        dtshard(&[&"inspect", &source]).assert_succeeded();
         assert_eq!(env.names(), before, "something was left behind");
     }
 }
@@ -109,15 +109,15 @@ fn tensor_in_a_key_of_the_top_dict_is_refused() {
 }
 
 #[test]
-fn checkpoint_without_its_tensor_keys_is_converted() {
+fn checkpoint_is_converted_with_tensor_keys_excluded() {
     for (value, path) in with_tensor_keys() {
         let env = TestEnv::new();
         let source = file(&env, value);
         let exclude = format!("--exclude={}", if path == "s.state" { path } else { "s" });
         for (index, target) in TARGETS.into_iter().enumerate() {
             let out = env.path(&format!("out{index}"));
-            convert(target, &source, &out, &[&exclude]).succeeded();
-            dtshard(&[&"verify", &source, &out, &exclude]).succeeded();
+            convert(target, &source, &out, &[&exclude]).assert_succeeded();
+            dtshard(&[&"verify", &source, &out, &exclude]).assert_succeeded();
         }
     }
 }
@@ -133,12 +133,12 @@ fn model_beside_a_dict_of_tensor_keys_is_consolidated() {
     writer.int(1).setitem().setitem().setitem();
     let source = env.write("w.pt", torch_file(writer.finish(), &STORAGES));
     let out = env.path("out.safetensors");
-    dtshard(&[&"consolidate", &source, &out]).succeeded();
-    dtshard(&[&"verify", &source, &out, &"--root=model"]).succeeded();
+    dtshard(&[&"consolidate", &source, &out]).assert_succeeded();
+    dtshard(&[&"verify", &source, &out, &"--root=model"]).assert_succeeded();
 }
 
 #[test]
-fn tensors_in_sets_are_kept_where_objects_are() {
+fn tensors_in_sets_are_kept_by_formats_with_objects() {
     let values = [
         Value::Set(vec![tensor(0)]),
         Value::FrozenSet(vec![tensor(0)]),
@@ -151,8 +151,8 @@ fn tensors_in_sets_are_kept_where_objects_are() {
         for (index, target) in TARGETS.into_iter().filter(|(verb, _)| *verb != "flatten").enumerate() {
             let out = env.path(&format!("out{index}"));
             let outcome = convert(target, &source, &out, &[]);
-            outcome.succeeded();
-            dtshard(&[&"verify", &source, &out]).succeeded();
+            outcome.assert_succeeded();
+            dtshard(&[&"verify", &source, &out]).assert_succeeded();
             let objects = dtshard(&[&"inspect", &out, &"--json"]);
             let document: Json = serde_json::from_str(&objects.out).unwrap();
             let has_set = document["objects"].get("s").is_some();

@@ -1,4 +1,4 @@
-//! Files of a source that are there and cannot be reached: lost blobs behind links, and folders of other users.
+//! Source files that exist but cannot be read: missing blobs behind links, and folders of other users.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,16 +12,16 @@ use crate::outcome::{Outcome, command};
 
 const NOBODY: u32 = 65534;
 
-/// Runs the program with `--json`, and expects exit code 2 and an error of this kind that has all names.
-fn refused(mut command: Command, kind: &str, names: &[&str]) {
+/// Runs the program with `--json`, and asserts exit code 2 and an error of this kind that contains all names.
+fn assert_refused(mut command: Command, kind: &str, names: &[&str]) {
     let outcome = Outcome::from(command.arg("--json").output().unwrap());
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
     let document: serde_json::Value = serde_json::from_str(&outcome.out).unwrap();
     assert_eq!(document["error"]["kind"], kind, "{outcome:?}");
-    outcome.says(names);
+    outcome.assert_mentions(names);
 }
 
-/// Makes a snapshot of a hub cache, whose files are links to blobs; the blob of one of them is lost.
+/// Makes a snapshot of a hub cache, whose files are links to blobs; one blob is missing.
 fn hub_cache(env: &TestEnv, fixture: &str, lost: &str) -> PathBuf {
     let files = env.copy(fixture);
     let (blobs, snapshot) = (env.path("hub/blobs"), env.path("hub/snapshots/5f2c"));
@@ -39,15 +39,15 @@ fn hub_cache(env: &TestEnv, fixture: &str, lost: &str) -> PathBuf {
 }
 
 #[test]
-fn lost_blob_of_a_hub_cache_is_an_error_that_names_it() {
+fn missing_blob_of_a_hub_cache_is_an_error_that_names_it() {
     for lost in ["model-00001-of-00003.safetensors", "model.safetensors.index.json"] {
         let env = TestEnv::new();
         let source = hub_cache(&env, "safetensors/sharded", lost);
         let names = [lost, &format!("../../blobs/blob-of-{lost}")];
         let before = env.names();
-        refused(command(&[&"consolidate", &source, &env.path("out")]), "missing", &names);
-        refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
-        refused(command(&[&"inspect", &source]), "missing", &names);
+        assert_refused(command(&[&"consolidate", &source, &env.path("out")]), "missing", &names);
+        assert_refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
+        assert_refused(command(&[&"inspect", &source]), "missing", &names);
         assert_eq!(env.names(), before, "something was left behind");
         let verified = Outcome::from(command(&[&"verify", &source]).output().unwrap());
         assert_eq!(verified.code, Some(1), "{verified:?}");
@@ -55,30 +55,30 @@ fn lost_blob_of_a_hub_cache_is_an_error_that_names_it() {
 }
 
 #[test]
-fn lost_configuration_of_a_hub_cache_is_an_error_for_verbs_that_carry_it() {
+fn missing_config_of_a_hub_cache_is_an_error_of_verbs_that_copy_it() {
     let env = TestEnv::new();
     let source = hub_cache(&env, "safetensors/sharded", "config.json");
     let names = ["config.json", "../../blobs/blob-of-config.json"];
-    refused(command(&[&"consolidate", &source, &env.path("out")]), "missing", &names);
-    refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
+    assert_refused(command(&[&"consolidate", &source, &env.path("out")]), "missing", &names);
+    assert_refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
     for verb in ["inspect", "verify"] {
-        Outcome::from(command(&[&verb, &source]).output().unwrap()).succeeded();
+        Outcome::from(command(&[&verb, &source]).output().unwrap()).assert_succeeded();
     }
-    Outcome::from(command(&[&"unshard", &source, &env.path("out.pt")]).output().unwrap()).succeeded();
+    Outcome::from(command(&[&"unshard", &source, &env.path("out.pt")]).output().unwrap()).assert_succeeded();
 }
 
 #[test]
-fn link_that_leads_nowhere_beside_a_checkpoint_is_an_error_only_where_files_are_carried() {
+fn dangling_link_beside_a_checkpoint_is_an_error_of_reshard_only() {
     let env = TestEnv::new();
     let source = env.copy("fsdp4/ranks");
     symlink("/nowhere/notes.txt", source.join("notes.txt")).unwrap();
     let names = ["notes.txt", "/nowhere/notes.txt"];
-    refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
-    Outcome::from(command(&[&"verify", &source]).output().unwrap()).succeeded();
-    Outcome::from(command(&[&"unshard", &source, &env.path("out.pt")]).output().unwrap()).succeeded();
+    assert_refused(command(&[&"reshard", &source, &env.path("out"), &"--mesh=dp=2"]), "missing", &names);
+    Outcome::from(command(&[&"verify", &source]).output().unwrap()).assert_succeeded();
+    Outcome::from(command(&[&"unshard", &source, &env.path("out.pt")]).output().unwrap()).assert_succeeded();
 }
 
-/// Makes a command of another user, to whom `locked` is closed; `None` where there is no other user.
+/// Returns a command of another user, who has no access to `locked`; `None` where there is no other user.
 fn as_nobody(args: &[&dyn AsRef<OsStr>], env: &TestEnv, locked: &Path) -> Option<Command> {
     let set_mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     set_mode(&env.path(""), 0o777);
@@ -119,7 +119,7 @@ fn folder_of_another_user_is_an_error_that_names_it() {
             args.push(&out);
         }
         let Some(command) = as_nobody(&args, &env, &source.join(locked)) else { return };
-        refused(command, "io", &[locked]);
+        assert_refused(command, "io", &[locked]);
         assert!(!out.exists(), "{verb}");
     }
 }
@@ -130,5 +130,5 @@ fn file_of_another_user_behind_a_link_is_an_error_that_names_both() {
     let source = hub_cache(&env, "safetensors/sharded", "none");
     let blob = env.path("hub/blobs/blob-of-model-00001-of-00003.safetensors");
     let Some(command) = as_nobody(&[&"consolidate", &source, &env.path("out")], &env, &blob) else { return };
-    refused(command, "io", &["model-00001-of-00003.safetensors", "../../blobs/blob-of-model-00001"]);
+    assert_refused(command, "io", &["model-00001-of-00003.safetensors", "../../blobs/blob-of-model-00001"]);
 }

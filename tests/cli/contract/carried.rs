@@ -1,4 +1,4 @@
-//! Files beside a checkpoint: copied as they are, which is said of those whose content depends on the ranks.
+//! Files beside a checkpoint are copied as they are, with a warning for files whose content depends on the ranks.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use crate::common::env::TestEnv;
 use crate::common::{copy_folder, fixture, succeed};
 
 #[test]
-fn optimizer_in_a_file_of_its_own_is_copied_with_a_warning() {
+fn separate_optimizer_file_is_copied_with_a_warning() {
     let env = TestEnv::new();
     let folder = |name: &str| {
         let path = env.path(name);
@@ -33,7 +33,7 @@ fn optimizer_in_a_file_of_its_own_is_copied_with_a_warning() {
         assert!(!warnings.contains("scheduler") && !warnings.contains("config.json"), "{warnings}");
         assert!(target.join("scheduler.bin").is_file());
     }
-    // An optimizer that is read as a part is resharded, so there is nothing to warn of.
+    // An optimizer that is part of the checkpoint is resharded, without a warning.
     let run = succeed("reshard", &[&fixture("accelerate_llama"), &env.path("out")], "--mesh dp=3 --json");
     assert!(!run.json()["warnings"].to_string().contains("optimizer"), "{run:?}");
 }

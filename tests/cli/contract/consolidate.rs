@@ -1,8 +1,9 @@
-//! What consolidate takes, and the two promises for day one.
+//! Tensors that consolidate selects, and two promises for new users: consolidate writes a loadable model, and reshard
+//! writes every file of the trainer.
 //!
-//! - A tree with the model beside `optimizer`, `nested`, ... of every fixture: `conversions::consolidate_takes_the_model`.
-//! - The closing line's groups: `conversions::consolidate_says_what_it_leaves_out`.
-//! - `--root` chooses another subtree: `conversions::consolidate_takes_another_root`.
+//! - A tree with the model beside `optimizer`, `nested`, ... of every fixture: `conversions::consolidate_writes_the_model`.
+//! - The closing line's groups: `conversions::consolidate_lists_excluded_tensors_and_objects`.
+//! - `--root` chooses another subtree: `conversions::consolidate_writes_the_subtree_of_root`.
 //! - That loaders open what is written is tested with transformers and vLLM's loader in `tests/interop/test_ship.py`;
 //!   that the trainer opens every file of a resharded actor in `tests/interop/test_verl_reshard.py`.
 
@@ -13,9 +14,9 @@ use serde_json::json;
 
 use crate::common::env::{Made, TestEnv};
 use crate::common::{Truth, assert_same, below, fixture, inspect, read, read_safetensors, succeed};
-use crate::contract::{copy_tree, holds, names_below};
+use crate::contract::{assert_contains, copy_tree, names_below};
 
-/// The trainers' folders, how their model's names begin, and the files that come along.
+/// Folders of trainers, the prefix of their model's names, and the files that consolidate writes.
 const TRAINERS: [(&str, &str, &[&str]); 4] = [
     (
         "verl",
@@ -27,13 +28,13 @@ const TRAINERS: [(&str, &str, &[&str]); 4] = [
     ("dcp_trainer", "model.", &["config.json", "model.safetensors"]),
 ];
 
-/// Is this the state of an optimizer, of a loader, or of a random number generator?
+/// Returns whether this is state of an optimizer, a data loader or a random number generator.
 fn is_state(name: &str) -> bool {
     ["exp_avg", "optim", "step", "rng", "train_state"].iter().any(|word| name.contains(word))
 }
 
 #[test]
-fn without_options_it_ships_the_model_of_every_trainer() {
+fn consolidate_without_options_writes_the_model_of_every_trainer() {
     for (source, prefix, files) in TRAINERS {
         let env = TestEnv::new();
         let made = env.make("consolidate", source, "out", "");
@@ -46,7 +47,7 @@ fn without_options_it_ships_the_model_of_every_trainer() {
 }
 
 #[test]
-fn reshard_makes_every_file_the_trainer_opens() {
+fn reshard_writes_every_file_that_the_trainer_opens() {
     let env = TestEnv::new();
     let source = fixture("verl/global_step_10/actor");
     let made = env.make("reshard", &source, "actor16", "--mesh fsdp=16");
@@ -60,7 +61,7 @@ fn reshard_makes_every_file_the_trainer_opens() {
 }
 
 #[test]
-fn both_end_with_one_fixed_line() {
+fn closing_line_has_a_fixed_format() {
     let env = TestEnv::new();
     let time = Regex::new(r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
     let numbers = |line: &str| {
@@ -69,23 +70,23 @@ fn both_end_with_one_fixed_line() {
     };
     let made = env.make("consolidate", "dcp_trainer", "out", "--dtype bf16");
     assert_eq!(
-        numbers(made.closing()),
+        numbers(made.closing_line()),
         "wrote 2 files, 12 tensors, 8.38 kB; left out: 33 tensors (optim), 13 objects; cast 12 f32->bf16"
     );
     let made = env.make("reshard", "accelerate_llama", "out4", "--mesh dp=2");
-    let closing = numbers(made.closing());
+    let closing = numbers(made.closing_line());
     assert!(closing.starts_with("wrote 10 files, 48 tensors, "), "{closing}");
     assert!(closing.ends_with('B'), "nothing is left out or cast: {closing}");
 }
 
-/// A torch file with this in it at `path`.
+/// Writes a torch file with two tensors below `path`.
 fn nested(env: &TestEnv, path: &str) -> Made {
     let weights = env.vectors("weights.safetensors", &[("a.weight", 3), ("b.bias", 2)]);
     env.make("unshard", weights, &format!("{path}.pt"), &format!("--nest {path}"))
 }
 
 #[test]
-fn the_model_is_the_subtree_of_a_known_name_and_its_prefix_is_cut() {
+fn model_below_a_known_name_is_written_without_that_prefix() {
     for path in [
         "model",
         "module",
@@ -105,28 +106,28 @@ fn the_model_is_the_subtree_of_a_known_name_and_its_prefix_is_cut() {
 }
 
 #[test]
-fn a_model_at_the_top_is_what_is_not_state_of_the_training() {
+fn model_at_the_top_excludes_training_state() {
     let env = TestEnv::new();
     let made = env.make("consolidate", "titan", "out.safetensors", "");
     assert!(made.tensor_names().iter().all(|name| !is_state(name)));
-    holds(made.closing(), &["36 tensors (optimizer)", "2 tensors (train_state)"]);
+    assert_contains(made.closing_line(), &["36 tensors (optimizer)", "2 tensors (train_state)"]);
 }
 
 #[test]
-fn paths_come_from_the_nesting_and_not_from_the_dotted_text() {
-    // A flat file whose names begin with `model.`, as Hugging Face models' do: nothing is cut.
+fn dotted_names_of_a_flat_file_are_kept() {
+    // The names of a flat Hugging Face file begin with `model.`, and are not cut.
     let env = TestEnv::new();
     let flat = env.make("unshard", "safetensors/sharded", "flat.pt", "");
     let made = env.make("consolidate", &flat.path, "out", "");
     assert_same(&read_safetensors(&made.path), &read(&fixture("safetensors/sharded")), "a flat file");
-    // The same, below a key.
+    // The same tensors are below a key.
     let below_key = env.make("unshard", "safetensors/sharded", "below.pt", "--nest model");
     let made = env.make("consolidate", &below_key.path, "out2", "");
     assert_same(&read_safetensors(&made.path), &read(&fixture("safetensors/sharded")), "below a key");
 }
 
 #[test]
-fn root_chooses_and_everything_takes_joined_names() {
+fn root_selects_a_subtree_and_everything_selects_all_tensors() {
     let env = TestEnv::new();
     let all = read(&fixture("titan"));
     let root = env.make("consolidate", "titan", "root.safetensors", "--root optimizer.state");
@@ -138,7 +139,7 @@ fn root_chooses_and_everything_takes_joined_names() {
 }
 
 #[test]
-fn optimizer_state_never_lands_in_a_shipped_model_by_accident() {
+fn consolidated_model_has_no_optimizer_state_unless_selected() {
     for source in
         ["verl", "accelerate_llama", "titan", "dcp_trainer", "fsdp4/dcp", "fsdp4/ranks", "torch_file/trainer.pt"]
     {
@@ -146,7 +147,7 @@ fn optimizer_state_never_lands_in_a_shipped_model_by_accident() {
         let made = env.make("consolidate", source, "out", "");
         assert!(made.tensor_names().iter().all(|name| !is_state(name)), "{source}: {:?}", made.tensor_names());
     }
-    // Where only the names tell.
+    // The names alone show the optimizer state.
     let env = TestEnv::new();
     let flat = env.make("consolidate", "torch_file/trainer.pt", "flat.safetensors", "--everything");
     env.refuse("consolidate", &flat.path, "x.safetensors", "");
@@ -155,7 +156,7 @@ fn optimizer_state_never_lands_in_a_shipped_model_by_accident() {
 }
 
 #[test]
-fn assets_are_copied_from_src_its_huggingface_folder_or_the_one_given() {
+fn assets_are_copied_from_src_its_huggingface_folder_or_the_given_folder() {
     let env = TestEnv::new();
     copy_tree(&fixture("dcp_trainer"), &env.path("src"));
     for name in
@@ -166,7 +167,7 @@ fn assets_are_copied_from_src_its_huggingface_folder_or_the_one_given() {
     let made = env.make("consolidate", env.path("src"), "out", "--json");
     let expected = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "vocab.json"];
     assert_eq!(names_below(&made.path), expected);
-    // `huggingface` is there for loaders, so it comes first.
+    // `huggingface` is the folder for loaders, so it takes precedence.
     assert_eq!(fs::read_to_string(made.path.join("config.json")).unwrap(), "huggingface/config.json");
     let document = made.run.json();
     let bytes: u64 = document["files"].as_array().unwrap().iter().map(|file| file["bytes"].as_u64().unwrap()).sum();
@@ -180,7 +181,7 @@ fn assets_are_copied_from_src_its_huggingface_folder_or_the_one_given() {
     assert_eq!(names_below(&given.path), ["config.json", "model.safetensors"]);
     assert_eq!(fs::read_to_string(given.path.join("config.json")).unwrap(), "{}");
     env.refuse("consolidate", env.path("src"), "x", "--assets nowhere");
-    // A file has nothing beside it.
+    // A single file has no files beside it.
     let file = env.make("consolidate", env.path("src"), "only/one.safetensors", "");
     assert_eq!(names_below(file.path.parent().unwrap()), ["one.safetensors"]);
     assert_eq!(inspect(&file.path, "--brief")["objects"], json!({}));

@@ -1,6 +1,6 @@
-//! `--fill-from` and `--like`: full parameters that somebody edited go back into the sharded checkpoint they came from.
+//! `--like` and `--fill-from`: edited full parameters are written back into the sharded checkpoint they came from.
 //!
-//! - What reshard lays out without them: `layout`.
+//! - The layouts of reshard without these options: `layout`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,12 +11,12 @@ use safetensors::tensor::TensorView;
 
 use crate::common::env::TestEnv;
 use crate::common::{Tensors, assert_same, bytes_of, copy_folder, fixture, inspect, read, succeed};
-use crate::contract::{holds, names_below};
+use crate::contract::{assert_contains, names_below};
 
 /// A tensor of a safetensors file: dtype, shape, bytes.
 type Stored = (safetensors::Dtype, Vec<usize>, Vec<u8>);
 
-/// Rewrite a safetensors file.
+/// Rewrites a safetensors file.
 fn edit(path: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
     let content = fs::read(path).unwrap();
     let stored = SafeTensors::deserialize(&content).unwrap();
@@ -30,15 +30,15 @@ fn edit(path: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Bytes that every dtype takes for other values.
+/// Changes the bytes so that the values of every dtype change.
 fn invert(stored: &mut Stored) {
     stored.2.iter_mut().for_each(|byte| *byte ^= 1);
 }
 
-/// The name of the one tensor that is edited, in the model.
+/// The name of the edited tensor in the model.
 const EDITED: &str = "blocks.0.w1.weight";
 
-/// The model of a sharded checkpoint in one file, one tensor of it edited.
+/// Writes the model of a sharded checkpoint to one file, with one tensor edited.
 fn edited(env: &TestEnv, sharded: &Path, name: &str) -> PathBuf {
     let path = env.path("edited.safetensors");
     succeed("consolidate", &[sharded, &path], "--assets none --overwrite");
@@ -46,13 +46,13 @@ fn edited(env: &TestEnv, sharded: &Path, name: &str) -> PathBuf {
     path
 }
 
-/// Both checkpoints, as options.
-fn both(sharded: &Path) -> String {
+/// Returns the options that name a checkpoint as `--like` and `--fill-from`.
+fn like_and_fill_from(sharded: &Path) -> String {
     format!("--like {0} --fill-from {0}", sharded.display())
 }
 
-/// The same files, objects, meshes and placements.
-fn check_layout(found: &Path, sharded: &Path) {
+/// Asserts the same files, objects, meshes and placements.
+fn assert_same_layout(found: &Path, sharded: &Path) {
     assert_eq!(names_below(found), names_below(sharded));
     let (new, old) = (inspect(found, ""), inspect(sharded, ""));
     let at = sharded.display();
@@ -64,8 +64,8 @@ fn check_layout(found: &Path, sharded: &Path) {
     }
 }
 
-/// All that is not edited is as it was, and what is edited is as in the file.
-fn check_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
+/// Asserts that the edited tensor has the value of the file, and all other tensors have their old values.
+fn assert_only_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
     let mut expected = read(sharded);
     let new = read(edited).remove(name).unwrap();
     let old = expected.insert(format!("model.{name}"), new.clone()).unwrap();
@@ -74,20 +74,20 @@ fn check_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
 }
 
 #[test]
-fn an_edited_model_goes_back_into_rank_files() {
+fn edited_model_is_written_into_rank_files() {
     let env = TestEnv::new();
     for case in ["fsdp_tp", "fsdp4", "hsdp", "tp2"] {
         let sharded = fixture(case).join("ranks");
         let edited = edited(&env, &sharded, EDITED);
-        let made = env.make("reshard", &edited, case, &both(&sharded));
-        check_edited(&made.tensors(), &sharded, &edited, EDITED);
-        check_layout(&made.path, &sharded);
-        holds(&made.run.stderr, &[" from ", "edited.safetensors, "]);
+        let made = env.make("reshard", &edited, case, &like_and_fill_from(&sharded));
+        assert_only_edited(&made.tensors(), &sharded, &edited, EDITED);
+        assert_same_layout(&made.path, &sharded);
+        assert_contains(&made.run.stderr, &[" from ", "edited.safetensors, "]);
     }
 }
 
 #[test]
-fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
+fn mesh_is_recovered_from_slices_of_older_torch_versions() {
     let env = TestEnv::new();
     for version in ["2.5.1", "2.9.1", "2.10.0", "2.12.0"] {
         let sharded = fixture("compat").join(format!("torch-{version}/fsdp_tp/ranks"));
@@ -95,12 +95,14 @@ fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
             continue;
         }
         let edited = edited(&env, &sharded, "head.weight");
-        for (name, options) in [("like", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+        for (name, options) in
+            [("like", like_and_fill_from(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))]
+        {
             let made = env.make("reshard", &edited, &format!("{name}-{version}"), &options);
-            check_edited(&made.tensors(), &sharded, &edited, "head.weight");
+            assert_only_edited(&made.tensors(), &sharded, &edited, "head.weight");
             let found = inspect(&made.path, "--brief");
             assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]), "{version}");
-            // Before 2.10 a slice is written as the whole, which it cannot name.
+            // Before 2.10 a slice is written like the whole mesh, which it cannot name.
             let norm = &found["tensors"]["model.norm.weight"]["placements"];
             assert!(norm == "S(0)" || norm == "S(0),R", "{version}: {norm}");
         }
@@ -108,52 +110,52 @@ fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
 }
 
 #[test]
-fn nothing_edited_gives_the_same_files_again() {
+fn unedited_model_gives_identical_files() {
     let env = TestEnv::new();
     let sharded = env.path("sharded");
     succeed("reshard", &[&fixture("fsdp_tp/ranks"), &sharded], "");
     let model = env.path("model.safetensors");
     succeed("consolidate", &[&sharded, &model], "--assets none");
-    let made = env.make("reshard", &model, "again", &both(&sharded));
+    let made = env.make("reshard", &model, "again", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
-    // All of it, objects and optimizer, by whole paths.
+    // Objects and optimizer are matched by whole paths.
     let whole = env.path("whole.pt");
     succeed("unshard", &[&sharded, &whole], "--series all");
-    let made = env.make("reshard", &whole, "whole", &both(&sharded));
+    let made = env.make("reshard", &whole, "whole", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
     let flat = env.path("whole.safetensors");
     succeed("unshard", &[&sharded, &flat], "--series all");
-    let made = env.make("reshard", &flat, "flat", &both(&sharded));
+    let made = env.make("reshard", &flat, "flat", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
 }
 
 #[test]
-fn an_edited_model_goes_back_into_dcp() {
+fn edited_model_is_written_into_dcp() {
     let env = TestEnv::new();
     let sharded = fixture("fsdp_tp/dcp");
     let edited = edited(&env, &sharded, EDITED);
-    // A DCP directory has no placements of its own.
+    // A DCP directory records no placements.
     let mesh = format!("--like {} --fill-from {}", fixture("fsdp_tp/ranks").display(), sharded.display());
     let made = env.make("reshard", &edited, "like", &format!("{mesh} --to dcp"));
-    check_edited(&made.tensors(), &sharded, &edited, EDITED);
+    assert_only_edited(&made.tensors(), &sharded, &edited, EDITED);
     let mesh = format!("--mesh fsdp=3 --fill-from {}", sharded.display());
     let made = env.make("reshard", &edited, "meshed", &mesh);
-    check_edited(&made.tensors(), &sharded, &edited, EDITED);
-    assert_eq!(made.closing().split(',').next().unwrap(), "wrote 4 files");
+    assert_only_edited(&made.tensors(), &sharded, &edited, EDITED);
+    assert_eq!(made.closing_line().split(',').next().unwrap(), "wrote 4 files");
 }
 
 #[test]
-fn the_layout_of_what_fills_is_the_default() {
+fn fill_from_gives_the_default_layout() {
     let env = TestEnv::new();
     let sharded = fixture("fsdp_tp/ranks");
     let edited = edited(&env, &sharded, EDITED);
     let filled = env.make("reshard", &edited, "filled", &format!("--fill-from {}", sharded.display()));
-    let like = env.make("reshard", &edited, "like", &both(&sharded));
+    let like = env.make("reshard", &edited, "like", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&filled.path), bytes_of(&like.path));
 }
 
 #[test]
-fn what_fills_has_its_files_and_folders_kept() {
+fn files_and_folders_of_fill_from_are_kept() {
     let env = TestEnv::new();
     let actor = fixture("verl/global_step_10/actor");
     let model = env.path("model.safetensors");
@@ -168,8 +170,8 @@ fn what_fills_has_its_files_and_folders_kept() {
     let mut expected = read(&actor);
     expected.insert(format!("model.{name}"), read(&model).remove(name).unwrap());
     assert_same(&made.tensors(), &expected, "verl");
-    holds(&made.run.stderr, &["1 tensor from "]);
-    // Model and optimizer in folders of their own.
+    assert_contains(&made.run.stderr, &["1 tensor from "]);
+    // Model and optimizer are in separate folders.
     let accelerate = fixture("accelerate_llama");
     succeed("consolidate", &[&accelerate, &model], "--assets none --overwrite");
     let options = format!("--mesh fsdp=2 --fill-from {}", accelerate.display());
@@ -179,13 +181,13 @@ fn what_fills_has_its_files_and_folders_kept() {
 }
 
 #[test]
-fn files_and_sums_of_both_are_checked() {
+fn check_crc_checks_both_checkpoints() {
     let env = TestEnv::new();
     let sharded = env.path("sharded");
     copy_folder(&fixture("fsdp4/ranks"), &sharded);
     let whole = env.path("model.pt");
     succeed("consolidate", &[&sharded, &whole], "--to torch --assets none");
-    // Records are aligned to 64 bytes, behind their names.
+    // The data of a record is aligned to 64 bytes, after its name.
     let damage = |path: &Path| {
         let mut bytes = fs::read(path).unwrap();
         let name = bytes.windows(6).position(|window| window == b"data/2").expect("a tensor");
@@ -206,12 +208,12 @@ fn files_and_sums_of_both_are_checked() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn edited_tensors_that_do_not_fit_are_refused() {
     let env = TestEnv::new();
     let sharded = fixture("fsdp_tp/ranks");
     let path = edited(&env, &sharded, EDITED);
     let original = fs::read(&path).unwrap();
-    let options = both(&sharded);
+    let options = like_and_fill_from(&sharded);
     let refuse = |change: &dyn Fn(&mut BTreeMap<String, Stored>)| {
         fs::write(&path, &original).unwrap();
         edit(&path, change);
@@ -236,7 +238,7 @@ fn what_does_not_fit_is_refused() {
         let moved = tensors.remove(EDITED).unwrap();
         tensors.insert("blocks.0.w1.wieght".into(), moved);
     });
-    // The options that the hints name help.
+    // The options of the hints solve it.
     fs::write(&path, &original).unwrap();
     edit(&path, |tensors| {
         let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
@@ -257,75 +259,75 @@ fn tied_names_stay_tied() {
     let path = env.path("edited.safetensors");
     let (kept, alias) = ("embed.weight", "head.weight");
     succeed("consolidate", &[&sharded, &path], "--assets none");
-    // Both the same: the two stay one.
+    // Both names have the same value and stay tied.
     edit(&path, |tensors| [kept, alias].iter().for_each(|name| invert(tensors.get_mut(*name).unwrap())));
-    let made = env.make("reshard", &path, "both", &both(&sharded));
+    let made = env.make("reshard", &path, "both", &like_and_fill_from(&sharded));
     let new = read(&path).remove(kept).unwrap();
     assert_eq!((&made.tensors()[kept], &made.tensors()[alias]), (&new, &new));
-    // One of them: both are it.
+    // One name is edited, and both names get its value.
     edit(&path, |tensors| drop(tensors.remove(alias)));
-    let one = env.make("reshard", &path, "one", &both(&sharded));
+    let one = env.make("reshard", &path, "one", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&one.path), bytes_of(&made.path));
-    // Different ones.
+    // The two names have different values.
     succeed("consolidate", &[&sharded, &path], "--assets none --overwrite");
     edit(&path, |tensors| invert(tensors.get_mut(alias).unwrap()));
-    env.refuse("reshard", &path, "x", &both(&sharded));
+    env.refuse("reshard", &path, "x", &like_and_fill_from(&sharded));
 }
 
 #[test]
-fn names_that_are_tied_in_the_edited_file_only_stay_apart() {
+fn names_tied_in_the_edited_file_only_stay_separate() {
     let env = TestEnv::new();
     let tied = fixture("torch_file/model.pt");
     let (flat, apart) = (env.path("flat.safetensors"), env.path("apart"));
     succeed("consolidate", &[&tied, &flat], "--assets none --include {embed,head,norm}");
     succeed("reshard", &[&flat, &apart], "--mesh fsdp=2 --to torch-ranks");
-    let options = format!("--include {{embed,head}} {}", both(&apart));
+    let options = format!("--include {{embed,head}} {}", like_and_fill_from(&apart));
     let made = env.make("reshard", &tied, "made", &options);
     assert_eq!(bytes_of(&made.path), bytes_of(&apart));
-    assert!(!made.closing().contains("left out"), "{}", made.closing());
-    holds(&made.run.stderr, &["names of ", "not taken"]);
+    assert!(!made.closing_line().contains("left out"), "{}", made.closing_line());
+    assert_contains(&made.run.stderr, &["names of ", "not taken"]);
 }
 
 #[test]
-fn objects_come_from_the_edited_checkpoint_where_it_has_them() {
+fn objects_of_the_edited_checkpoint_take_precedence() {
     let env = TestEnv::new();
     let (source, sharded) = (fixture("torch_file/trainer.pt"), env.path("sharded"));
     succeed("reshard", &[&source, &sharded], "--mesh fsdp=2 --placements S(0)");
-    let made = env.make("reshard", &source, "same", &both_with_mesh(&sharded));
+    let made = env.make("reshard", &source, "same", &fill_from_with_mesh(&sharded));
     assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
     let model = env.path("model");
     succeed("reshard", &[&source, &model], "--mesh fsdp=2 --include model");
-    env.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", both_with_mesh(&model)));
+    env.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", fill_from_with_mesh(&model)));
 }
 
-/// A DCP directory to fill from, and the mesh that it does not tell.
-fn both_with_mesh(sharded: &Path) -> String {
+/// Returns the options for a DCP directory as `--fill-from`, with the mesh that it does not record.
+fn fill_from_with_mesh(sharded: &Path) -> String {
     format!("--mesh fsdp=2 --placements S(0) --fill-from {}", sharded.display())
 }
 
 #[test]
-fn a_name_that_means_two_tensors_is_refused() {
+fn ambiguous_name_is_refused() {
     let env = TestEnv::new();
     let (flat, sharded) = (env.vectors("flat.safetensors", &[("x", 4), ("model.x", 4), ("y", 2)]), env.path("s"));
     succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks --nest model");
     let one = env.vectors("one.safetensors", &[("unused", 4), ("model.x", 4)]);
-    let options = format!("--exclude unused {}", both(&sharded));
+    let options = format!("--exclude unused {}", like_and_fill_from(&sharded));
     env.refuse("reshard", &one, "x", &options);
     let new = read(&one).remove("model.x").unwrap();
     let made = env.make("reshard", &one, "nested", &format!("{options} --nest model"));
     assert_eq!(made.tensors()["model.model.x"], new);
-    let made = env.make("reshard", &one, "rooted", &format!("--root model {}", both(&sharded)));
+    let made = env.make("reshard", &one, "rooted", &format!("--root model {}", like_and_fill_from(&sharded)));
     assert_eq!(made.tensors()["model.x"], new);
 }
 
 #[test]
-fn wrapper_prefixes_do_not_keep_names_apart() {
+fn names_match_without_wrapper_prefixes() {
     let env = TestEnv::new();
     let (plain, wrapped) = (env.vectors("plain.safetensors", &[("a.w", 4), ("b.w", 6)]), env.path("wrapped"));
     let options = "--mesh fsdp=2 --to torch-ranks --rename ^=_orig_mod.";
     succeed("reshard", &[&plain, &wrapped], options);
     let other = env.vectors("other.safetensors", &[("x", 1), ("a.w", 4)]);
-    let options = format!("--exclude x {}", both(&wrapped));
+    let options = format!("--exclude x {}", like_and_fill_from(&wrapped));
     let made = env.make("reshard", &other, "made", &options);
     let (new, old) = (read(&other), read(&wrapped));
     let expected = [("_orig_mod.a.w", &new["a.w"]), ("_orig_mod.b.w", &old["_orig_mod.b.w"])];
@@ -334,7 +336,7 @@ fn wrapper_prefixes_do_not_keep_names_apart() {
 }
 
 #[test]
-fn like_lays_out_as_another_checkpoint() {
+fn like_gives_the_layout_of_another_checkpoint() {
     let env = TestEnv::new();
     let (like, dcp) = (fixture("fsdp_tp/ranks"), fixture("fsdp_tp/dcp"));
     let options = format!("--like {}", like.display());
@@ -342,7 +344,7 @@ fn like_lays_out_as_another_checkpoint() {
     let (new, old) = (inspect(&made.path, "--brief"), inspect(&like, "--brief"));
     assert_eq!(new["mesh"], old["mesh"]);
     for (name, tensor) in new["tensors"].as_object().unwrap() {
-        // The optimizer of a DCP directory knows its parameters by name, that of rank files by number.
+        // The optimizer state of a DCP directory is keyed by parameter names, that of rank files by numbers.
         let parameter = name.strip_prefix("optim.state.").and_then(|rest| Some(rest.rsplit_once('.')?.0));
         let parameter =
             parameter.filter(|_| name.rsplit_once('.').unwrap().1 != "step").map(|name| format!("model.{name}"));
@@ -350,21 +352,21 @@ fn like_lays_out_as_another_checkpoint() {
         assert_eq!(tensor["placements"], expected["placements"], "{name}");
     }
     assert_same(&made.tensors(), &read(&dcp), "values");
-    // Other sizes of the same dims.
+    // The mesh dims have other sizes.
     let made = env.make("reshard", &dcp, "larger", &format!("{options} --mesh dp=4,tp=2"));
     let larger = inspect(&made.path, "--brief");
     assert_eq!(larger["mesh"], serde_json::json!([["dp", 4], ["tp", 2]]));
     let name = format!("model.{EDITED}");
     assert_eq!(larger["tensors"][&name]["placements"], old["tensors"][&name]["placements"]);
     env.refuse("reshard", &dcp, "x", &format!("{options} --mesh a=2,b=2"));
-    // Rules come first.
+    // Rules take precedence.
     let made = env.make("reshard", &dcp, "ruled", &format!("{options} --placements **.{EDITED}=R,R"));
     assert_eq!(inspect(&made.path, "--brief")["tensors"][&name]["placements"], "R,R");
 }
 
-/// ShardedTensors record no mesh: rows over the ranks that share a copy, as who has which rows tells.
+/// ShardedTensors record no mesh; it is inferred from the rows of each rank.
 #[test]
-fn like_may_be_sharded_tensors() {
+fn like_accepts_sharded_tensors() {
     let env = TestEnv::new();
     for (index, (folder, ranks)) in
         [("fsdp1_sharded/ranks", 4), ("flat2/sharded", 2), ("flat_hybrid/sharded", 4)].into_iter().enumerate()
@@ -373,7 +375,9 @@ fn like_may_be_sharded_tensors() {
         let names = read(&sharded).into_keys().find(|name| name.ends_with("w1.weight") || name.ends_with("wq.weight"));
         let name = names.map(|name| name.strip_prefix("model.").map_or(name.clone(), str::to_owned)).unwrap();
         let edited = edited(&env, &sharded, &name);
-        for (way, options) in [("both", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+        for (way, options) in
+            [("both", like_and_fill_from(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))]
+        {
             let made = env.make("reshard", &edited, &format!("{way}-{index}"), &options);
             let whole = read(&sharded);
             let mut expected = whole.clone();
@@ -381,10 +385,10 @@ fn like_may_be_sharded_tensors() {
             let new = read(&edited).remove(&name).unwrap();
             assert_ne!(expected.insert(key, new.clone()).unwrap().digest, new.digest);
             assert_same(&made.tensors(), &expected, folder);
-            check_layout(&made.path, &sharded);
-            check_boxes(&made.path, &sharded);
+            assert_same_layout(&made.path, &sharded);
+            assert_same_boxes(&made.path, &sharded);
         }
-        // From what is sharded otherwise, and whole.
+        // The source is sharded differently, or whole.
         let model = env.path(&format!("model-{index}.safetensors"));
         succeed("consolidate", &[&sharded, &model], "--assets none");
         let dtensors = env.path(&format!("dtensors-{index}"));
@@ -412,8 +416,8 @@ fn like_may_be_sharded_tensors() {
     }
 }
 
-/// Every rank has the same boxes of the same tensors.
-fn check_boxes(found: &Path, sharded: &Path) {
+/// Asserts that every rank has the same boxes of the same tensors.
+fn assert_same_boxes(found: &Path, sharded: &Path) {
     let (new, old) = (inspect(found, ""), inspect(sharded, ""));
     let boxes = |tensor: &serde_json::Value| -> Vec<String> {
         let chunks = tensor["chunks"].as_array().unwrap().iter();
@@ -425,7 +429,7 @@ fn check_boxes(found: &Path, sharded: &Path) {
 }
 
 #[test]
-fn like_must_know_the_layout_of_every_tensor() {
+fn like_without_the_layout_of_a_tensor_is_refused() {
     let env = TestEnv::new();
     let like = format!("--like {}", fixture("fsdp4/ranks").display());
     let source = env.vectors("own.safetensors", &[("norm.wieght", 3)]);
@@ -438,7 +442,7 @@ fn like_must_know_the_layout_of_every_tensor() {
 }
 
 #[test]
-fn nothing_is_written_into_what_is_read() {
+fn destination_in_like_or_fill_from_is_refused() {
     let env = TestEnv::new();
     let sharded = env.path("sharded");
     copy_folder(&fixture("fsdp4/ranks"), &sharded);

@@ -1,6 +1,6 @@
-//! Flat parameters of FSDP1: `flatten`, and what the other verbs make of them.
+//! Flat parameters of FSDP1: `flatten`, and the other verbs with flat parameters.
 //!
-//! - What is read, and which layouts are refused: `fsdp_flat`; what is written, without the command line: `flat_write`.
+//! - Reading and refused layouts: `fsdp_flat`; writing without the command line: `flat_write`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,22 +11,22 @@ use serde_json::{Value as Json, json};
 use crate::common::env::TestEnv;
 use crate::common::flat::{self, copy_with_layout, layout_file};
 use crate::common::{assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
-use crate::contract::{contents, holds};
+use crate::contract::{assert_contains, contents};
 use crate::rank_file::{self, Comparison};
 
-/// The model as `FULL_STATE_DICT` saves it.
+/// Returns the model as `FULL_STATE_DICT` saves it.
 pub fn full() -> PathBuf {
     fixture("flat2/full/model.pt")
 }
 
-/// Files of a fixture with their flat layout.
+/// Copies the files of a fixture with their flat layout.
 pub fn folder(env: &TestEnv, case: &str, name: &str) -> PathBuf {
     let path = env.path(&format!("{case}.{name}"));
     copy_with_layout(case, name, &path);
     path
 }
 
-/// The optimizer and the model in the files of these ranks are those that PyTorch saved.
+/// Asserts that the files of all ranks equal those that PyTorch saved.
 #[track_caller]
 pub fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
     let layout = flat::layout(case, name);
@@ -44,9 +44,9 @@ pub const BOTH: [&str; 2] = ["model", "optim"];
 // flatten
 // ---------------------------------------------------------------------------------------------------------------
 
-/// From another world size, in either form: the files are those that a job of PyTorch's saved itself.
+/// The source has another world size, and either form. A PyTorch job saved the expected files.
 #[test]
-fn flat_parameters_of_other_ranks_are_as_pytorch_saves_them() {
+fn flatten_to_another_world_size_writes_the_files_of_pytorch() {
     let env = TestEnv::new();
     let (views, flat) = (folder(&env, "flat3", "views"), folder(&env, "flat3", "flat"));
     let targets = [
@@ -77,9 +77,9 @@ fn flat_parameters_of_other_ranks_are_as_pytorch_saves_them() {
     }
 }
 
-/// `NO_SHARD` is where a job of one rank starts from, and the way back from it.
+/// A job of one rank uses `NO_SHARD`.
 #[test]
-fn what_is_not_sharded_is_flattened_again() {
+fn no_shard_checkpoint_is_flattened() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, "flat_none", name);
@@ -91,9 +91,9 @@ fn what_is_not_sharded_is_flattened_again() {
     }
 }
 
-/// Several groups of parameters stay; one file a rank stays one.
+/// Several parameter groups stay separate; a single series stays single.
 #[test]
-fn groups_and_one_file_a_rank_stay() {
+fn parameter_groups_and_single_series_are_kept() {
     let env = TestEnv::new();
     for name in ["groups", "one_file"] {
         let source = folder(&env, "flat2", name);
@@ -105,19 +105,19 @@ fn groups_and_one_file_a_rank_stay() {
 }
 
 #[test]
-fn a_cast_changes_the_alignment() {
+fn cast_changes_the_alignment() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, "flat2", name);
         let made = env.make("flatten", &source, name, "--dtype bf16 --series model");
         check_files(&made.path, "flat_bf16", name, &["model"]);
-        holds(made.closing(), &["; cast ", " f32->bf16"]);
+        assert_contains(made.closing_line(), &["; cast ", " f32->bf16"]);
     }
 }
 
-/// What has no order takes that of a flat layout, or of flat parameters.
+/// Checkpoints without an order take the order of a flat layout, or of flat parameters.
 #[test]
-fn sharded_tensors_become_flat_parameters() {
+fn sharded_tensors_are_flattened_with_like_or_flat_layout() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let like = folder(&env, "flat4", name);
@@ -133,7 +133,7 @@ fn sharded_tensors_become_flat_parameters() {
             for (index, way) in ways.iter().enumerate() {
                 let made = env.make("flatten", &between, &format!("{name}-{kind}-{index}"), way);
                 assert_same(&read(&made.path), &read(&like), kind);
-                check_data(&made.path, &like);
+                assert_same_storages(&made.path, &like);
             }
         }
         let between = env.make("consolidate", &like, &format!("{name}-model"), "").path;
@@ -146,9 +146,9 @@ fn sharded_tensors_become_flat_parameters() {
     assert_same(&read(&made.path), &read(&sharded), "ShardedTensors");
 }
 
-/// The shards of flat parameters and of their state are the same bytes, padding included, whatever stands around them.
+/// Asserts that the shards of flat parameters and of their state are the same bytes, padding included.
 #[track_caller]
-fn check_data(found: &Path, expected: &Path) {
+fn assert_same_storages(found: &Path, expected: &Path) {
     for file in bytes_of(expected).into_keys().filter(|name| name.extension().is_some_and(|suffix| suffix == "pt")) {
         let [own, real] = [found, expected].map(|root| rank_file::read(&root.join(&file)));
         let stretches = |(files, contents): &rank_file::Opened| -> Vec<Vec<u8>> {
@@ -166,9 +166,9 @@ fn check_data(found: &Path, expected: &Path) {
     }
 }
 
-/// Most ranks hold nothing of the smaller units.
+/// Most ranks hold no element of the smaller units.
 #[test]
-fn there_may_be_more_ranks_than_elements() {
+fn more_ranks_than_elements_are_written_and_read_back() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, "flat3", name);
@@ -180,7 +180,7 @@ fn there_may_be_more_ranks_than_elements() {
 }
 
 #[test]
-fn the_same_flat_files_come_every_time_and_none_with_dry_run() {
+fn flatten_writes_identical_files_and_dry_run_writes_none() {
     let env = TestEnv::new();
     let source = folder(&env, "flat3", "views");
     let one = env.make("flatten", &source, "one", "--world-size 4 --threads 1 --verify");
@@ -192,7 +192,7 @@ fn the_same_flat_files_come_every_time_and_none_with_dry_run() {
         assert_eq!(dry[key], two[key], "{key}");
     }
     assert_eq!(two["target"]["format"], "fsdp-flat");
-    // What stands is kept, and kept as it is.
+    // An existing destination is not changed.
     let again = env.refuse("flatten", &source, "one", "--world-size 2");
     assert_eq!(again.code, 2);
     env.make("flatten", &source, "one", "--world-size 4 --overwrite");
@@ -200,11 +200,11 @@ fn the_same_flat_files_come_every_time_and_none_with_dry_run() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// There and back
+// Round trips
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn there_and_back_is_the_same_bytes() {
+fn flat_parameters_resharded_and_back_are_identical() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, "flat3", name);
@@ -220,11 +220,11 @@ fn there_and_back_is_the_same_bytes() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What is refused
+// Refusals
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn an_order_is_never_guessed() {
+fn flatten_without_a_known_order_is_refused() {
     let env = TestEnv::new();
     let source = folder(&env, "flat3", "flat");
     let dcp = env.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=2").path;
@@ -240,7 +240,7 @@ fn an_order_is_never_guessed() {
 }
 
 #[test]
-fn what_is_asked_for_must_be_one_thing() {
+fn contradicting_options_of_flatten_are_refused() {
     let env = TestEnv::new();
     let source = folder(&env, "flat3", "flat");
     let layout = layout_file("flat2", "flat");
@@ -262,7 +262,7 @@ fn what_is_asked_for_must_be_one_thing() {
 }
 
 #[test]
-fn a_layout_of_another_model_is_refused() {
+fn layout_of_another_model_is_refused() {
     let env = TestEnv::new();
     let layout = |change: &dyn Fn(&mut Json)| {
         let mut layout = flat::layout("flat2", "flat");
@@ -278,14 +278,14 @@ fn a_layout_of_another_model_is_refused() {
     refuse(&full, &|layout| layout["units"][1]["params"][0]["shape"] = json!([5, 6]));
     refuse(&full, &|layout| layout["units"][1]["params"][0]["fqn"] = json!("layers.0.wz.weight"));
     refuse(&full, &|layout| layout["units"][0]["params"][6]["shared_with"] = json!("proj.bias"));
-    // What one unit holds cannot be in two parameter groups, and has one step.
+    // One unit cannot be in two parameter groups, and has one step.
     let groups = folder(&env, "flat2", "groups");
     env.refuse("flatten", &groups, "x", "--use-orig-params=false");
     env.refuse("flatten", fixture("fsdp4/ranks"), "x", &layout(&|_| {}));
 }
 
 #[test]
-fn files_that_do_not_fit_are_refused_by_every_verb() {
+fn files_that_contradict_the_layout_are_refused_by_every_verb() {
     let env = TestEnv::new();
     let verbs = [("flatten", "--world-size 4"), ("consolidate", ""), ("reshard", "--mesh fsdp=4"), ("unshard", "")];
     let check = |source: &Path| {
@@ -316,9 +316,9 @@ fn files_that_do_not_fit_are_refused_by_every_verb() {
     assert_eq!(json["error"]["kind"], "unsupported");
 }
 
-/// DCP keeps no order of registration, so a torch file that was made from it has none either.
+/// DCP does not record the order of registration, and neither does a torch file that was converted from DCP.
 #[test]
-fn order_of_a_file_that_was_made_from_dcp_is_refused() {
+fn torch_file_converted_from_dcp_is_refused_as_order() {
     let env = TestEnv::new();
     let saved = env.make("unshard", "titan", "saved.pt", "").path;
     env.refuse("flatten", &saved, "flat", "--world-size 2");

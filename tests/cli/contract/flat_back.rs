@@ -1,4 +1,4 @@
-//! Flat parameters that become whole tensors, and edited tensors that become flat parameters again.
+//! Flat parameters converted to whole tensors, and edited tensors converted back to flat parameters.
 
 use std::collections::HashSet;
 use std::fs;
@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, bytes_of, fixture, inspect, read, succeed};
 use crate::contract::flat::{BOTH, check_files, folder, full};
-use crate::contract::{contents, holds};
+use crate::contract::{assert_contains, contents};
 use crate::rank_file;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -19,16 +19,16 @@ use crate::rank_file;
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn whole_tensors_are_those_of_a_full_state_dict() {
+fn unsharded_flat_parameters_equal_the_full_state_dict() {
     let env = TestEnv::new();
     for (case, name) in [("flat2", "views"), ("flat2", "flat"), ("flat4", "flat"), ("flat_hybrid", "views")] {
         let source = folder(&env, case, name);
         let model = env.make("unshard", &source, &format!("{case}-{name}.pt"), "--rank0-only");
         let same = succeed("verify", &[&model.path, &full()], "");
-        holds(&same.stderr, &["the same: 25 tensors"]);
+        assert_contains(&same.stderr, &["the same: 25 tensors"]);
         let optim = env.make("unshard", &source, &format!("{case}-{name}-optim.pt"), "--series optim").path;
         assert_same(&read(&optim), &read(&fixture("flat2/full/optim.pt")), name);
-        // Ties are kept, and each parameter has a step of its own, that an optimizer counts up by itself.
+        // Ties are kept, and each parameter has its own step, which an optimizer increments.
         let all = env.make("unshard", &source, &format!("{case}-{name}-all.pt"), "--series all").path;
         let (_, contents) = rank_file::read(&all);
         let steps: Vec<&View> = contents
@@ -45,7 +45,7 @@ fn whole_tensors_are_those_of_a_full_state_dict() {
 }
 
 #[test]
-fn every_rank_has_all_of_it_if_asked() {
+fn all_ranks_writes_the_full_state_dict_for_every_rank() {
     let env = TestEnv::new();
     let source = folder(&env, "flat4", "views");
     let made = env.make("unshard", &source, "all", "--all-ranks");
@@ -58,18 +58,18 @@ fn every_rank_has_all_of_it_if_asked() {
 }
 
 #[test]
-fn some_units_are_whole_and_the_rest_is_read_again() {
+fn unit_option_writes_selected_units_whole() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, "flat4", name);
         for (unit, more) in [("layers.1", 4), ("layers.*", 3), (".", 4), ("layers.1.inner", 4)] {
             let made = env.make("unshard", &source, &format!("{name}-{unit}"), &format!("--unit {unit}"));
-            holds(&made.run.stderr, &[&format!("whole on every rank, {more} flat")]);
+            assert_contains(&made.run.stderr, &[&format!("whole on every rank, {more} flat")]);
             assert_same(&made.tensors(), &below("model.", &read(&source)), unit);
             assert_eq!(inspect(&made.path, "--brief")["format"], "fsdp-flat");
         }
         let made = env.make("unshard", &source, &format!("{name}-every"), "--unit ** --unit .");
-        holds(&made.run.stderr, &["5 units whole on every rank, 0 flat"]);
+        assert_contains(&made.run.stderr, &["5 units whole on every rank, 0 flat"]);
         assert_eq!(inspect(&made.path, "--brief")["format"], "torch-ranks");
         let again = env.make("unshard", &made.path, &format!("{name}-again.pt"), "");
         assert!(!again.run.stderr.contains("warning"), "{}", again.run.stderr);
@@ -98,10 +98,10 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What is edited goes back
+// Edited tensors are written back
 // ---------------------------------------------------------------------------------------------------------------
 
-/// The bytes of one f32 or bf16 tensor of a safetensors file, each xor 1: another file with these tensors alone.
+/// Writes a safetensors file with the selected tensors of another, with every byte of the changed tensors xor 1.
 fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(&str) -> bool) -> PathBuf {
     let content = fs::read(model).unwrap();
     let stored = SafeTensors::deserialize(&content).unwrap();
@@ -121,11 +121,11 @@ fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn F
     path
 }
 
-/// What it is called, which tensors are edited, which are in the file, and which names of the checkpoint are others then.
+/// The name of the case, the edited tensors, the tensors in the file, and the names whose values change.
 type Edit<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&str) -> bool, &'a [&'a str]);
 
 #[test]
-fn an_edited_model_goes_back_into_flat_parameters() {
+fn edited_model_is_written_into_flat_parameters() {
     let env = TestEnv::new();
     const EDITED: &str = "layers.0.wq.weight";
     for name in ["views", "flat"] {
@@ -152,17 +152,17 @@ fn an_edited_model_goes_back_into_flat_parameters() {
                 assert_ne!(old.digest, content.digest);
             }
             assert_same(&made.tensors(), &expected, way);
-            // Only the records of the edited model are others.
+            // Only the records of the edited model differ.
             let (own, unedited) = (contents(&made.path), contents(&same.path));
             assert_eq!(own.keys().collect::<Vec<_>>(), unedited.keys().collect::<Vec<_>>());
             for (file, content) in own.iter().filter(|(file, _)| !file.starts_with("model")) {
                 assert!(unedited[file] == *content, "{file}");
             }
-            check_padding(&made.path, &same.path, change, way);
+            assert_only_elements_differ(&made.path, &same.path, change, way);
         }
         let file = edited(&env, &model, "apart.safetensors", &["head.weight"], &|_| true);
         env.refuse("reshard", &file, "x", &both);
-        // Other ranks, and what is like it need not be what it is filled from.
+        // The world size changes, and `--like` differs from `--fill-from`.
         let four = folder(&env, "flat4", name);
         let options = format!("--like {} --fill-from {}", four.display(), source.display());
         let made = env.make("reshard", &model, &format!("{name}-4"), &options);
@@ -170,9 +170,9 @@ fn an_edited_model_goes_back_into_flat_parameters() {
     }
 }
 
-/// A flat parameter has one step, a parameter beside it one of its own.
+/// A flat parameter has one step; a parameter outside of it has its own.
 #[test]
-fn optimizer_state_goes_back_where_it_has_a_place() {
+fn edited_optimizer_state_is_written_into_flat_parameters() {
     const STEP: &str = "optim.state.layers.0.wk.weight.step";
     const MOMENT: &str = "optim.state.layers.0.wk.weight.exp_avg";
     let env = TestEnv::new();
@@ -195,7 +195,7 @@ fn optimizer_state_goes_back_where_it_has_a_place() {
         }
         let file = edited(&env, &whole, "steps.safetensors", &[STEP], &|_| true);
         env.refuse("reshard", &file, "x", &both);
-        // Where that is asked for, each keeps its own.
+        // With that option each parameter keeps its own step.
         let views = folder(&env, "flat4", "views");
         let options = format!("--like {} --fill-from {}", views.display(), source.display());
         env.make("reshard", &file, "apart", &options);
@@ -203,7 +203,7 @@ fn optimizer_state_goes_back_where_it_has_a_place() {
 }
 
 #[test]
-fn parameters_that_are_left_out_stay_in_the_groups_of_what_fills() {
+fn excluded_parameters_stay_in_the_groups_of_fill_from() {
     let env = TestEnv::new();
     let flat = folder(&env, "flat3", "views");
     let (whole, sharded) = (env.path("whole.pt"), env.path("sharded"));
@@ -218,8 +218,8 @@ fn parameters_that_are_left_out_stay_in_the_groups_of_what_fills() {
     }
 }
 
-/// Files that differ in nothing but few bytes: the edited elements and the checksums of their records.
-fn check_padding(found: &Path, unedited: &Path, change: &[&str], way: &str) {
+/// Asserts that files differ in the edited elements and the checksums of their records only.
+fn assert_only_elements_differ(found: &Path, unedited: &Path, change: &[&str], way: &str) {
     let (own, old) = (contents(found), contents(unedited));
     let mut differing = 0;
     for (file, content) in own.iter().filter(|(file, _)| file.starts_with("model")) {

@@ -1,12 +1,13 @@
-//! Formats: what is read and written, under which names, and what is chosen where nothing is said.
+//! Formats that are read and written, the names of their files, and the defaults without options.
 //!
-//! - A folder that holds two complete kinds is an error that names both: `bad_input::arguments::a_folder_with_two_formats`.
+//! - A folder that holds two complete kinds is an error that names both: `bad_input::arguments::folder_with_two_formats_is_refused_without_from`.
 //! - Parent folders (`latest`, `global_step_N`, `iter_N`, `actor`, `pytorch_model_fsdp_0`), and candidates that are
-//!   listed: `folders::a_checkpoint_is_found_below_its_folder`, `several_candidates_are_listed`.
+//!   listed: `folders::checkpoint_is_found_in_subfolders`, `several_candidates_are_refused_with_a_list`.
 //! - DeepSpeed, Megatron, TorchScript, legacy torch, `s3://` and the like are refused by name:
-//!   `bad_input::arguments::{sources_that_are_no_checkpoint, other_frameworks_are_refused_by_name}`.
-//! - The others say "1 of 8: give the folder" of one rank's file: `bad_input::ranks::one_rank_of_several_is_no_checkpoint`.
-//! - Two world sizes of one series: `folders::two_world_sizes_are_told_apart_by_nobody`.
+//!   `bad_input::arguments::{sources_without_a_checkpoint_are_refused, other_frameworks_are_refused_by_name}`.
+//! - The other verbs refuse one rank's file with "1 of 8: give the folder":
+//!   `bad_input::ranks::one_rank_file_of_several_is_refused`.
+//! - Two world sizes of one series: `folders::files_of_two_world_sizes_are_refused`.
 //! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`; its files are those of PyTorch's writer:
 //!   `tests/interop/test_dcp_hf.py`.
 
@@ -16,10 +17,10 @@ use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, run, succeed};
-use crate::contract::{contents, copy_tree, holds, names_below};
+use crate::contract::{assert_contains, contents, copy_tree, names_below};
 
 #[test]
-fn dcp_is_a_distcp_file_a_rank_and_metadata() {
+fn dcp_output_is_one_distcp_file_per_rank_and_metadata() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=3");
     assert_eq!(names_below(&made.path), [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
@@ -27,28 +28,28 @@ fn dcp_is_a_distcp_file_a_rank_and_metadata() {
 }
 
 #[test]
-fn dcp_hf_is_a_safetensors_file_a_rank() {
+fn dcp_hf_output_is_one_safetensors_file_per_rank() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2,tp=2 --placements S(0),S(1) --to dcp-hf --verify");
     let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
     assert_eq!(names_below(&made.path), [name(1), name(2), name(3), name(4)]);
     assert_eq!(inspect(&made.path, "--brief")["format"], "dcp-hf");
     assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), "all tensors, those of the optimizer too");
-    assert!(made.closing().ends_with("; left out: 21 objects"), "{}", made.closing());
+    assert!(made.closing_line().ends_with("; left out: 21 objects"), "{}", made.closing_line());
     let back = env.path("back");
     succeed("reshard", &[&made.path, &back], "--mesh dp=3 --to dcp");
     assert_same(&read(&back), &read(&fixture("fsdp4/dcp")), "there and back");
 }
 
 #[test]
-fn dcp_hf_counts_the_ranks_that_have_a_file() {
+fn dcp_hf_numbers_ranks_with_a_file_consecutively() {
     let env = TestEnv::new();
     let options = "--mesh dp=2 --mesh-ranks 4,7 --to dcp-hf";
     let made = env.make("reshard", "dcp_hf/shards", "out", options);
     let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
     assert_eq!(names_below(&made.path), [name(1), name(2)]);
     assert_same(&made.tensors(), &read(&fixture("dcp_hf/shards")), "on ranks 4 and 7");
-    // A rank whose only part is empty may have it recorded by another one.
+    // An empty part may be recorded by another rank, so its own rank has no file.
     let made = env.make("reshard", "dcp_hf/shards", "few", "--mesh dp=9 --include model.few.weight --to dcp-hf");
     assert_eq!(names_below(&made.path), [name(1), name(2), name(3)]);
     let document = inspect(&made.path, "");
@@ -58,14 +59,14 @@ fn dcp_hf_counts_the_ranks_that_have_a_file() {
 }
 
 #[test]
-fn dcp_hf_has_no_place_for_several_boxes_of_a_tensor() {
+fn dcp_hf_with_several_boxes_of_a_tensor_is_refused() {
     let env = TestEnv::new();
     let options = "--mesh dp=2,tp=3 --placements _S(0,3),S(1) --to dcp-hf";
     env.refuse("reshard", "fsdp4/dcp", "x", options);
 }
 
 #[test]
-fn safetensors_is_that_file_where_dst_ends_so_and_else_a_folder() {
+fn safetensors_output_is_a_file_or_folder_by_the_suffix_of_dst() {
     let env = TestEnv::new();
     let file = env.make("consolidate", "fsdp4/dcp", "x.safetensors", "");
     assert!(file.path.is_file());
@@ -85,7 +86,7 @@ fn safetensors_is_that_file_where_dst_ends_so_and_else_a_folder() {
 }
 
 #[test]
-fn torch_is_exactly_dst() {
+fn torch_output_is_the_file_dst() {
     let env = TestEnv::new();
     for name in ["whole", "deep/er/whole.pt"] {
         let made = env.make("unshard", "fsdp4/dcp", name, "");
@@ -115,7 +116,7 @@ fn pytorch_model_bin_index_json_sets_are_read() {
 }
 
 #[test]
-fn torch_ranks_is_one_series_per_input_series() {
+fn torch_ranks_output_has_the_series_of_the_input() {
     let env = TestEnv::new();
     let made = env.make("reshard", "verl", "out", "--mesh fsdp=2");
     let names: Vec<String> = names_below(&made.path)
@@ -126,7 +127,7 @@ fn torch_ranks_is_one_series_per_input_series() {
         .iter()
         .flat_map(|series| (0..2).map(move |rank| format!("{series}_world_size_2_rank_{rank}.pt")));
     assert_eq!(names, expected.collect::<Vec<_>>());
-    // What has no series is one: the model's.
+    // A source without series gets the series of the model.
     let plain = env.make("reshard", "safetensors/sharded", "plain", "--mesh dp=2 --to torch-ranks");
     let names: Vec<String> = names_below(&plain.path).into_iter().filter(|name| name.contains("rank")).collect();
     assert_eq!(names, ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]);
@@ -134,7 +135,7 @@ fn torch_ranks_is_one_series_per_input_series() {
 }
 
 #[test]
-fn from_is_detected() {
+fn source_format_is_detected() {
     for (source, format) in [
         ("fsdp4/dcp", "dcp"),
         ("dcp_trainer", "dcp"),
@@ -152,7 +153,7 @@ fn from_is_detected() {
 }
 
 #[test]
-fn to_is_taken_from_the_suffix_of_dst() {
+fn target_format_follows_the_suffix_of_dst() {
     let env = TestEnv::new();
     for (suffix, format) in
         [("safetensors", "safetensors"), ("pt", "torch"), ("pth", "torch"), ("bin", "torch"), ("ckpt", "torch")]
@@ -164,14 +165,14 @@ fn to_is_taken_from_the_suffix_of_dst() {
             assert_eq!(inspect(&made.path, "--brief")["format"], format);
         }
     }
-    // --to comes first, and a verb that writes shards cannot write such a file.
+    // `--to` takes precedence, and a verb that writes shards cannot write such a file.
     let made = env.make("unshard", "fsdp4/dcp", "x.safetensors.d", "--to safetensors --json");
     assert_eq!(made.run.json()["target"]["format"], "safetensors");
     env.refuse("reshard", "fsdp4/dcp", "y.pt", "--mesh dp=2");
 }
 
 #[test]
-fn to_is_else_the_default_of_the_verb() {
+fn target_format_without_suffix_is_the_default_of_the_verb() {
     let env = TestEnv::new();
     for (verb, options, format) in
         [("unshard", "", "torch"), ("consolidate", "", "safetensors"), ("reshard", "--mesh dp=2", "dcp")]
@@ -183,7 +184,7 @@ fn to_is_else_the_default_of_the_verb() {
 }
 
 #[test]
-fn formats_that_a_verb_does_not_write_are_refused_with_those_it_does() {
+fn unsupported_target_format_is_refused_with_the_supported_formats() {
     let env = TestEnv::new();
     for verb in ["consolidate", "unshard"] {
         for to in ["dcp", "dcp-hf", "torch-ranks"] {
@@ -196,7 +197,7 @@ fn formats_that_a_verb_does_not_write_are_refused_with_those_it_does() {
 }
 
 #[test]
-fn reshard_keeps_the_format_of_src_and_a_single_file_goes_to_dcp() {
+fn reshard_keeps_the_format_of_src_or_writes_dcp_from_a_single_file() {
     let env = TestEnv::new();
     for (source, format) in [
         ("fsdp4/dcp", "dcp"),
@@ -214,13 +215,13 @@ fn reshard_keeps_the_format_of_src_and_a_single_file_goes_to_dcp() {
 }
 
 #[test]
-fn reshard_takes_model_and_optimizer_siblings_into_the_same_folders() {
+fn reshard_writes_model_and_optimizer_into_sibling_folders() {
     let env = TestEnv::new();
     let made = env.make("reshard", "accelerate_llama", "out", "--mesh dp=3");
     for name in ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0/__2_0.distcp"] {
         assert!(made.path.join(name).is_file(), "{name} of {:?}", names_below(&made.path));
     }
-    // What lies beside goes along.
+    // Files beside the checkpoint are copied.
     for name in ["config.json", "scheduler.bin", "random_states_1.pkl"] {
         let same = fs::read(made.path.join(name)).unwrap() == fs::read(fixture("accelerate_llama").join(name)).unwrap();
         assert!(same, "{name}");
@@ -230,29 +231,29 @@ fn reshard_takes_model_and_optimizer_siblings_into_the_same_folders() {
 }
 
 #[test]
-fn consolidate_wants_the_model_of_siblings() {
+fn consolidate_reads_the_model_of_sibling_folders() {
     let env = TestEnv::new();
     let made = env.make("consolidate", "accelerate_llama", "out", "");
     assert!(made.tensor_names().iter().all(|name| !name.contains("exp_avg") && !name.contains("optimizer")));
 }
 
 #[test]
-fn inspect_shows_one_ranks_file_and_names_its_siblings() {
+fn inspect_shows_one_rank_file_and_lists_the_other_ranks() {
     let source = fixture("fsdp4/ranks/model_world_size_4_rank_2.pt");
     let outcome = succeed("inspect", &[&source], "");
     assert!(outcome.stdout.contains("embed.weight"), "{}", outcome.stdout);
-    holds(&outcome.stderr, &["1 of 4", "model_world_size_4_rank_0.pt", "model_world_size_4_rank_3.pt"]);
+    assert_contains(&outcome.stderr, &["1 of 4", "model_world_size_4_rank_0.pt", "model_world_size_4_rank_3.pt"]);
     for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--mesh dp=2"), ("verify", "")] {
         let env = TestEnv::new();
         let target = env.path("out");
         let outcome = expect(2, verb, &[&source, &target], options);
-        holds(&outcome.stderr, &["1 of 4", "give the folder"]);
+        assert_contains(&outcome.stderr, &["1 of 4", "give the folder"]);
         assert!(env.names().is_empty());
     }
 }
 
 #[test]
-fn reshard_takes_every_series_and_the_others_take_the_model() {
+fn reshard_converts_every_series_and_other_verbs_the_model() {
     let env = TestEnv::new();
     let all = env.make("reshard", "fsdp4/ranks", "all", "--mesh dp=2 --json");
     assert_eq!(inspect(&all.path, "--brief")["series"], json!(["model", "extra_state", "optim"]));
@@ -261,12 +262,16 @@ fn reshard_takes_every_series_and_the_others_take_the_model() {
     for verb in ["unshard", "consolidate"] {
         let made = env.make(verb, "fsdp4/ranks", verb, "");
         assert_same(&made.tensors(), &model, verb);
-        assert!(made.closing().ends_with("; left out: series extra_state, series optim"), "{}", made.closing());
+        assert!(
+            made.closing_line().ends_with("; left out: series extra_state, series optim"),
+            "{}",
+            made.closing_line()
+        );
     }
 }
 
 #[test]
-fn series_chooses_and_several_become_top_level_subtrees() {
+fn several_selected_series_are_top_level_subtrees() {
     let env = TestEnv::new();
     let all = read(&fixture("fsdp4/ranks"));
     let tops = |names: &[String]| {
@@ -294,7 +299,7 @@ fn series_chooses_and_several_become_top_level_subtrees() {
 }
 
 #[test]
-fn two_world_sizes_of_a_series_are_an_error_of_every_verb() {
+fn two_world_sizes_of_a_series_are_refused_by_every_verb() {
     let env = TestEnv::new();
     copy_tree(&fixture("fsdp3/ranks"), &env.path("src"));
     copy_tree(&fixture("fsdp4/ranks"), &env.path("src"));
@@ -302,5 +307,5 @@ fn two_world_sizes_of_a_series_are_an_error_of_every_verb() {
         env.refuse(verb, env.path("src"), "out", options);
     }
     let document = run(["inspect", "--json", env.path("src").to_str().unwrap()]).json();
-    holds(document["error"]["found"].as_str().unwrap(), &["files of 3 and 4"]);
+    assert_contains(document["error"]["found"].as_str().unwrap(), &["files of 3 and 4"]);
 }

@@ -1,6 +1,7 @@
-//! Gradients beside a model: carried by what carries everything, and left out by what is asked for the model.
+//! Gradients beside a model: reshard and flatten keep them, and unshard and consolidate leave them out unless
+//! `--with-grads` is given.
 //!
-//! The fixture `flat_grads` has them as FSDP1 does, of flat parameters and of slices of parameters.
+//! The fixture `flat_grads` has gradients as FSDP1 saves them, of flat parameters and of slices of parameters.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +11,10 @@ use serde_json::Value as Json;
 use crate::common::env::TestEnv;
 use crate::common::flat::copy_with_layout;
 use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 use crate::rank_file::Comparison;
 
-/// The fixture's files with their flat layout.
+/// Copies the files of the fixture with their flat layout.
 fn folder(env: &TestEnv, name: &str) -> PathBuf {
     let path = env.path(&format!("src-{name}"));
     copy_with_layout("flat_grads", name, &path);
@@ -29,7 +30,7 @@ fn count(prefix: &str) -> usize {
 }
 
 #[test]
-fn gradients_are_whole_if_asked_for_and_counted_if_not() {
+fn gradients_are_written_with_grads_and_counted_as_left_out_without() {
     let env = TestEnv::new();
     for (name, left_out) in [("views", "left out: 20 tensors (grads)"), ("flat", "left out: series grads")] {
         let source = folder(&env, name);
@@ -37,7 +38,7 @@ fn gradients_are_whole_if_asked_for_and_counted_if_not() {
         assert_same(&with.tensors(), &truth(), name);
         for (verb, to) in [("unshard", "model.pt"), ("consolidate", "model.safetensors")] {
             let without = env.make(verb, &source, &format!("{name}-{to}"), "");
-            holds(without.closing(), &[left_out]);
+            assert_contains(without.closing_line(), &[left_out]);
             let model = below("model.", &truth());
             let found = without.tensors();
             let found =
@@ -50,9 +51,9 @@ fn gradients_are_whole_if_asked_for_and_counted_if_not() {
     assert_eq!(count("grads."), 20);
 }
 
-/// What a job has of its gradients, on other ranks and in the other form.
+/// Gradients of a job are converted to other world sizes and to the other form.
 #[test]
-fn gradients_of_flat_parameters_stay_flat() {
+fn flattened_gradients_stay_flat() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, name);
@@ -74,7 +75,7 @@ fn gradients_of_flat_parameters_stay_flat() {
         let back = env.make("flatten", &many, &format!("{name}-back"), "--world-size 2").path;
         assert_same(&read(&back), &truth(), name);
     }
-    // A series each: the names, the padding and the bytes are PyTorch's.
+    // Each is a series; names, padding and bytes equal those of PyTorch.
     for rank in 0..2 {
         for series in ["model", "grads"] {
             let file = format!("{series}_world_size_2_rank_{rank}.pt");
@@ -83,9 +84,9 @@ fn gradients_of_flat_parameters_stay_flat() {
     }
 }
 
-/// A flat parameter has one gradient, and so all or none of its parameters.
+/// A flat parameter has one gradient, so all or none of its parameters have one.
 #[test]
-fn gradients_of_a_part_of_a_flat_parameter_are_refused() {
+fn gradients_of_part_of_a_flat_parameter_are_refused() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, name);
@@ -97,7 +98,7 @@ fn gradients_of_a_part_of_a_flat_parameter_are_refused() {
             &{ truth().into_iter().filter(|(name, _)| name.starts_with("model.")).collect() },
             name,
         );
-        // Of a parameter each, they need not be all; of a unit neither.
+        // With use_orig_params each parameter has its own gradient, so some may be missing.
         let options = "--world-size 3 --use-orig-params --exclude grads.norm.weight";
         let made = env.make("flatten", &source, &format!("{name}-some"), options);
         assert_eq!(made.tensors().len(), truth().len() - 1);
@@ -107,23 +108,23 @@ fn gradients_of_a_part_of_a_flat_parameter_are_refused() {
     }
 }
 
-/// In the files of the model, or as a series.
+/// Gradients are in the files of the model, or a series of their own.
 #[test]
-fn gradients_lie_as_their_parameters() {
+fn gradients_get_the_placements_of_their_parameters() {
     let env = TestEnv::new();
     for name in ["views", "flat"] {
         let source = folder(&env, name);
         let options = "--to torch-ranks --mesh dp=2,tp=2 --placements **.wq.weight=S(1),S(0) --placements S(0),R";
         let made = env.make("reshard", &source, &format!("{name}-ranks"), options);
         assert_same(&made.tensors(), &truth(), "DTensors");
-        check_placements(&made.path);
-        // As they are, like another checkpoint, and with a mesh alone.
+        assert_placements_of_parameters(&made.path);
+        // The placements are given by the source, by another checkpoint, or by a mesh alone.
         let again = env.make("reshard", &made.path, &format!("{name}-again"), "--mesh dp=3,tp=1");
         assert_same(&again.tensors(), &truth(), "another mesh");
-        check_placements(&again.path);
+        assert_placements_of_parameters(&again.path);
         let like = format!("--to torch-ranks --like {}", made.path.display());
-        check_placements(&env.make("reshard", &source, &format!("{name}-alike"), &like).path);
-        // They come back, whole and flat.
+        assert_placements_of_parameters(&env.make("reshard", &source, &format!("{name}-alike"), &like).path);
+        // Gradients are converted back, to whole and to flat ones.
         let whole = env.make("unshard", &made.path, &format!("{name}.pt"), "--with-grads");
         assert_same(&whole.tensors(), &truth(), "--with-grads");
         let options = format!("--like {} --world-size 2", source.display());
@@ -134,8 +135,8 @@ fn gradients_lie_as_their_parameters() {
     }
 }
 
-/// Every gradient has the placements of its parameter.
-fn check_placements(path: &Path) {
+/// Asserts that every gradient has the placements of its parameter.
+fn assert_placements_of_parameters(path: &Path) {
     let found: Json = inspect(path, "--brief");
     let placements = |name: &str| found["tensors"][name]["placements"].clone();
     let mut sharded = 0;
@@ -147,9 +148,9 @@ fn check_placements(path: &Path) {
     assert_eq!(placements("grads.layers.0.wq.weight"), "S(1),S(0)");
 }
 
-/// Whole gradients, by the names of parameters, are read as they are.
+/// Whole gradients have the names of parameters.
 #[test]
-fn whole_gradients_stay_whole() {
+fn whole_gradients_are_read_unchanged() {
     let env = TestEnv::new();
     let source = folder(&env, "flat");
     let whole = env.make("unshard", &source, "whole.pt", "--with-grads").path;
@@ -161,10 +162,10 @@ fn whole_gradients_stay_whole() {
 }
 
 #[test]
-fn a_gradient_of_another_size_is_refused() {
+fn gradient_of_another_size_is_refused() {
     let env = TestEnv::new();
     let source = folder(&env, "flat");
-    // That of another world size.
+    // The gradients are of another world size.
     let other = env.make("flatten", &source, "three", "--world-size 3").path;
     for rank in 0..2 {
         let name = |size: u32| format!("grads_world_size_{size}_rank_{rank}.pt");

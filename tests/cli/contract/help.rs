@@ -1,11 +1,11 @@
-//! Tests of the help of each verb, of messages about flat layouts, and of the tables of `inspect`.
+//! The help of each verb, errors about flat layouts, and the tables of `inspect`.
 
 use dtshard::Format;
 
 use crate::common::env::TestEnv;
 use crate::common::{expect, fixture, run, succeed};
 
-/// The values of `--to` that the help of a verb shows.
+/// Returns the values of `--to` in the help of a verb.
 fn formats(verb: &str) -> Vec<String> {
     let help = run([verb, "--help"]).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
     let (_, to) = help.split_once("--to <FORMAT>").unwrap();
@@ -21,7 +21,7 @@ fn help_of_a_verb_shows_the_formats_that_it_writes() {
     }
     assert_eq!(formats("flatten"), ["fsdp-flat"]);
     let env = TestEnv::new();
-    // Another format is an error of the verb, which says what writes it.
+    // Another format is an error that names the verb which writes it.
     let outcome = expect(2, "unshard", &[&fixture("fsdp4/dcp"), &env.path("out")], "--to dcp --json");
     assert_eq!(outcome.json()["error"]["kind"], "usage");
     assert!(outcome.stderr.contains("dtshard reshard"), "{}", outcome.stderr);
@@ -37,7 +37,7 @@ fn help_of_a_verb_begins_with_its_arguments() {
 }
 
 #[test]
-fn refusal_of_flat_parameters_is_short_and_names_a_page() {
+fn error_about_flat_parameters_is_short_and_names_a_page() {
     let env = TestEnv::new();
     let outcome = expect(2, "consolidate", &[&fixture("flat2/flat"), &env.path("out")], "");
     assert_eq!(outcome.stderr.lines().count(), 3, "{}", outcome.stderr);
@@ -45,7 +45,7 @@ fn refusal_of_flat_parameters_is_short_and_names_a_page() {
 }
 
 #[test]
-fn boxes_of_dcp_are_shown_as_the_shard_that_they_are() {
+fn inspect_shows_boxes_of_dcp_as_shards() {
     let env = TestEnv::new();
     let source = env.vectors("a.safetensors", &[("w", 16), ("b", 5)]);
     let sharded = env.make("reshard", &source, "dcp", "--mesh dp=8").path;

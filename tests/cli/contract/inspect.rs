@@ -1,21 +1,21 @@
-//! inspect: what a checkpoint holds, for people and programs.
+//! The output of `inspect`, as text and as JSON.
 //!
-//! - Summaries, tables, `--tensor`, `--draw`, `--brief`: the snapshots of `cli_inspect`.
-//! - Digests are the same for every layout and format: `conversions::digests_do_not_depend_on_layout_or_format`; that
-//!   of the whole truth is computed anew by `common::Tensor`, from dtype name, shape and bytes.
+//! - Summaries, tables, `--tensor`, `--draw`, `--brief`: the snapshots of `inspect` beside this folder.
+//! - Digests are equal for every layout and format: `conversions::digests_do_not_depend_on_layout_or_format`;
+//!   `common::Tensor` computes the expected digests from dtype name, shape and bytes.
 
 use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{fixture, inspect, read, succeed};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
 fn keys(value: &Json) -> Vec<&str> {
     value.as_object().unwrap().keys().map(String::as_str).collect()
 }
 
 #[test]
-fn the_document_has_everything_a_script_depends_on() {
+fn json_document_has_the_documented_keys() {
     let found = inspect(&fixture("fsdp_tp/ranks"), "");
     for key in ["format", "mesh", "meshes", "series", "tensors", "objects", "bytes"] {
         assert!(found.get(key).is_some(), "{key}");
@@ -44,7 +44,7 @@ fn the_document_has_everything_a_script_depends_on() {
 }
 
 #[test]
-fn brief_leaves_chunks_out_and_digest_adds_digests() {
+fn brief_omits_chunks_and_digest_adds_digests() {
     let source = fixture("fsdp_tp/ranks");
     let tensor = |options: &str| inspect(&source, options)["tensors"]["model.embed.weight"].clone();
     assert!(keys(&tensor("")).contains(&"chunks"));
@@ -57,7 +57,7 @@ fn brief_leaves_chunks_out_and_digest_adds_digests() {
 }
 
 #[test]
-fn for_people_it_is_a_summary_and_then_a_table() {
+fn text_output_is_a_summary_and_a_table() {
     let text = succeed("inspect", &[&fixture("fsdp4/ranks")], "").stdout;
     let (summary, table) = text.split_once("\n\n").unwrap();
     for word in ["format ", "parameters ", "step ", "mesh ", "dtype ", "series "] {
@@ -68,12 +68,12 @@ fn for_people_it_is_a_summary_and_then_a_table() {
     let brief = succeed("inspect", &[&fixture("fsdp4/ranks")], "--brief").stdout;
     assert_eq!(format!("{summary}\n"), brief);
     let drawn = succeed("inspect", &[&fixture("fsdp4/ranks")], "--tensor model.embed.weight --draw").stdout;
-    holds(&drawn, &["┌", "S(0) on dp=4", "│     3      │"]);
+    assert_contains(&drawn, &["┌", "S(0) on dp=4", "│     3      │"]);
     assert!(env.names().is_empty());
 }
 
 #[test]
-fn digests_survive_dtype_shape_and_partial_are_told_apart() {
+fn digest_changes_with_dtype_and_survives_a_lossless_round_trip() {
     let env = TestEnv::new();
     let source = env.vectors("m.safetensors", &[("w", 4)]);
     let digest = |path: &std::path::Path| inspect(path, "--digest")["tensors"]["w"]["digest"].clone();

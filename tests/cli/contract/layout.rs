@@ -1,11 +1,13 @@
 //! The target layout of reshard: meshes and placements.
 //!
-//! - Rules before the fallback, the first match wins: `conversions::rules_come_before_the_fallback`.
-//! - `--mesh` alone: `conversions::{a_mesh_alone_keeps_placements_by_name, a_mesh_alone_without_names_in_common}`.
-//! - A PATTERN that does not fit, and the fallback that gives way: `conversions::rules_that_do_not_fit_are_refused`.
-//! - Meshes and lists that are none: `bad_input::arguments::{meshes, placements}`.
-//! - Optimizer state follows its parameter: `conversions::optimizer_state_follows_its_parameter`.
-//! - Values after every layout and back: `conversions::*_to_every_layout`.
+//! - Rules before the fallback, the first match wins: `conversions::rules_override_the_default_placement`.
+//! - `--mesh` alone: `conversions::{mesh_alone_keeps_placements_by_dim_name, mesh_alone_without_common_dim_names_gives_defaults}`.
+//! - A pattern that does not fit, and the default that becomes replicate:
+//!   `conversions::placements_that_do_not_fit_are_refused`.
+//! - Invalid meshes and placement lists: `bad_input::arguments::{invalid_meshes_are_refused,
+//!   invalid_placements_are_refused}`.
+//! - Optimizer state follows its parameter: `conversions::optimizer_state_gets_the_placement_of_its_parameter`.
+//! - Values after resharding to every layout and back: `conversions::*_resharded_to_every_layout_keep_values`.
 
 use std::path::Path;
 
@@ -14,9 +16,9 @@ use serde_json::Value as Json;
 
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, expect, fixture, inspect, read};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
-/// `rank: offsets+sizes` of each chunk, in the order of ranks.
+/// Returns `rank: offsets+sizes` of each chunk, in the order of ranks.
 fn by_rank(document: &Json, name: &str) -> Vec<String> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let mut found: Vec<String> =
@@ -25,7 +27,7 @@ fn by_rank(document: &Json, name: &str) -> Vec<String> {
     found
 }
 
-/// The rank files of a resharded `fsdp4/ranks`, inspected.
+/// Reshards `fsdp4/ranks` and returns the output of `inspect`.
 fn laid_out(options: &str) -> Json {
     let env = TestEnv::new();
     inspect(&env.make("reshard", "fsdp4/ranks", "out", options).path, "")
@@ -34,7 +36,7 @@ fn laid_out(options: &str) -> Json {
 const EMBED: &str = "model.embed.weight";
 
 #[test]
-fn a_mesh_has_named_dims_and_row_major_ranks() {
+fn mesh_has_named_dims_and_row_major_ranks() {
     let found = laid_out("--mesh dp=2,tp=2 --placements S(0),S(1)");
     assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]));
     assert_eq!(found["tensors"][EMBED]["placements"], "S(0),S(1)");
@@ -42,18 +44,18 @@ fn a_mesh_has_named_dims_and_row_major_ranks() {
 }
 
 #[test]
-fn mesh_ranks_say_another_order() {
+fn mesh_ranks_set_another_order() {
     let found = laid_out("--mesh dp=2,tp=2 --placements S(0),S(1) --mesh-ranks 0,2,1,3");
     assert_eq!(by_rank(&found, EMBED), ["0: [0,0]+[5,2]", "1: [5,0]+[5,2]", "2: [0,2]+[5,1]", "3: [5,2]+[5,1]"]);
 }
 
 #[test]
-fn placements_are_one_a_mesh_dim() {
+fn placements_apply_one_per_mesh_dim() {
     for (placements, expected) in [
         ("S(0),R", ["0: [0,0]+[5,3]", "1: [0,0]+[5,3]", "2: [5,0]+[5,3]", "3: [5,0]+[5,3]"]),
         ("R,S(-1)", ["0: [0,0]+[10,2]", "1: [0,2]+[10,1]", "2: [0,0]+[10,2]", "3: [0,2]+[10,1]"]),
         ("S(-2),R", ["0: [0,0]+[5,3]", "1: [0,0]+[5,3]", "2: [5,0]+[5,3]", "3: [5,0]+[5,3]"]),
-        // Strided: tp cuts first, dp within it.
+        // Strided: tp cuts first, then dp within each part.
         ("_S(0,2),S(0)", ["0: [0,0]+[3,3]", "1: [5,0]+[3,3]", "2: [3,0]+[2,3]", "3: [8,0]+[2,3]"]),
     ] {
         assert_eq!(
@@ -65,17 +67,17 @@ fn placements_are_one_a_mesh_dim() {
 }
 
 #[test]
-fn the_fallback_gives_r_where_it_does_not_fit_and_counts() {
+fn default_placement_that_does_not_fit_becomes_replicate_with_a_note() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2 --placements S(1) --json");
     let warnings = made.run.json()["warnings"].to_string();
     let note = made.run.stderr.lines().find(|line| line.contains("kept whole")).expect("a note");
-    holds(&warnings, &[note.strip_prefix("note: ").expect("a label")]);
+    assert_contains(&warnings, &[note.strip_prefix("note: ").expect("a label")]);
     let found = inspect(&made.path, "");
     assert_eq!(found["tensors"]["model.norm.weight"]["chunks"].as_array().unwrap().len(), 1, "a 1-d tensor");
     assert_eq!(found["tensors"]["model.seen"]["chunks"].as_array().unwrap().len(), 1, "a 0-d tensor");
     assert_eq!(found["tensors"][EMBED]["chunks"].as_array().unwrap().len(), 2);
-    // A rule does not give way.
+    // A rule that does not fit is an error.
     env.refuse("reshard", "fsdp4/dcp", "x", "--mesh dp=2 --placements S(0) --placements model.norm.weight=S(1)");
 }
 
@@ -89,7 +91,7 @@ fn buffers_and_0_d_state_without_a_rule_are_replicated() {
 }
 
 #[test]
-fn integer_optimizer_keys_follow_their_parameters() {
+fn numbered_optimizer_state_gets_the_placements_of_its_parameter() {
     let env = TestEnv::new();
     let made = env.make("reshard", "verl", "out", "--mesh fsdp=2 --placements S(0) --placements **.q_proj=S(1)");
     let found = inspect(&made.path, "--brief");
@@ -97,28 +99,28 @@ fn integer_optimizer_keys_follow_their_parameters() {
     assert_eq!(placements("model.model.layers.0.self_attn.q_proj.weight"), "S(1)");
     assert_eq!(placements("optim.state.1.exp_avg"), "S(1)", "the state of layer 0's q_proj");
     assert_eq!(placements("optim.state.0.exp_avg"), "S(0)", "the state of the embedding");
-    // Without the model there is nobody to ask: kept, and said so.
+    // Without the model the parameters are unknown: names are kept, with a note.
     let options = "--mesh dp=2 --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
     let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
-    holds(&alone.run.stderr, &["8 tensors of optimizer state have numbers for names"]);
+    assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers for names"]);
     let expected = read(&fixture("torch_file/trainer.pt"));
     assert_same(&below("optimizer.", &alone.tensors()), &below("optimizer.", &expected), "kept");
 }
 
 #[test]
-fn a_mesh_alone_never_replicates_everything_in_silence() {
+fn mesh_alone_that_would_replicate_everything_is_refused() {
     let env = TestEnv::new();
     env.refuse("reshard", "fsdp4/ranks", "x", "--mesh a=2,b=2");
     env.refuse("reshard", "fsdp4/dcp", "x", "--mesh a=2,b=2");
     env.refuse("reshard", "torch_file/trainer.pt", "x", "--mesh a=2,b=2");
-    // On one dim it is S(0).
+    // On one mesh dim the default is S(0).
     let made = env.make("reshard", "safetensors/sharded", "one", "--mesh any=2 --to torch-ranks");
     assert_eq!(inspect(&made.path, "--brief")["tensors"]["lm_head.weight"]["placements"], "S(0)");
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");
 }
 
 #[test]
-fn the_same_options_lay_out_rank_files_and_dcp_alike() {
+fn rank_files_and_dcp_get_the_same_layout_from_the_same_options() {
     let env = TestEnv::new();
     let options = "--mesh dp=2,tp=2 --placements S(0),R --placements **.w1=S(1),S(0)";
     let ranks = inspect(&env.make("reshard", "fsdp4/ranks", "ranks", options).path, "");
@@ -136,27 +138,27 @@ fn the_same_options_lay_out_rank_files_and_dcp_alike() {
 }
 
 #[test]
-fn one_mesh_is_given_or_that_of_the_source_is_taken() {
+fn mesh_defaults_to_the_mesh_of_the_source() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp_tp/ranks", "out", "");
     assert_eq!(inspect(&made.path, "")["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]));
     let (source, two) = (fixture("fsdp_tp/ranks"), env.path("two"));
-    let told = expect(2, "reshard", &[&source, &two], "--mesh dp=2 --mesh tp=2").stderr;
-    assert!(told.contains("two meshes") && told.contains("--mesh dp=2,tp=2"), "{told}");
-    let told = expect(2, "reshard", &[&fixture("fsdp4/dcp"), &two], "").stderr;
-    assert!(told.contains("no --mesh is given") && told.contains("--mesh fsdp=8"), "{told}");
+    let message = expect(2, "reshard", &[&source, &two], "--mesh dp=2 --mesh tp=2").stderr;
+    assert!(message.contains("two meshes") && message.contains("--mesh dp=2,tp=2"), "{message}");
+    let message = expect(2, "reshard", &[&fixture("fsdp4/dcp"), &two], "").stderr;
+    assert!(message.contains("no --mesh is given") && message.contains("--mesh fsdp=8"), "{message}");
 }
 
 #[test]
-fn mesh_dims_that_lose_their_names_are_told() {
+fn renamed_mesh_dims_give_a_note() {
     let env = TestEnv::new();
-    let told = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
-    assert!(told("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
-    assert!(!told("--mesh fsdp=2", "b").contains("mesh dims"));
+    let stderr_of = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
+    assert!(stderr_of("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
+    assert!(!stderr_of("--mesh fsdp=2", "b").contains("mesh dims"));
 }
 
 #[test]
-fn ranks_outside_of_the_mesh_hold_nothing() {
+fn ranks_outside_the_mesh_have_no_shards() {
     let env = TestEnv::new();
     let made = env.make("reshard", "outside4/ranks", "same", "");
     assert_same(&made.tensors(), &read(&fixture("outside4/ranks")), "the same mesh");
@@ -170,25 +172,25 @@ fn ranks_outside_of_the_mesh_hold_nothing() {
     let found = env.make("reshard", "outside4/ranks", "dcp", "--mesh dp=3 --mesh-ranks 1,4,2 --to dcp");
     assert_same(&found.tensors(), &read(&fixture("outside4/ranks")), "dcp");
     let options = "--mesh dp=2 --mesh-ranks 0,2 --tensor-class sharded-tensor";
-    let told = expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
-    assert!(told.contains("which rank 1 is not in") && told.contains("--tensor-class dtensor"), "{told}");
+    let message = expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
+    assert!(message.contains("which rank 1 is not in") && message.contains("--tensor-class dtensor"), "{message}");
 }
 
 #[test]
-fn a_mesh_for_tensor_parallelism_is_told_of_plans() {
+fn mesh_named_tp_without_placements_gives_a_note_about_plans() {
     let env = TestEnv::new();
     let note = "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules";
-    let told =
+    let stderr_of =
         |options: &str| expect(0, "reshard", &[&fixture("llama_tiny/dcp")], &format!("{options} --dry-run")).stderr;
-    assert!(told("--mesh tp=4").contains(note));
+    assert!(stderr_of("--mesh tp=4").contains(note));
     for fine in ["--mesh fsdp=4", "--mesh tp=4 --placements S(0)", "--mesh tp=4 --plan llama"] {
-        assert!(!told(fine).contains(note), "{fine}");
+        assert!(!stderr_of(fine).contains(note), "{fine}");
     }
     env.refuse("reshard", "llama_tiny/dcp", "x", "--mesh dp=2,tp=2");
 }
 
 #[test]
-fn rank_files_are_for_a_version_of_pytorch() {
+fn torch_version_selects_the_format_of_rank_files() {
     let env = TestEnv::new();
     let release = |options: &str, out: &str| {
         let made = env.make("reshard", "fsdp4/ranks", out, options);
@@ -200,23 +202,23 @@ fn rank_files_are_for_a_version_of_pytorch() {
     assert_eq!(release("--mesh dp=2 --torch-version v2.9.0+cu124", "old"), torch::Release::V2_5);
     assert_eq!(release("--torch-version 2.10.0+cpu", "middle"), torch::Release::V2_10);
     assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
-    let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
-    let ranks = told("--mesh dp=2,tp=2 --mesh-ranks 4,5,6");
-    holds(&ranks, &["found 3 ranks", "hint: a rank for each cell of the mesh"]);
-    holds(&told("--mesh dp=4 --mesh-ranks 4-7"), &["'4-7'", "expected ranks separated by commas"]);
-    let refused = told("--torch-version 2.4.1");
+    let stderr_of = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
+    let ranks = stderr_of("--mesh dp=2,tp=2 --mesh-ranks 4,5,6");
+    assert_contains(&ranks, &["found 3 ranks", "hint: a rank for each cell of the mesh"]);
+    assert_contains(&stderr_of("--mesh dp=4 --mesh-ranks 4-7"), &["'4-7'", "expected ranks separated by commas"]);
+    let refused = stderr_of("--torch-version 2.4.1");
     assert!(refused.contains("--torch-version 2.4.1: expected a version from 2.5 on"), "{refused}");
-    assert!(told("--torch-version new").contains("--torch-version new: expected a version"));
-    assert!(told("--torch-version 2.9 --to dcp").contains("is for DTensors in rank files, and DST is to be dcp"));
+    assert!(stderr_of("--torch-version new").contains("--torch-version new: expected a version"));
+    assert!(stderr_of("--torch-version 2.9 --to dcp").contains("is for DTensors in rank files, and DST is to be dcp"));
 }
 
 #[test]
-fn a_rule_behind_a_wider_one_is_told_to_have_no_effect() {
+fn rule_after_a_wider_rule_gives_a_warning() {
     let env = TestEnv::new();
-    let told = |options: &str, out: &str| env.make("reshard", "fsdp4/dcp", out, options).run.stderr;
-    let wide = told("--mesh dp=2 --placements **.weight=S(0) --placements **.w1=S(1) --placements R", "wide");
+    let stderr_of = |options: &str, out: &str| env.make("reshard", "fsdp4/dcp", out, options).run.stderr;
+    let wide = stderr_of("--mesh dp=2 --placements **.weight=S(0) --placements **.w1=S(1) --placements R", "wide");
     let words = "--placements **.w1=S(1): this rule has no effect, because earlier rules match the same tensors";
     assert!(wide.contains(words), "{wide}");
-    let narrow = told("--mesh dp=2 --placements **.w1=S(1) --placements **.weight=S(0) --placements R", "narrow");
+    let narrow = stderr_of("--mesh dp=2 --placements **.w1=S(1) --placements **.weight=S(0) --placements R", "narrow");
     assert!(!narrow.contains("without effect"), "{narrow}");
 }

@@ -10,22 +10,22 @@ use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, expect, fixture, inspect, read, succeed};
-use crate::contract::{contents, holds};
+use crate::contract::{assert_contains, contents};
 
-/// The layout of a fixture, written down.
-fn layout_of(env: &TestEnv, source: &Path, name: &str, options: &str) -> PathBuf {
+/// Writes the layout of a checkpoint to a file.
+fn write_layout(env: &TestEnv, source: &Path, name: &str, options: &str) -> PathBuf {
     let json = if Path::new(name).extension().is_some_and(|suffix| suffix == "json") { "--json" } else { "" };
     env.write(name, &succeed("inspect", &[source], &format!("--layout {json} {options}")).stdout)
 }
 
-/// What is printed of a checkpoint lays it out as it was.
+/// Asserts that the printed layout of a checkpoint reproduces its files.
 #[track_caller]
-pub fn comes_back(source: &str, options: &str) {
+pub fn assert_layout_reproduces(source: &str, options: &str) {
     let env = TestEnv::new();
     let source = fixture(source);
     let expected = env.make("reshard", &source, "expected", options);
     for (name, out) in [("layout.toml", "of-toml"), ("layout.json", "of-json")] {
-        let layout = layout_of(&env, &source, name, options);
+        let layout = write_layout(&env, &source, name, options);
         let found = env.make("reshard", &source, out, &format!("{options} --layout {}", layout.display()));
         let differing: Vec<String> = {
             let (found, expected) = (contents(&found.path), contents(&expected.path));
@@ -37,42 +37,42 @@ pub fn comes_back(source: &str, options: &str) {
 }
 
 #[test]
-fn what_inspect_prints_lays_out_rank_files_as_they_were() {
+fn printed_layout_of_rank_files_reproduces_them() {
     let cases = ["fsdp4", "fsdp3", "tp2", "fsdp_tp", "fsdp_tp6", "hsdp", "llama_tiny", "fsdp1_sharded"];
     for case in cases {
-        comes_back(&format!("{case}/ranks"), "");
+        assert_layout_reproduces(&format!("{case}/ranks"), "");
     }
     for source in ["verl/global_step_10/actor", "flat2/sharded", "flat_hybrid/sharded"] {
-        comes_back(source, "");
+        assert_layout_reproduces(source, "");
     }
-    // Only local files say how DTensors are cut.
+    // Only the `local` format records splits of DTensors.
     let env = TestEnv::new();
     let cut = "--mesh dp=2,tp=2 --split balanced --placements **.embed=S(0),S(1) --placements S(0),S(0)";
     let local = env.make("reshard", "fsdp4/ranks", "local", &format!("--to local {cut}"));
-    comes_back(local.path.to_str().expect("a path that is text"), "");
+    assert_layout_reproduces(local.path.to_str().expect("a path that is text"), "");
     for folder in fs::read_dir(fixture("compat")).into_iter().flatten() {
         let version = folder.unwrap().file_name().into_string().unwrap();
         for case in ["fsdp4", "fsdp_tp", "hsdp"] {
             let source = format!("compat/{version}/{case}/ranks");
             if fixture(&source).is_dir() {
-                comes_back(&source, "");
+                assert_layout_reproduces(&source, "");
             }
         }
     }
 }
 
 #[test]
-fn what_inspect_prints_lays_out_flat_parameters_as_they_were() {
+fn printed_layout_of_flat_parameters_reproduces_them() {
     for case in ["flat2", "flat3", "flat_bf16", "flat_hybrid", "flat_mixed"] {
         for kind in ["flat", "views"] {
             let known = fixture(&format!("{case}/{kind}.flat_layout.json"));
-            comes_back(&format!("{case}/{kind}"), &format!("--flat-layout {}", known.display()));
+            assert_layout_reproduces(&format!("{case}/{kind}"), &format!("--flat-layout {}", known.display()));
         }
     }
 }
 
 #[test]
-fn inspect_prints_few_rules() {
+fn printed_layout_has_few_rules() {
     let printed = |source: &str| succeed("inspect", &[&fixture(source)], "--layout").stdout;
     assert_eq!(printed("llama_tiny/ranks"), "mesh = \"fsdp=4\"\nplacements = \"S(0)\"\n");
     let expected = r#"mesh = "dp=2,tp=2"
@@ -104,25 +104,25 @@ slice = "dp"
     let document = succeed("inspect", &[&fixture("tp2/ranks")], "--layout --json").json();
     assert_eq!(document["mesh"], "tp=2");
     assert_eq!(document["rules"][1], json!({ "tensors": "blocks.*.norm.weight", "placements": "plain" }));
-    // Summands are what they are.
+    // Partial placements are printed.
     let partial = printed("partial2/ranks");
-    holds(&partial, &["placements = \"P(sum)\"", "tensors = \"max.f32\"\nplacements = \"P(max)\""]);
+    assert_contains(&partial, &["placements = \"P(sum)\"", "tensors = \"max.f32\"\nplacements = \"P(max)\""]);
 }
 
 #[test]
-fn split_factors_follow_another_mesh() {
+fn split_factors_follow_the_size_of_another_mesh() {
     let env = TestEnv::new();
     let source = fixture("fsdp_tp/ranks");
-    let layout = layout_of(&env, &source, "layout.toml", "");
-    let said = env.make("reshard", &source, "said", &format!("--mesh dp=2,tp=4 --layout {}", layout.display()));
+    let layout = write_layout(&env, &source, "layout.toml", "");
+    let with_file = env.make("reshard", &source, "said", &format!("--mesh dp=2,tp=4 --layout {}", layout.display()));
     let own = env.make("reshard", &source, "own", "--mesh dp=2,tp=4");
-    assert_eq!(contents(&said.path), contents(&own.path));
-    assert!(!said.run.stderr.contains("FSDP2"), "{}", said.run.stderr);
-    // What stands for no mesh dim is kept, and said.
+    assert_eq!(contents(&with_file.path), contents(&own.path));
+    assert!(!with_file.run.stderr.contains("FSDP2"), "{}", with_file.run.stderr);
+    // A factor that belongs to no mesh dim is kept, with a note.
     let strange = "--mesh dp=2,tp=4 --placements _S(0,2),S(0) --to torch-ranks";
     let note = "placements _S(0,2),S(0): _S(0,2) on dp; FSDP2 over tensor parallelism has _S(0,4) there: tp is 4";
     let run = env.make("reshard", &source, "strange", strange).run;
-    holds(&run.stderr, &[note]);
+    assert_contains(&run.stderr, &[note]);
     let document = succeed("reshard", &[&source], &format!("{strange} --dry-run --json")).json();
     assert!(document["warnings"].as_array().unwrap().contains(&json!(note)), "{document}");
     let fused = succeed("reshard", &[&source], "--mesh dp=2,tp=4 --placements R,_S(0,3) --dry-run --to torch-ranks");
@@ -130,19 +130,19 @@ fn split_factors_follow_another_mesh() {
 }
 
 #[test]
-fn numbers_that_lie_otherwise_are_named_one_by_one() {
+fn printed_layout_lists_exceptions_by_name() {
     let env = TestEnv::new();
     let options = "--mesh dp=2,tp=2 --placements S(0),R --placements optim.state.**.exp_avg=R,R \
                    --placements blocks.1.w1.weight=R,S(0) --mesh-ranks 0,2,1,3";
     let made = env.make("reshard", "fsdp4/dcp", "made", &format!("{options} --to torch-ranks"));
-    let layout = layout_of(&env, &made.path, "layout.toml", "");
+    let layout = write_layout(&env, &made.path, "layout.toml", "");
     let text = fs::read_to_string(&layout).unwrap();
-    holds(&text, &["tensors = \"optim.**.exp_avg\"\nplacements = \"R,R\""]);
-    holds(&text, &["mesh_ranks = [0, 2, 1, 3]", "tensors = \"blocks.1.w1.weight\"\nplacements = \"R,S(0)\""]);
+    assert_contains(&text, &["tensors = \"optim.**.exp_avg\"\nplacements = \"R,R\""]);
+    assert_contains(&text, &["mesh_ranks = [0, 2, 1, 3]", "tensors = \"blocks.1.w1.weight\"\nplacements = \"R,S(0)\""]);
     assert!(!text.contains("blocks.0.w1"), "{text}");
     let again = env.make("reshard", &made.path, "again", &format!("--layout {}", layout.display()));
     assert_eq!(contents(&again.path), contents(&made.path));
-    // And for a source that does not say how it lies.
+    // The layout is applied to a source that records none.
     let of_dcp = env.make("reshard", "fsdp4/dcp", "dcp", &format!("--to torch-ranks --layout {}", layout.display()));
     assert_eq!(
         inspect(&of_dcp.path, "--brief")["tensors"]["model.blocks.1.w1.weight"],
@@ -151,9 +151,9 @@ fn numbers_that_lie_otherwise_are_named_one_by_one() {
     assert_same(&of_dcp.tensors(), &read(&fixture("fsdp4/dcp")), "of dcp");
 }
 
-/// A mesh whose dims have no names, as `fully_shard` makes by itself.
+/// `fully_shard` makes a mesh without dim names by default.
 #[test]
-fn a_mesh_without_names_keeps_its_placements() {
+fn mesh_without_names_keeps_its_placements() {
     for text in ["mesh = [3]\nplacements = \"R\"", "mesh = [2, 2]\nmesh_ranks = [3, 1, 0, 2]\nplacements = \"R,S(0)\""]
     {
         let env = TestEnv::new();
@@ -162,7 +162,7 @@ fn a_mesh_without_names_keeps_its_placements() {
         let made = env.make("reshard", "tp2/dcp", "made", &options);
         let again = env.make("reshard", &made.path, "again", "");
         assert_eq!(contents(&again.path), contents(&made.path), "{text}");
-        let printed = layout_of(&env, &made.path, "printed.toml", "");
+        let printed = write_layout(&env, &made.path, "printed.toml", "");
         let fed = env.make("reshard", &made.path, "fed", &format!("--layout {}", printed.display()));
         assert_eq!(contents(&fed.path), contents(&made.path), "{text}");
         let local = env.make("reshard", &made.path, "local", "--to local");
@@ -171,19 +171,19 @@ fn a_mesh_without_names_keeps_its_placements() {
     }
 }
 
-/// As of quantised weights: the name of one tensor is that of a module of others, to a pattern.
+/// Quantised weights have such names: a pattern takes the name of one tensor for a module that contains others.
 #[test]
-fn a_name_that_goes_on_from_that_of_another_tensor_has_a_rule_before_it() {
+fn name_that_extends_another_tensor_name_gets_the_earlier_rule() {
     let env = TestEnv::new();
     let renamed = "--include model --rename (blocks.*w2).bias=${1}.weight.scale";
     let source = env.make("reshard", "tp2/ranks", "source", renamed);
-    let layout = layout_of(&env, &source.path, "layout.toml", "");
+    let layout = write_layout(&env, &source.path, "layout.toml", "");
     let found = env.make("reshard", &source.path, "found", &format!("--layout {}", layout.display()));
     assert_eq!(contents(&found.path), contents(&source.path), "{}", fs::read_to_string(layout).unwrap());
 }
 
 #[test]
-fn what_cannot_be_cut_as_is_said_is_named() {
+fn split_of_a_strided_placement_is_refused() {
     let env = TestEnv::new();
     let cut = "--mesh dp=3 --placements _S(0,3) --split balanced";
     for to in ["--to local", "--to dcp", "--to torch-ranks", "--to torch-ranks --tensor-class local"] {
@@ -192,19 +192,22 @@ fn what_cannot_be_cut_as_is_said_is_named() {
 }
 
 #[test]
-fn a_layout_that_files_do_not_tell_is_not_printed() {
-    let told = |source: &str| expect(2, "inspect", &[&fixture(source)], "--layout").stderr;
-    let several = told("odd4/ranks");
-    holds(&several, &["its tensors lie on several meshes, x=2,y=2 and dp=4 and", "a layout has one"]);
-    holds(&told("fsdp4/dcp"), &["a DCP directory does not record", "inspect rank files of the same job"]);
-    holds(&told("replicated_plain/ranks"), &["none of its tensors lies on a mesh"]);
-    holds(&told("safetensors/single"), &["safetensors holds whole tensors"]);
-    holds(&told("flat3/flat"), &["nothing tells"]);
+fn layout_that_files_do_not_record_is_not_printed() {
+    let stderr_of = |source: &str| expect(2, "inspect", &[&fixture(source)], "--layout").stderr;
+    let several = stderr_of("odd4/ranks");
+    assert_contains(&several, &["its tensors lie on several meshes, x=2,y=2 and dp=4 and", "a layout has one"]);
+    assert_contains(
+        &stderr_of("fsdp4/dcp"),
+        &["a DCP directory does not record", "inspect rank files of the same job"],
+    );
+    assert_contains(&stderr_of("replicated_plain/ranks"), &["none of its tensors lies on a mesh"]);
+    assert_contains(&stderr_of("safetensors/single"), &["safetensors holds whole tensors"]);
+    assert_contains(&stderr_of("flat3/flat"), &["nothing tells"]);
 }
 
 pub const EMBED: &str = "model.embed.weight";
 
-/// A conversion of `fsdp4/ranks`, whose embedding has 10 rows, to DCP, with a layout of this text; inspected.
+/// Converts `fsdp4/ranks`, whose embedding has 10 rows, to DCP with this layout, and returns the output of `inspect`.
 #[track_caller]
 pub fn laid_out(text: &str, options: &str) -> Json {
     let env = TestEnv::new();
@@ -217,7 +220,7 @@ pub fn laid_out(text: &str, options: &str) -> Json {
 }
 
 #[test]
-fn the_command_line_goes_before_the_file() {
+fn command_line_overrides_the_layout_file() {
     let env = TestEnv::new();
     let text =
         "mesh = \"dp=2,tp=2\"\nplacements = \"S(0),R\"\n[[rules]]\ntensors = \"**.w1\"\nplacements = \"R,S(0)\"\n";
@@ -235,7 +238,7 @@ fn the_command_line_goes_before_the_file() {
     assert_eq!(placements("d", "--mesh dp=2,tp=3"), of("R,S(0)", "S(0),R", 3));
     let path = layout.display();
     env.refuse("reshard", "fsdp4/dcp", "x", &format!("--layout {path} --mesh tp=2,dp=2"));
-    // A file without a mesh says something of that of SRC.
+    // A file without a mesh applies to the mesh of SRC.
     let rule = env.write("rule.toml", "[[rules]]\ntensors = \"embed\"\nplacements = \"R\"\n");
     let made = env.make("reshard", "fsdp4/ranks", "own", &format!("--layout {}", rule.display()));
     let found = inspect(&made.path, "--brief");
@@ -244,7 +247,7 @@ fn the_command_line_goes_before_the_file() {
 }
 
 #[test]
-fn a_file_goes_before_a_checkpoint_to_be_like() {
+fn layout_file_overrides_like() {
     let env = TestEnv::new();
     let layout = env.write("layout.toml", "[[rules]]\ntensors = \"embed\"\nplacements = \"R,R\"\n");
     let like = fixture("fsdp_tp/ranks");
@@ -255,13 +258,13 @@ fn a_file_goes_before_a_checkpoint_to_be_like() {
 }
 
 #[test]
-fn what_is_wrong_in_a_file_is_told_with_its_place() {
+fn errors_in_a_layout_file_have_their_line() {
     let env = TestEnv::new();
     let refuse = |text: &str| {
         let layout = env.write("layout.toml", text);
-        let told = env.refuse("reshard", "fsdp4/dcp", "x", &format!("--layout {} --json", layout.display()));
+        let outcome = env.refuse("reshard", "fsdp4/dcp", "x", &format!("--layout {} --json", layout.display()));
         fs::remove_file(&layout).unwrap();
-        told.json()
+        outcome.json()
     };
     let document = refuse(
         "mesh = \"dp=2,tp=2\"\nplacements = \"S(0),R\"\n\n[[rules]]\ntensors = \"**.w1\"\nplacements = \"S(0)\"\n",
@@ -296,16 +299,16 @@ fn units_of_a_layout_file_are_written_and_read() {
     let known = fixture("flat2/flat.flat_layout.json");
     let source = fixture("flat2/flat");
     let options = format!("--flat-layout {}", known.display());
-    let layout = layout_of(&env, &source, "units.toml", &options);
+    let layout = write_layout(&env, &source, "units.toml", &options);
     let text = fs::read_to_string(&layout).unwrap();
-    holds(
+    assert_contains(
         &text,
         &["[flat]\n", "[[flat.units]]\nmodule = \"layers.0\"\n", "{ fqn = \"emb.weight\", shape = [11, 6] },"],
     );
-    // It says what flat files hold, as flat_layout.json does.
+    // The layout file describes flat files as flat_layout.json does.
     let read_with = |path: &Path| inspect(&source, &format!("--brief --flat-layout {}", path.display()));
     assert_eq!(read_with(&layout), read_with(&known));
-    // And what to write, whatever SRC is.
+    // The layout file describes the output of any SRC.
     let full = fixture("flat2/full/model.pt");
     let written = |name: &str, options: String| contents(&env.make("flatten", &full, name, &options).path);
     let expected = written("a", format!("--flat-layout {}", known.display()));
@@ -316,12 +319,12 @@ fn units_of_a_layout_file_are_written_and_read() {
     env.refuse("flatten", &full, "x", &both);
     let wrap = format!("--layout {} --wrap layers.*", layout.display());
     env.refuse("flatten", &full, "x", &wrap);
-    // SRC may have other units.
+    // SRC has other units.
     let options =
         format!("--flat-layout {} --layout {}", known.display(), fixture("flat2/groups.flat_layout.json").display());
     let regrouped = env.make("flatten", &source, "groups", &options);
     assert_same(&below("model.", &regrouped.tensors()), &read(&env.path("a")), "regrouped");
-    // A layout of tensors has none.
+    // A layout of tensors has no units.
     let tensors = env.write("tensors.toml", "mesh = \"dp=2\"\n");
     env.refuse("flatten", &full, "x", &format!("--layout {}", tensors.display()));
     fs::write(&layout, "[flat]\nuse_orig_params = true\nunits = []\n").unwrap();

@@ -11,7 +11,7 @@ use crate::common::{Truth, assert_same, below, expect, fixture, inspect, succeed
 const CHECKPOINT: &str = "lightning_fsdp/lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt";
 
 #[test]
-fn checkpoint_is_found_from_the_folders_above() {
+fn checkpoint_is_found_from_parent_folders() {
     let found = inspect(&fixture(CHECKPOINT), "");
     assert_eq!(found["format"], "dcp");
     for above in ["checkpoints", "version_0", "lightning_logs", "lightning_fsdp"] {
@@ -22,7 +22,7 @@ fn checkpoint_is_found_from_the_folders_above() {
     let root = env.path("run");
     copy_tree(&fixture("lightning_fsdp/lightning_logs/version_0"), &root);
     let checkpoints = root.join("checkpoints");
-    // A second one, be it folder or file, is asked about.
+    // A second checkpoint, a folder or a file, is ambiguous.
     let first = checkpoints.join("epoch=0-step=3.ckpt");
     let second = checkpoints.join("last.ckpt");
     copy_tree(&first, &second);
@@ -30,7 +30,7 @@ fn checkpoint_is_found_from_the_folders_above() {
     assert_eq!(error["kind"], "usage");
     assert!(["epoch=0-step=3.ckpt", "last.ckpt"].iter().all(|name| error.to_string().contains(name)), "{error}");
     fs::remove_dir_all(&second).unwrap();
-    // A link is another name of the first.
+    // A link is another name of the first checkpoint.
     std::os::unix::fs::symlink("epoch=0-step=3.ckpt", &second).unwrap();
     assert_eq!(inspect(&root, ""), found);
     fs::remove_file(&second).unwrap();
@@ -38,7 +38,7 @@ fn checkpoint_is_found_from_the_folders_above() {
     assert_eq!(expect(2, "inspect", &[&root], "--json").json()["error"]["kind"], "usage");
     fs::remove_dir_all(&first).unwrap();
     assert_eq!(inspect(&checkpoints, "")["format"], "torch");
-    // A model in the folder above is what is meant.
+    // A model in the parent folder takes precedence.
     fs::copy(fixture("torch_file/model.pt"), root.join("model.pt")).unwrap();
     assert_eq!(inspect(&root, "--brief"), inspect(&fixture("torch_file/model.pt"), "--brief"));
 }
@@ -54,7 +54,7 @@ fn numbered_optimizer_is_optimizer_state() {
     let env = TestEnv::new();
     let made = env.make("consolidate", CHECKPOINT, "hf", "--assets none");
     assert_same(&made.tensors(), &below("state_dict.", &truth), "the model");
-    // State lies as its parameter does.
+    // Optimizer state has the placements of its parameter.
     let made = env.make("reshard", CHECKPOINT, "out", "--mesh tp=2 --placements net.0.weight=S(1)");
     assert_same(&made.tensors(), &truth, "resharded");
     let found = inspect(&made.path, "");
@@ -67,7 +67,7 @@ fn numbered_optimizer_is_optimizer_state() {
 }
 
 #[test]
-fn meta_is_carried() {
+fn meta_file_is_copied() {
     let env = TestEnv::new();
     let made = env.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
     let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();

@@ -1,7 +1,7 @@
-//! The `local` format: plain tensors of each rank, and what they are parts of beside them.
+//! The `local` format: plain tensors of each rank, and a document that describes the whole tensors.
 //!
-//! - What a document may say, and what it may not: `format::local::tests`; damaged files: `bad_input::local`.
-//! - Each rank's tensors are those of PyTorch's `to_local`, and `from_local` puts them together: interop, `test_local`.
+//! - Valid and invalid documents: `format::local::tests`; damaged files: `bad_input::local`.
+//! - Each rank's tensors equal those of PyTorch's `to_local`, and `from_local` combines them: interop, `test_local`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{CASES, Kind, Tensors, assert_same, case, fixture, inspect, read, read_safetensors, succeed};
-use crate::contract::{contents, holds, names_below};
+use crate::contract::{assert_contains, contents, names_below};
 
 fn layout(folder: &Path) -> Json {
     serde_json::from_slice(&fs::read(folder.join("layout.json")).unwrap()).unwrap()
@@ -21,8 +21,8 @@ fn rank(folder: &Path, rank: u32) -> Tensors {
     read_safetensors(&folder.join(format!("rank-{rank:05}.safetensors")))
 }
 
-/// What `inspect` says, but for where the bytes are.
-fn described(path: &Path) -> Json {
+/// Returns the output of `inspect` without the locations of bytes.
+fn document_without_locations(path: &Path) -> Json {
     let mut document = inspect(path, "--digest");
     for tensor in document["tensors"].as_object_mut().unwrap().values_mut() {
         tensor["chunks"].as_array_mut().unwrap().iter_mut().for_each(|chunk| chunk["file"] = Json::Null);
@@ -34,7 +34,7 @@ fn described(path: &Path) -> Json {
 }
 
 #[test]
-fn it_is_a_safetensors_file_a_rank_and_layout_json() {
+fn local_output_is_one_safetensors_file_per_rank_and_layout_json() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2,tp=2 --placements S(0),S(1)");
     assert_eq!(
@@ -47,20 +47,20 @@ fn it_is_a_safetensors_file_a_rank_and_layout_json() {
             "rank-00003.safetensors"
         ]
     );
-    let said = layout(&made.path);
-    assert_eq!(said["version"], 1);
-    assert_eq!(said["world_size"], 4);
-    assert_eq!(said["meshes"], json!([{"dims": [["dp", 2], ["tp", 2]]}]));
+    let document = layout(&made.path);
+    assert_eq!(document["version"], 1);
+    assert_eq!(document["world_size"], 4);
+    assert_eq!(document["meshes"], json!([{"dims": [["dp", 2], ["tp", 2]]}]));
     let embed = json!({"dtype": "f32", "shape": [10, 3], "class": "dtensor", "mesh": 0, "placements": "S(0),S(1)"});
-    assert_eq!(said["tensors"]["model.embed.weight"], embed);
-    assert_eq!(said["tensors"]["model.freqs"], json!({"dtype": "f32", "shape": [4]}));
-    // A tensor a line, for diff and grep.
+    assert_eq!(document["tensors"]["model.embed.weight"], embed);
+    assert_eq!(document["tensors"]["model.freqs"], json!({"dtype": "f32", "shape": [4]}));
+    // Each tensor is on one line, for diff and grep.
     let text = fs::read_to_string(made.path.join("layout.json")).unwrap();
     let lines = text.lines().filter(|line| line.trim_start().starts_with("\"model.embed.weight\": {\"dtype\""));
     assert_eq!(lines.count(), 1);
     let found = inspect(&made.path, "");
     assert_eq!((&found["format"], &found["mesh"]), (&json!("local"), &json!([["dp", 2], ["tp", 2]])));
-    // Everybody has every key; plain tensors are whole.
+    // Every rank has every key; plain tensors are whole.
     let shapes = |number| {
         let tensors = rank(&made.path, number);
         [tensors["model.embed.weight"].shape.clone(), tensors["model.freqs"].shape.clone()]
@@ -71,7 +71,7 @@ fn it_is_a_safetensors_file_a_rank_and_layout_json() {
 }
 
 #[test]
-fn there_and_back_rank_files_are_the_same_to_the_byte() {
+fn rank_files_converted_to_local_and_back_are_identical() {
     for name in CASES {
         for source in case(name).into_iter().filter(|source| source.kind == Kind::Ranks) {
             let env = TestEnv::new();
@@ -79,7 +79,7 @@ fn there_and_back_rank_files_are_the_same_to_the_byte() {
             let mesh = if has_own_mesh { "" } else { "--mesh dp=4" };
             let direct = env.make("reshard", &source.path, "direct", &format!("--to torch-ranks {mesh}"));
             let local = env.make("reshard", &source.path, "local", &format!("--to local {mesh}"));
-            assert_eq!(described(&local.path), described(&direct.path), "{name}");
+            assert_eq!(document_without_locations(&local.path), document_without_locations(&direct.path), "{name}");
             let back = env.make("reshard", &local.path, "back", &format!("--to torch-ranks {mesh}"));
             assert!(contents(&direct.path) == contents(&back.path), "{name}");
             let again = env.make("reshard", &back.path, "again", &format!("--to local {mesh}"));
@@ -90,21 +90,21 @@ fn there_and_back_rank_files_are_the_same_to_the_byte() {
 }
 
 #[test]
-fn trainers_folders_come_back_too() {
+fn trainer_folders_converted_to_local_and_back_are_identical() {
     let env = TestEnv::new();
     let actor = fixture("verl/global_step_10/actor");
     let direct = env.make("reshard", &actor, "direct", "");
     let local = env.make("reshard", &actor, "local", "--to local");
     let back = env.make("reshard", &local.path, "back", "--to torch-ranks");
     assert!(contents(&direct.path) == contents(&back.path));
-    // What each rank has of its own is in each rank's file.
+    // Per-rank values are in the file of each rank.
     assert!(names_below(&local.path).contains(&String::from("huggingface")));
     let titan = env.make("reshard", "titan", "titan", "--to local --mesh dp=2,tp=2 --placements S(0),R");
     assert_same(&titan.tensors(), &read(&fixture("titan")), "titan");
 }
 
 #[test]
-fn random_state_is_each_ranks_own() {
+fn random_state_is_kept_for_each_rank() {
     let env = TestEnv::new();
     let actor = fixture("verl/global_step_10/actor");
     let local = env.make("reshard", &actor, "local", "--to local");
@@ -114,20 +114,20 @@ fn random_state_is_each_ranks_own() {
     };
     let own = states(&local.path, 4);
     assert_eq!(own.iter().collect::<BTreeSet<_>>().len(), 4);
-    holds(&local.run.stderr, &["of each rank kept"]);
-    // Objects, too.
+    assert_contains(&local.run.stderr, &["of each rank kept"]);
+    // Objects are kept for each rank as well.
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
-    holds(&text, &["\"numpy\": {\n          \"$ranks\""]);
-    // On more ranks the states are dealt out in turn.
+    assert_contains(&text, &["\"numpy\": {\n          \"$ranks\""]);
+    // With more ranks the states are repeated in turn.
     let more = env.make("reshard", &local.path, "more", "--mesh fsdp=6");
     assert_eq!(states(&more.path, 6), [&own[..], &own[..2]].concat());
     let direct = env.make("reshard", &actor, "direct", "--mesh fsdp=6");
     let back = env.make("reshard", &more.path, "back", "--to torch-ranks");
-    assert_eq!(described(&direct.path), described(&back.path));
+    assert_eq!(document_without_locations(&direct.path), document_without_locations(&back.path));
 }
 
 #[test]
-fn from_any_mesh_to_any_other() {
+fn local_files_are_resharded_between_all_meshes() {
     let env = TestEnv::new();
     let expected = read(&fixture("fsdp_tp/ranks"));
     let first = env.make("reshard", "fsdp_tp/ranks", "first", "--to local").path;
@@ -159,7 +159,7 @@ fn from_any_mesh_to_any_other() {
 }
 
 #[test]
-fn ranks_outside_of_the_mesh_have_no_part() {
+fn ranks_outside_the_mesh_have_no_shards() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2 --mesh-ranks 3,1");
     assert_eq!(layout(&made.path)["meshes"], json!([{"dims": [["dp", 2]], "ranks": [3, 1]}]));
@@ -174,7 +174,7 @@ fn ranks_outside_of_the_mesh_have_no_part() {
 }
 
 #[test]
-fn empty_parts_are_there() {
+fn empty_shards_are_written() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=7");
     let shapes: Vec<_> = (0..7).map(|number| rank(&made.path, number)["model.embed.weight"].shape[0]).collect();
@@ -183,7 +183,7 @@ fn empty_parts_are_there() {
 }
 
 #[test]
-fn splits_that_no_dtensor_has_are_kept() {
+fn balanced_splits_are_kept() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=4 --split balanced");
     let embed = &layout(&made.path)["tensors"]["model.embed.weight"];
@@ -199,7 +199,7 @@ fn splits_that_no_dtensor_has_are_kept() {
 }
 
 #[test]
-fn summands_are_kept_and_reduced() {
+fn partial_values_are_kept_and_reduced() {
     let env = TestEnv::new();
     let local = env.make("reshard", "partial2/ranks", "local", "--to local");
     assert_eq!(layout(&local.path)["tensors"]["avg.f32"]["placements"], "P(avg)");
@@ -213,11 +213,11 @@ fn summands_are_kept_and_reduced() {
 }
 
 #[test]
-fn tied_tensors_have_both_names_and_stay_one() {
+fn tied_tensors_are_written_under_both_names_and_stay_tied() {
     let env = TestEnv::new();
     let made = env.make("reshard", "torch_file/model.pt", "out", "--to local --mesh dp=2 --exclude dtype.c*");
-    let said = layout(&made.path);
-    let ties: BTreeMap<&String, &Json> = said["tensors"]
+    let document = layout(&made.path);
+    let ties: BTreeMap<&String, &Json> = document["tensors"]
         .as_object()
         .unwrap()
         .iter()
@@ -235,7 +235,7 @@ fn tied_tensors_have_both_names_and_stay_one() {
 }
 
 #[test]
-fn objects_are_kept_and_so_is_what_can_be_said_of_a_class() {
+fn objects_and_tensor_classes_are_kept() {
     let env = TestEnv::new();
     let made = env.make("reshard", "torch_file/objects.pt", "out", "--to local --mesh dp=2");
     succeed("verify", &[&fixture("torch_file/objects.pt"), &made.path], "");
@@ -249,7 +249,7 @@ fn objects_are_kept_and_so_is_what_can_be_said_of_a_class() {
 }
 
 #[test]
-fn what_safetensors_cannot_hold_is_refused_by_name() {
+fn tensors_that_safetensors_cannot_hold_are_refused() {
     let env = TestEnv::new();
     env.refuse("reshard", "torch_file/model.pt", "x", "--to local --mesh dp=2");
     env.refuse("reshard", "fsdp4/ranks", "x", "--to local --max-memory 34MB --mesh dp=100000");
@@ -257,18 +257,18 @@ fn what_safetensors_cannot_hold_is_refused_by_name() {
 }
 
 #[test]
-fn files_of_ranks_are_found_and_one_of_them_is_told_from_all() {
+fn single_rank_file_is_refused_and_folder_without_document_needs_src_mesh() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "run/step-1/local", "--to local --mesh dp=2 --include model.embed");
     let one = made.path.join("rank-00001.safetensors");
     env.refuse("unshard", &one, "x.pt", "");
     succeed("verify", &[&made.path, &made.path], "--from local");
-    // Without the document nobody knows.
+    // Without the document the layout is unknown.
     fs::rename(made.path.join("layout.json"), env.path("layout.json")).unwrap();
     env.refuse("unshard", &made.path, "x.pt", "");
-    let told = env.make("unshard", &made.path, "told.pt", "--src-mesh dp=2 --src-placements S(0)");
+    let declared = env.make("unshard", &made.path, "told.pt", "--src-mesh dp=2 --src-placements S(0)");
     assert_same(
-        &told.tensors(),
+        &declared.tensors(),
         &read(&fixture("fsdp4/ranks")).into_iter().filter(|(name, _)| name == "model.embed.weight").collect(),
         "told",
     );
@@ -277,14 +277,14 @@ fn files_of_ranks_are_found_and_one_of_them_is_told_from_all() {
 }
 
 #[test]
-fn missing_ranks_are_listed_and_not_needed_where_others_have_all() {
+fn missing_rank_is_an_error_unless_replicas_cover_it() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh rep=2,dp=2 --placements R,S(0)");
     fs::remove_file(made.path.join("rank-00001.safetensors")).unwrap();
     env.refuse("unshard", &made.path, "x.pt", "");
     let whole = env.make("unshard", &made.path, "whole.pt", "--allow-missing --series all");
     assert_same(&whole.tensors(), &read(&fixture("fsdp4/ranks")), "without one");
-    holds(&whole.run.stderr, &["read without rank 1"]);
+    assert_contains(&whole.run.stderr, &["read without rank 1"]);
     fs::remove_file(made.path.join("rank-00003.safetensors")).unwrap();
     let run = env.refuse("unshard", &made.path, "x.pt", "");
     assert!(!run.stderr.contains("--allow-missing"));

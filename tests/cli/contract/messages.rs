@@ -1,5 +1,4 @@
-//! Tests of names in messages: long lists are shortened, control characters are escaped, and the line that helps comes
-//! first.
+//! Names in messages: long lists are shortened, control characters are escaped, and the hint comes before long lists.
 
 use std::fs;
 
@@ -7,14 +6,14 @@ use crate::common::env::TestEnv;
 use crate::common::{Run, expect, fixture, succeed};
 use crate::contract::copy_tree;
 
-/// All names that the JSON document of a failed run has.
+/// Returns all names in the JSON document of a failed run.
 #[track_caller]
 fn listed(run: &Run) -> Vec<String> {
     serde_json::from_value(run.json()["error"]["names"].clone()).unwrap()
 }
 
 #[test]
-fn thousand_missing_files_are_a_range_in_the_message_and_all_in_json() {
+fn thousand_missing_files_are_a_range_in_the_message_and_listed_in_json() {
     let env = TestEnv::new();
     let whole = env.vectors("whole.safetensors", &[("w", 1000)]);
     let sharded = env.make("reshard", &whole, "sharded", "--mesh dp=1000 --to dcp").path;
@@ -38,7 +37,7 @@ fn thousand_missing_files_are_a_range_in_the_message_and_all_in_json() {
 }
 
 #[test]
-fn missing_ranks_are_ranges() {
+fn missing_ranks_are_listed_as_ranges() {
     let env = TestEnv::new();
     let source = env.path("ranks");
     fs::create_dir(&source).unwrap();
@@ -49,7 +48,7 @@ fn missing_ranks_are_ranges() {
     assert_eq!(listed(&run), ["rank 0", "ranks 2 .. 3999999999"]);
 }
 
-/// Characters that do something to a terminal, turn text around or cannot be seen.
+/// Characters that control a terminal, change the direction of text or are invisible.
 const HOSTILE: &str = "w\u{202e}\u{200b}\u{7f}\u{9b}2J\u{2066}\u{ad}\u{feff}\u{e0041}\nb: sound";
 
 fn is_hostile(c: char) -> bool {
@@ -72,14 +71,14 @@ fn invisible_characters_of_names_are_escaped_in_every_output() {
     ];
     for run in &shown {
         assert!(!run.stdout.chars().chain(run.stderr.chars()).any(is_hostile), "{run:?}");
-        // No line of ours begins as a name goes on.
+        // No line of the program's own begins with the rest of a name.
         assert!(!run.stdout.lines().chain(run.stderr.lines()).any(|line| line.starts_with("b: sound")), "{run:?}");
     }
     assert!(shown[1].json()["tensors"].get(HOSTILE).is_some(), "JSON has the name as it is");
 }
 
 #[test]
-fn hint_of_a_comparison_stands_before_names_and_cuts_their_lists() {
+fn hint_of_verify_precedes_a_shortened_list_of_names() {
     let env = TestEnv::new();
     let source = fixture("llama_tiny/dcp");
     let model = env.make("consolidate", &source, "model.safetensors", "").path;
@@ -93,7 +92,7 @@ fn hint_of_a_comparison_stands_before_names_and_cuts_their_lists() {
 }
 
 #[test]
-fn difference_is_told_by_its_index() {
+fn difference_has_its_index() {
     let env = TestEnv::new();
     let (left, right) = (env.path("left.safetensors"), env.path("right.safetensors"));
     let header = r#"{"w":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}   "#;
@@ -107,12 +106,12 @@ fn difference_is_told_by_its_index() {
 }
 
 #[test]
-fn damage_that_several_checks_meet_is_one_finding() {
+fn damage_found_by_several_checks_is_one_finding() {
     let env = TestEnv::new();
     let (source, whole) = (fixture("fsdp4/dcp"), env.path("damaged"));
     copy_tree(&source, &whole);
     let file = whole.join("__0_0.distcp");
-    // The first item is no archive any more.
+    // The first item is not an archive any more.
     let mut bytes = fs::read(&file).unwrap();
     bytes[..4].fill(0);
     fs::write(&file, bytes).unwrap();
@@ -130,7 +129,7 @@ fn damage_that_several_checks_meet_is_one_finding() {
 }
 
 #[test]
-fn verify_says_by_which_prefix_names_differ() {
+fn verify_hint_names_the_differing_prefix() {
     let env = TestEnv::new();
     let (plain, below) = (env.path("plain.safetensors"), env.path("below.safetensors"));
     env.vectors("plain.safetensors", &[("a.w", 2), ("b.w", 3)]);

@@ -1,30 +1,30 @@
-//! The contract of the command line, promise by promise: names and defaults that scripts depend on. A module a
-//! section, in the order in which the command line is described; the name of a test is the promise it holds the binary
-//! to. The head of a module names where those promises are tested that are not tested in it.
+//! The contract of the command line: names and defaults that scripts depend on. Each module tests one section, in the
+//! order in which the command line is documented, and each test name states one promise. The head of a module lists the
+//! promises that other modules test.
 //!
-//! | what is promised | module |
+//! | promise | module |
 //! |---|---|
 //! | verbs, hidden aliases, long options with underscores, typing errors | `running` |
-//! | `completions`, `man`, `--help`, `--version` | `inspect` beside this folder; every word of `--help`: `messages` beside it |
-//! | the two promises for day one, the closing line | `consolidate` |
+//! | `completions`, `man`, `--help`, `--version` | `inspect` beside this folder; the text of `--help`: `messages` beside it |
+//! | the promises for new users, the closing line | `consolidate` |
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | files beside a checkpoint; Lightning's folders | `carried`, `lightning` |
-//! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
+//! | tensors of consolidate, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
-//! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
+//! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; placements of PyTorch: `plans` |
 //! | `--layout`, `inspect --layout` | `layout_file` |
 //! | `--split`, splits and sizes of a layout file | `splits` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
-//! | `--src-mesh` to `--reduce`: what SRC does not say | `told` |
+//! | declared layouts: `--src-mesh` to `--reduce` | `declared_layout` |
 //! | `flatten`, `--flat-layout` | `flat` |
 //! | `--wrap`, `--buffers` | `units`; refusals: `flat` |
 //! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
-//! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
+//! | `--include` to `--keep-names`, patterns, collisions, patterns without a match | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | `--tied write` | `tied` |
-//! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
+//! | limits of formats, `--max-shard-size`, natural order, identical bytes | `values` |
 //! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
 //! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
 //! | `local` | `local` |
@@ -35,6 +35,7 @@
 
 mod carried;
 mod consolidate;
+mod declared_layout;
 mod fill;
 mod flat;
 mod flat_back;
@@ -53,7 +54,6 @@ mod plan;
 mod running;
 mod splits;
 mod tied;
-mod told;
 mod units;
 mod values;
 mod verify;
@@ -64,7 +64,7 @@ use std::path::Path;
 
 use crate::common::env::names_below;
 
-/// Files below a folder, with their content.
+/// Returns the files below a folder, with their content.
 fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let files = names_below(root).into_iter().filter(|name| root.join(name).is_file());
     files.map(|name| (name.clone(), fs::read(root.join(name)).unwrap())).collect()
@@ -78,7 +78,7 @@ fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-fn holds(text: &str, words: &[&str]) {
+fn assert_contains(text: &str, words: &[&str]) {
     for word in words {
         assert!(text.contains(word), "no `{word}` in: {text}");
     }

@@ -1,9 +1,9 @@
-//! Names: what is taken, and under which names it is written.
+//! Selected tensors, and the names under which they are written.
 //!
 //! - Wrapper prefixes inside names, `param_groups` and flattened optimizers: `select::tests` (library).
 //! - `?`, `{a,b}`, `**` and literal characters in patterns: `layout::pattern::tests`.
 //! - Rename files, groups and the last unescaped `=`: `select::rename::tests`.
-//! - A placement pattern that matches a module: `conversions::optimizer_state_follows_its_parameter`.
+//! - A placement pattern that matches a module: `conversions::optimizer_state_gets_the_placement_of_its_parameter`.
 
 use std::path::Path;
 
@@ -11,9 +11,9 @@ use serde_json::Value as Json;
 
 use crate::common::env::{Made, TestEnv};
 use crate::common::{Tensors, assert_same, below, expect, fixture, inspect, read, run, succeed};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
-/// A model of four vectors, each of another length.
+/// Writes a model of four vectors with different lengths.
 fn model(env: &TestEnv) -> std::path::PathBuf {
     env.vectors(
         "m.safetensors",
@@ -21,8 +21,9 @@ fn model(env: &TestEnv) -> std::path::PathBuf {
     )
 }
 
-/// `unshard` the model with these options; tensor names and their lengths show what became of which.
-fn named(options: &[&str]) -> Vec<String> {
+/// Runs `unshard` on the model with these options, and returns tensor names with their lengths, which identify the
+/// source tensors.
+fn names_after(options: &[&str]) -> Vec<String> {
     let env = TestEnv::new();
     let (source, target) = (model(&env), env.path("out.pt"));
     let mut arguments = vec!["unshard", source.to_str().unwrap(), target.to_str().unwrap()];
@@ -38,7 +39,7 @@ fn named(options: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn an_fqn_is_a_path_joined_with_dots_as_dcp_does() {
+fn names_are_paths_joined_with_dots_like_in_dcp() {
     let names: Vec<String> = read(&fixture("fsdp4/dcp")).into_keys().collect();
     for name in ["model.blocks.0.w1.weight", "optim.state.blocks.0.w1.weight.exp_avg", "nested.a.2.b"] {
         assert!(names.iter().any(|known| known == name), "{name}");
@@ -46,72 +47,75 @@ fn an_fqn_is_a_path_joined_with_dots_as_dcp_does() {
 }
 
 #[test]
-fn include_and_exclude_choose_by_source_names() {
-    assert_eq!(named(&["--include", "layers.0.**"]), ["layers.0.a.weight 2", "layers.0.b.weight 3"]);
+fn include_and_exclude_match_source_names() {
+    assert_eq!(names_after(&["--include", "layers.0.**"]), ["layers.0.a.weight 2", "layers.0.b.weight 3"]);
     assert_eq!(
-        named(&["--include", "layers.*.a.weight", "--include", "norm.*"]),
+        names_after(&["--include", "layers.*.a.weight", "--include", "norm.*"]),
         ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"]
     );
-    assert_eq!(named(&["--exclude", "layers.0"]), ["layers.1.a.weight 4", "norm.weight 5"]);
-    // Both: what is included and not excluded.
-    assert_eq!(named(&["--include", "layers", "--exclude", "**.b"]), ["layers.0.a.weight 2", "layers.1.a.weight 4"]);
-    // On source names, though they are renamed.
-    assert_eq!(named(&["--include", "layers.0.a", "--rename", "^layers=blocks"]), ["blocks.0.a.weight 2"]);
+    assert_eq!(names_after(&["--exclude", "layers.0"]), ["layers.1.a.weight 4", "norm.weight 5"]);
+    // With both options, included names that are not excluded are written.
+    assert_eq!(
+        names_after(&["--include", "layers", "--exclude", "**.b"]),
+        ["layers.0.a.weight 2", "layers.1.a.weight 4"]
+    );
+    // The patterns match source names, although the names are changed.
+    assert_eq!(names_after(&["--include", "layers.0.a", "--rename", "^layers=blocks"]), ["blocks.0.a.weight 2"]);
 }
 
 #[test]
-fn include_from_has_a_pattern_a_line() {
+fn include_from_reads_one_pattern_per_line() {
     let env = TestEnv::new();
     let file = env.write("patterns", "# those of a\n\n  layers.*.a\nnorm.weight\n");
     let file = file.to_str().unwrap();
     let expected = ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"];
-    assert_eq!(named(&["--include-from", file]), expected);
-    assert_eq!(named(&["--include-from", file, "--include", "layers.0.b"]).len(), 4);
+    assert_eq!(names_after(&["--include-from", file]), expected);
+    assert_eq!(names_after(&["--include-from", file, "--include", "layers.0.b"]).len(), 4);
     let empty = env.write("empty", "# nothing\n");
     env.refuse("unshard", "fsdp4/dcp", "x.pt", &format!("--include-from {}", empty.display()));
 }
 
 #[test]
-fn stars_stay_inside_a_component_and_a_module_covers_what_is_below() {
-    assert_eq!(named(&["--include", "*.weight"]), ["norm.weight 5"]);
-    assert_eq!(named(&["--include", "**.weight"]).len(), 4);
+fn star_matches_one_component_and_a_module_matches_its_parameters() {
+    assert_eq!(names_after(&["--include", "*.weight"]), ["norm.weight 5"]);
+    assert_eq!(names_after(&["--include", "**.weight"]).len(), 4);
     let env = TestEnv::new();
     env.refuse("unshard", model(&env), "x.pt", "--include layers.*.weight");
-    assert_eq!(named(&["--include", "layers.?"]).len(), 3);
-    assert_eq!(named(&["--include", "**.{b,norm}.weight", "--include", "{a,norm}.weight"]).len(), 2);
+    assert_eq!(names_after(&["--include", "layers.?"]).len(), 3);
+    assert_eq!(names_after(&["--include", "**.{b,norm}.weight", "--include", "{a,norm}.weight"]).len(), 2);
 }
 
 #[test]
-fn root_takes_a_subtree_under_relative_names() {
-    assert_eq!(named(&["--root", "layers.0"]), ["a.weight 2", "b.weight 3"]);
+fn root_writes_a_subtree_under_relative_names() {
+    assert_eq!(names_after(&["--root", "layers.0"]), ["a.weight 2", "b.weight 3"]);
     let env = TestEnv::new();
     let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--root optim.state");
     assert_same(&made.tensors(), &below("optim.state.", &read(&fixture("fsdp4/dcp"))), "--root");
 }
 
 #[test]
-fn strip_prefix_cuts_the_front_of_names_that_begin_with_it() {
+fn strip_prefix_removes_a_leading_prefix() {
     let expected = ["0.a.weight 2", "0.b.weight 3", "1.a.weight 4", "norm.weight 5"];
-    assert_eq!(named(&["--strip-prefix", "layers."]), expected);
-    assert_eq!(named(&["--strip-prefix", "layers"]), expected);
-    assert_eq!(named(&["--strip-prefix", "layers.", "--strip-prefix", "norm."]).last().unwrap(), "weight 5");
+    assert_eq!(names_after(&["--strip-prefix", "layers."]), expected);
+    assert_eq!(names_after(&["--strip-prefix", "layers"]), expected);
+    assert_eq!(names_after(&["--strip-prefix", "layers.", "--strip-prefix", "norm."]).last().unwrap(), "weight 5");
 }
 
 #[test]
 fn rename_is_unanchored_and_replaces_every_match() {
-    assert_eq!(named(&["--include", "norm", "--rename", "o=0"]), ["n0rm.weight 5"]);
-    assert_eq!(named(&["--include", "layers.0.a", "--rename", "a=x"]), ["lxyers.0.x.weight 2"]);
+    assert_eq!(names_after(&["--include", "norm", "--rename", "o=0"]), ["n0rm.weight 5"]);
+    assert_eq!(names_after(&["--include", "layers.0.a", "--rename", "a=x"]), ["lxyers.0.x.weight 2"]);
     for replacement in [r"(\w+)\.weight$=\1.W", r"(\w+)\.weight$=${1}.W", r"(?P<last>\w+)\.weight$=${last}.W"] {
         assert_eq!(
-            named(&["--include", "layers.0", "--rename", replacement]),
+            names_after(&["--include", "layers.0", "--rename", replacement]),
             ["layers.0.a.W 2", "layers.0.b.W 3"],
             "{replacement}"
         );
     }
-    // Cut at the last `=` that is not escaped.
-    assert_eq!(named(&["--include", "norm", "--rename", r"(?:x=|norm)=n\=m"]), ["n=m.weight 5"]);
-    // In the order given.
-    assert_eq!(named(&["--include", "norm", "--rename", "norm=a", "--rename", "^a=b"]), ["b.weight 5"]);
+    // The rule is split at the last `=` that is not escaped.
+    assert_eq!(names_after(&["--include", "norm", "--rename", r"(?:x=|norm)=n\=m"]), ["n=m.weight 5"]);
+    // The rules apply in the order given.
+    assert_eq!(names_after(&["--include", "norm", "--rename", "norm=a", "--rename", "^a=b"]), ["b.weight 5"]);
 }
 
 #[test]
@@ -123,18 +127,18 @@ fn rename_of_an_unknown_group_is_an_error() {
 }
 
 #[test]
-fn rename_file_has_a_rule_a_line_and_comes_after_the_options() {
+fn rename_file_has_one_rule_per_line_and_follows_rename_options() {
     let env = TestEnv::new();
     let file = env.write("rules", "# two\n^norm=a\n\na\\.weight=a.w\n");
-    assert_eq!(named(&["--include", "norm", "--rename-file", file.to_str().unwrap()]), ["a.w 5"]);
+    assert_eq!(names_after(&["--include", "norm", "--rename-file", file.to_str().unwrap()]), ["a.w 5"]);
     let options = ["--include", "norm", "--rename", "norm=xnorm", "--rename-file", file.to_str().unwrap()];
     let env = TestEnv::new();
     env.refuse("unshard", model(&env), "x.pt", &options.join(" "));
 }
 
 #[test]
-fn names_go_through_include_root_strip_rename_add_nest_in_this_order() {
-    // Each step sees what the one before it made, in whatever order they are written.
+fn name_options_apply_in_a_fixed_order() {
+    // Each step sees the result of the previous step, whatever the order of the options.
     let steps = [
         ["--nest", "top.level"],
         ["--add-prefix", "pre_"],
@@ -144,19 +148,19 @@ fn names_go_through_include_root_strip_rename_add_nest_in_this_order() {
         ["--include", "layers.0"],
     ];
     let expected = ["top.level.pre_A.weight 2", "top.level.pre_b.weight 3"];
-    assert_eq!(named(&steps.concat()), expected);
+    assert_eq!(names_after(&steps.concat()), expected);
     let backwards: Vec<&str> = steps.iter().rev().flatten().copied().collect();
-    assert_eq!(named(&backwards), expected);
+    assert_eq!(names_after(&backwards), expected);
 }
 
 #[test]
-fn add_prefix_is_text_and_nest_is_dicts() {
-    assert_eq!(named(&["--include", "norm", "--add-prefix", "model."]), ["model.norm.weight 5"]);
+fn add_prefix_changes_names_and_nest_adds_dicts() {
+    assert_eq!(names_after(&["--include", "norm", "--add-prefix", "model."]), ["model.norm.weight 5"]);
     let env = TestEnv::new();
     let flat = env.make("unshard", model(&env), "flat.pt", "--add-prefix model.");
     let nested = env.make("unshard", model(&env), "nested.pt", "--nest model");
     assert_eq!(flat.tensors(), nested.tensors());
-    // Only the second is a dict within a dict, whose prefix consolidate cuts.
+    // Only the second output is a dict within a dict, whose prefix consolidate removes.
     let from_flat = env.make("consolidate", &flat.path, "a.safetensors", "");
     let from_nested = env.make("consolidate", &nested.path, "b.safetensors", "");
     assert!(from_flat.tensor_names().iter().all(|name| name.starts_with("model.")));
@@ -164,7 +168,7 @@ fn add_prefix_is_text_and_nest_is_dicts() {
 }
 
 #[test]
-fn layout_rules_see_the_resulting_names() {
+fn layout_rules_match_the_resulting_names() {
     let env = TestEnv::new();
     let options = "--mesh dp=2 --rename ^norm=final --placements R --placements final.weight=S(0)";
     let made = env.make("reshard", model(&env), "out", options);
@@ -174,7 +178,7 @@ fn layout_rules_see_the_resulting_names() {
     env.refuse("reshard", model(&env), "x", options);
 }
 
-/// A model as torch.compile, checkpoint wrappers and FSDP1 name it.
+/// Writes a model with the names of torch.compile, checkpoint wrappers and FSDP1.
 fn wrapped(env: &TestEnv) -> Made {
     let options =
         "--rename ^layers\\.0=_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module --keep-names";
@@ -182,7 +186,7 @@ fn wrapped(env: &TestEnv) -> Made {
 }
 
 #[test]
-fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_names() {
+fn wrapper_prefixes_are_removed_without_keep_names() {
     let env = TestEnv::new();
     let source = wrapped(&env);
     let long = "_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.a.weight";
@@ -195,7 +199,7 @@ fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_n
     }
     succeed("verify", &[&source.path, &model(&env)], "");
     expect(1, "verify", &[&source.path, &model(&env)], "--keep-names");
-    // reshard carries names as they are; patterns may leave the wrappers out.
+    // reshard keeps names unchanged; patterns may omit the wrappers.
     let options = "--mesh dp=2 --placements S(0) --placements layers.0.a.weight=R";
     let shards = env.make("reshard", &source.path, "shards", options);
     assert_same(&shards.tensors(), &source.tensors(), "reshard");
@@ -212,18 +216,18 @@ fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_n
 }
 
 #[test]
-fn a_collision_is_an_error_that_names_both() {
+fn colliding_names_are_refused() {
     let env = TestEnv::new();
     env.refuse("unshard", model(&env), "x.pt", r"--rename layers\.\d=layers.x");
     env.refuse("consolidate", model(&env), "x", r"--rename layers\.\d=layers.x");
-    // Wrapped and plain names that are one when cleaned.
+    // A wrapped and a plain name become equal without the wrapper.
     let source = env.vectors("both.safetensors", &[("_orig_mod.w", 2), ("w", 2)]);
     env.refuse("unshard", &source, "x.pt", "");
     assert_eq!(env.make("unshard", &source, "kept.pt", "--keep-names").tensor_names(), ["_orig_mod.w", "w"]);
 }
 
 #[test]
-fn whatever_matches_nothing_is_an_error_with_the_nearest_names() {
+fn pattern_without_a_match_is_an_error_with_the_nearest_names() {
     let source = "llama_tiny/dcp";
     let env = TestEnv::new();
     for option in
@@ -236,12 +240,12 @@ fn whatever_matches_nothing_is_an_error_with_the_nearest_names() {
     let options = "--mesh dp=2 --placements S(0) --placements **.q_prj=R";
     env.refuse("reshard", source, "x", options);
     let outcome = expect(2, "inspect", &[&fixture(source)], "--tensor **.q_prj");
-    holds(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
+    assert_contains(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
     let outcome = expect(2, "verify", &[&fixture(source), &fixture(source)], "--include **.q_prj");
-    holds(&outcome.stderr, &["no tensor or object matches this pattern", "q_proj.weight"]);
+    assert_contains(&outcome.stderr, &["no tensor or object matches this pattern", "q_proj.weight"]);
 }
 
-/// `param_groups` of every optimizer, as `inspect` shows it.
+/// Returns `param_groups` of every optimizer, as `inspect` shows it.
 fn params(path: &Path) -> String {
     let document = inspect(path, "--brief");
     let groups = document["objects"].as_object().unwrap().iter().filter(|(name, _)| name.ends_with(".params"));
@@ -249,7 +253,7 @@ fn params(path: &Path) -> String {
 }
 
 #[test]
-fn names_inside_param_groups_follow() {
+fn names_in_param_groups_are_renamed() {
     let env = TestEnv::new();
     let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--rename blocks=layers");
     let renamed = |name: String| name.replace("blocks", "layers");
@@ -261,7 +265,7 @@ fn names_inside_param_groups_follow() {
 }
 
 #[test]
-fn excluding_a_parameter_excludes_its_optimizer_state_and_lists_it() {
+fn excluded_parameter_excludes_its_optimizer_state() {
     let env = TestEnv::new();
     for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.0.w1"] {
         let name = pattern.replace('*', "");
@@ -281,7 +285,7 @@ fn excluding_a_parameter_excludes_its_optimizer_state_and_lists_it() {
 }
 
 #[test]
-fn options_work_together_in_every_verb_that_writes() {
+fn name_options_combine_in_every_verb_that_writes() {
     let env = TestEnv::new();
     let options = "--include model --exclude **.bias --root model --rename ^blocks=layers --add-prefix m.";
     let keep = |name: &String| name.rsplit('.').next() != Some("bias");

@@ -1,13 +1,13 @@
 //! Parallelize plans on the command line.
 //!
-//! - What a plan makes of each parameter of each family: `plans`. Styles, pairs and mesh dims by themselves: unit tests
-//!   of `layout::parallelize`.
+//! - The placements of each parameter of each family: `plans`. Styles, pairs and mesh dims alone: unit tests of
+//!   `layout::parallelize`.
 
 use serde_json::Value as Json;
 
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, inspect, read, succeed};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
 const VERL: &str = "verl/global_step_10/actor";
 
@@ -16,7 +16,7 @@ fn placements<'a>(document: &'a Json, name: &str) -> &'a str {
 }
 
 #[test]
-fn a_mesh_and_a_plan_are_complete() {
+fn mesh_and_plan_give_all_placements() {
     let env = TestEnv::new();
     let made = env.make("reshard", VERL, "out", "--mesh dp_shard=2,tp=2 --plan llama --to torch-ranks --verify");
     let found = inspect(&made.path, "--brief");
@@ -27,7 +27,7 @@ fn a_mesh_and_a_plan_are_complete() {
         ("model.model.layers.1.mlp.down_proj.weight", "S(0),S(1)"),
         ("model.model.norm.weight", "S(0),R"),
         ("model.lm_head.weight", "_S(0,2),S(0)"),
-        // State that is known by numbers follows its parameter.
+        // Numbered optimizer state gets the placements of its parameter.
         ("optim.state.1.exp_avg", "_S(0,2),S(0)"),
     ] {
         assert_eq!(placements(&found, name), expected, "{name}");
@@ -36,7 +36,7 @@ fn a_mesh_and_a_plan_are_complete() {
 }
 
 #[test]
-fn every_format_holds_the_same() {
+fn planned_layouts_of_every_format_keep_the_values() {
     let env = TestEnv::new();
     for (case, options) in [
         ("titan/step-1000", "--mesh dp_replicate=2,dp_shard=2,tp=2 --plan llama --to dcp"),
@@ -52,7 +52,7 @@ fn every_format_holds_the_same() {
 }
 
 #[test]
-fn fsdp_alone_cuts_what_is_trained() {
+fn fsdp_without_plan_shards_parameters_and_keeps_buffers_plain() {
     let env = TestEnv::new();
     let made = env.make("reshard", "tp2/ranks", "out", "--mesh dp=2 --fsdp dp");
     let found = inspect(&made.path, "--brief");
@@ -60,11 +60,11 @@ fn fsdp_alone_cuts_what_is_trained() {
         assert_eq!(placements(&found, name), "S(0)", "{name}");
     }
     assert_eq!(found["tensors"]["model.freqs"]["placements"], Json::Null);
-    holds(&made.run.stderr, &["2 tensors (freqs, seen): taken for buffers: plain on every rank"]);
+    assert_contains(&made.run.stderr, &["2 tensors (freqs, seen): taken for buffers: plain on every rank"]);
 }
 
 #[test]
-fn gradients_lie_as_their_parameters() {
+fn gradients_get_the_placements_of_their_parameters() {
     let env = TestEnv::new();
     let known = fixture("flat_grads/views.flat_layout.json");
     let options = format!("--to torch-ranks --mesh a=2,b=2 --replicate a --fsdp b --flat-layout {}", known.display());
@@ -77,7 +77,7 @@ fn gradients_lie_as_their_parameters() {
 }
 
 #[test]
-fn whole_numbers_that_the_source_cuts_are_no_buffers() {
+fn integer_tensors_that_the_source_shards_are_not_buffers() {
     let env = TestEnv::new();
     let cut = env.make("reshard", "partial2/ranks", "cut", "--placements S(0)");
     let again = env.make("reshard", &cut.path, "again", "--mesh fsdp=3 --fsdp fsdp");
@@ -85,7 +85,7 @@ fn whole_numbers_that_the_source_cuts_are_no_buffers() {
 }
 
 #[test]
-fn placements_come_before_a_plan() {
+fn placements_override_a_plan() {
     let env = TestEnv::new();
     let options = "--mesh dp=2,tp=2 --plan llama --placements **.down_proj=R,R";
     let found = inspect(&env.make("reshard", VERL, "out", options).path, "--brief");
@@ -94,7 +94,7 @@ fn placements_come_before_a_plan() {
 }
 
 #[test]
-fn what_has_no_style_is_told_with_the_plan_that_has() {
+fn parameters_without_a_style_give_a_note_with_a_matching_plan() {
     let env = TestEnv::new();
     let source = env.vectors(
         "model.safetensors",
@@ -106,30 +106,31 @@ fn what_has_no_style_is_told_with_the_plan_that_has() {
     );
     let names = "1 tensor (model.layers.0.self_attn.q_norm.weight): no style names them";
     let plain = env.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
-    holds(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 names more")]);
+    assert_contains(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 names more")]);
     let sharded = env.make("reshard", &source, "dp", "--mesh dp=2,tp=2 --plan llama --to torch-ranks -v");
     let buffers = "; --placements 'NAME=plain' says which are buffers";
-    holds(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more{buffers}")]);
+    assert_contains(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more{buffers}")]);
     let options = "--mesh dp=2,tp=2 --plan llama --to torch-ranks --placements **.q_norm=plain";
     let ruled = env.make("reshard", &source, "ruled", options);
     assert!(!ruled.run.stderr.contains("no style names them"), "{}", ruled.run.stderr);
     let found = inspect(&ruled.path, "--brief");
     assert_eq!(found["tensors"]["model.layers.0.self_attn.q_norm.weight"]["placements"], Json::Null, "plain");
-    holds(&sharded.run.stderr, &["inv_freq): taken for buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
+    assert_contains(&sharded.run.stderr, &["inv_freq): taken for buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
     let found = inspect(&sharded.path, "--brief");
     assert_eq!(placements(&found, "model.layers.0.self_attn.q_norm.weight"), "S(0),R");
 }
 
 #[test]
-fn heads_that_are_cut_through_are_told() {
+fn split_attention_heads_give_a_warning() {
     let env = TestEnv::new();
-    let told = |mesh: &str| succeed("reshard", &[&fixture(VERL)], &format!("{mesh} --plan llama --dry-run")).stderr;
-    holds(
-        &told("--mesh tp=4"),
+    let stderr_of =
+        |mesh: &str| succeed("reshard", &[&fixture(VERL)], &format!("{mesh} --plan llama --dry-run")).stderr;
+    assert_contains(
+        &stderr_of("--mesh tp=4"),
         &["4 tensors (model.layers.0.self_attn.k_proj.weight, ", "cut within heads: num_key_value_heads is 2, tp is 4"],
     );
-    assert!(!told("--mesh dp=2,tp=2").contains("heads"));
-    // Without a configuration nobody knows.
+    assert!(!stderr_of("--mesh dp=2,tp=2").contains("heads"));
+    // Without config.json the number of heads is unknown.
     let made = env.make("reshard", VERL, "dcp", "--to dcp --include model");
     std::fs::remove_dir_all(made.path.join("huggingface")).unwrap();
     let run = succeed("reshard", &[&made.path], "--mesh tp=4 --plan llama --dry-run");
@@ -137,7 +138,7 @@ fn heads_that_are_cut_through_are_told() {
 }
 
 #[test]
-fn what_a_plan_cannot_mean_is_refused_with_the_nearest() {
+fn invalid_plan_options_are_refused() {
     let env = TestEnv::new();
     for options in [
         "--mesh tp=2 --plan lama",
@@ -164,38 +165,38 @@ mlp = "pairwise"
 "#;
 
 #[test]
-fn styles_of_a_layout_file_come_before_a_plan() {
+fn styles_of_a_layout_file_override_a_plan() {
     let env = TestEnv::new();
     let file = env.write("styles.toml", STYLES);
     let file = file.display();
-    // The order of gate_proj, up_proj and down_proj is that of the rank files: the last has nobody to be paired with.
-    let lie = |name: &str, options: &str| {
+    // The rank files have the order gate_proj, up_proj, down_proj, so the last one has no partner.
+    let placements_with = |name: &str, options: &str| {
         let found = inspect(&env.make("reshard", VERL, name, &format!("--mesh data=2,tp=2 {options}")).path, "--brief");
         let names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"];
         names.map(|name| placements(&found, &format!("model.model.layers.0.{name}.weight")).to_owned())
     };
     let styled = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),R"];
-    assert_eq!(lie("alone", &format!("--plan {file}")), styled);
-    assert_eq!(lie("layout", &format!("--layout {file}")), styled);
+    assert_eq!(placements_with("alone", &format!("--plan {file}")), styled);
+    assert_eq!(placements_with("layout", &format!("--layout {file}")), styled);
     let behind = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),S(1)"];
-    assert_eq!(lie("behind", &format!("--layout {file} --plan llama")), behind);
+    assert_eq!(placements_with("behind", &format!("--layout {file} --plan llama")), behind);
 }
 
 #[test]
-fn a_style_none_leaves_a_module_to_fsdp() {
+fn style_none_shards_a_module_by_fsdp_only() {
     let env = TestEnv::new();
     let file = env.write("styles.toml", "[styles]\n\"**.norm\" = \"none\"\n");
     let options = format!("--mesh dp=2,tp=2 --plan llama --layout {} -v", file.display());
     let made = env.make("reshard", VERL, "out", &options);
     let layout = succeed("inspect", &[&made.path], "--layout").stdout;
-    holds(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
+    assert_contains(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
     assert_eq!(layout.matches("slice").count(), 1, "{layout}");
-    holds(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
+    assert_contains(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
     assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
 }
 
 #[test]
-fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
+fn errors_in_a_plan_file_have_their_line() {
     let env = TestEnv::new();
     let cases = [
         "plan = \"lama\"",
@@ -210,7 +211,7 @@ fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
         let options = format!("--mesh dp=2,tp=2 --plan {}", file.display());
         env.refuse("reshard", VERL, "out", &options);
     }
-    // Local files have the order of the state dict in their document; safetensors files have sorted names.
+    // The `local` format records the order of the state dict; safetensors files have sorted names.
     let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
     let options = format!("--mesh tp=2 --plan {}", file.display());
     let made = env.make("reshard", VERL, "made", &options);

@@ -1,15 +1,16 @@
-//! Running: where things are written, what is said, how a run ends.
+//! Running a verb: the files it writes, its messages and exit codes.
 //!
 //! - INT and TERM, a killed run and `--restart`, two runs into one DST: `bad_input::interrupted`.
-//! - DST in SRC and SRC in DST, through links too: `bad_input::destination::source_and_destination_within_each_other`.
-//! - An existing DST, links: `bad_input::destination::destinations_that_exist`; `--overwrite` is all or nothing:
-//!   `bad_input::interrupted::overwriting_is_all_or_nothing`.
-//! - A full file system: `bad_input::destination::a_full_file_system`.
-//! - `--io`, `--threads`, `--max-memory`, `--verify` and `--progress` change no byte: `conversions::how_to_run_changes_nothing`.
-//! - `--max-memory` below the floor, `--threads 0`: `bad_input::arguments::resources`.
+//! - DST in SRC and SRC in DST, through links too: `bad_input::destination::nested_source_and_destination_are_refused`.
+//! - An existing DST, links: `bad_input::destination::existing_destinations_are_refused_and_links_are_not_followed`;
+//!   `--overwrite` leaves the old or the new checkpoint:
+//!   `bad_input::interrupted::overwrite_killed_at_any_time_leaves_old_or_new_checkpoint`.
+//! - A full file system: `bad_input::destination::full_file_system_leaves_nothing`.
+//! - `--io`, `--threads`, `--max-memory`, `--verify` and `--progress` change no byte: `conversions::io_threads_and_memory_options_change_no_byte`.
+//! - `--max-memory` below the minimum, `--threads 0`: `bad_input::arguments::invalid_threads_and_memory_are_refused`.
 //! - Memory stays within `--max-memory`: `bench/`.
-//! - A broken pipe is 0: `cli_inspect::a_reader_that_goes_away_is_no_error`, and for the verbs that write below.
-//! - `--json`, `-q`, `-v` and `--progress` before and behind the verb: `cli_inspect::options_of_talk_stand_anywhere`.
+//! - A broken pipe is 0: `inspect::broken_pipe_is_no_error`, and for the verbs that write below.
+//! - `--json`, `-q`, `-v` and `--progress` before and behind the verb: `inspect::output_options_are_accepted_before_and_after_the_verb`.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +20,7 @@ use serde_json::json;
 
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, expect, fixture, inspect, read, run, succeed};
-use crate::contract::{contents, copy_tree, holds, names_below};
+use crate::contract::{assert_contains, contents, copy_tree, names_below};
 
 /// A conversion by each verb that writes.
 const WAYS: [(&str, &str, &str); 4] = [
@@ -30,11 +31,14 @@ const WAYS: [(&str, &str, &str); 4] = [
 ];
 
 #[test]
-fn a_dry_run_needs_no_dst_and_writes_nothing() {
+fn dry_run_without_dst_writes_nothing() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         let planned = succeed(verb, &[&fixture("fsdp4/dcp")], &format!("{options} --dry-run"));
-        holds(&planned.stdout, &["source ", "target ", "files ", "tensors ", "bytes written ", "peak memory "]);
+        assert_contains(
+            &planned.stdout,
+            &["source ", "target ", "files ", "tensors ", "bytes written ", "peak memory "],
+        );
         assert!(!planned.stderr.contains("wrote"), "{}", planned.stderr);
         let document = succeed(verb, &[&fixture("fsdp4/dcp")], &format!("{options} --dry-run --json")).json();
         assert_eq!(document["target"]["path"], json!(null));
@@ -47,10 +51,10 @@ fn a_dry_run_needs_no_dst_and_writes_nothing() {
     }
 }
 
-/// Options of processes that exchange, in runs that do not.
+/// The options are for processes that exchange data; these runs do not exchange.
 #[test]
-fn options_without_an_effect_are_warned_of() {
-    for (options, idle, why) in [
+fn options_without_effect_give_a_warning() {
+    for (options, option, why) in [
         ("--bucket-size 1MB", "--bucket-size", "this is the only process"),
         ("--fast-reduce", "--fast-reduce", "this is the only process"),
         ("--bucket-size 1MB --backend cpu --part 0 --parts 1", "--bucket-size", "this is the only process"),
@@ -68,20 +72,20 @@ fn options_without_an_effect_are_warned_of() {
     ] {
         let words = format!("{options} --dry-run --json");
         let planned = succeed("consolidate", &[&fixture("fsdp4/dcp"), &TestEnv::new().path("out")], &words);
-        let warning = format!("{idle} has no effect: {why}");
-        holds(&planned.stderr, &[&format!("warning: {warning}\n")]);
+        let warning = format!("{option} has no effect: {why}");
+        assert_contains(&planned.stderr, &[&format!("warning: {warning}\n")]);
         let warnings = planned.json()["warnings"].as_array().unwrap().clone();
         assert!(warnings.contains(&json!(warning)), "{options}: {warnings:?}");
     }
     let env = TestEnv::new();
     let made = succeed("consolidate", &[&fixture("fsdp4/dcp"), &env.path("out")], "--bucket-size 1MB");
-    holds(&made.stderr, &["warning: --bucket-size has no effect"]);
+    assert_contains(&made.stderr, &["warning: --bucket-size has no effect"]);
     let quiet = succeed("consolidate", &[&fixture("fsdp4/dcp"), &env.path("silent")], "");
     assert!(!quiet.stderr.contains("has no effect"), "{}", quiet.stderr);
 }
 
 #[test]
-fn nothing_but_dst_stands_there_in_the_end() {
+fn finished_run_leaves_dst_only() {
     for (verb, name, options) in WAYS {
         for more in ["", "--verify"] {
             let env = TestEnv::new();
@@ -93,7 +97,7 @@ fn nothing_but_dst_stands_there_in_the_end() {
 }
 
 #[test]
-fn an_existing_dst_is_refused_unless_it_is_an_empty_directory_or_overwrite_is_given() {
+fn existing_dst_is_refused_unless_empty_or_overwritten() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         env.make(verb, "fsdp4/dcp", name, options);
@@ -104,7 +108,7 @@ fn an_existing_dst_is_refused_unless_it_is_an_empty_directory_or_overwrite_is_gi
         let made = env.make(verb, "replicated_plain/dcp", name, &format!("{options} --overwrite"));
         assert!(!made.tensor_names().iter().any(|tensor| tensor.contains("blocks")), "{verb}: the new one");
         assert!(env.names().iter().all(|found| found.starts_with(name)), "{:?}", env.names());
-        // --overwrite needs nothing to be there.
+        // `--overwrite` also works without an existing DST.
         env.make(verb, "fsdp4/dcp", &format!("new_{name}"), &format!("{options} --overwrite"));
         if !name.contains('.') {
             fs::create_dir(env.path("empty")).unwrap();
@@ -113,7 +117,7 @@ fn an_existing_dst_is_refused_unless_it_is_an_empty_directory_or_overwrite_is_gi
     }
 }
 
-/// A run that was killed in the middle of a swap, between the two renames.
+/// Returns the files of a run that was killed in a swap, between the two renames.
 fn killed_within_a_swap() -> TestEnv {
     let env = TestEnv::new();
     env.make("consolidate", "fsdp4/dcp", "out", "");
@@ -123,26 +127,26 @@ fn killed_within_a_swap() -> TestEnv {
 }
 
 #[test]
-fn an_interrupted_swap_is_rolled_back_by_restart() {
+fn restart_rolls_back_an_interrupted_swap() {
     let env = killed_within_a_swap();
     let options = ["consolidate", "--no-sync", "--restart"];
     let (source, target) = (fixture("fsdp3/dcp"), env.path("out"));
     let outcome = run(options.iter().map(AsRef::as_ref).chain([source.as_os_str(), target.as_os_str()]));
     assert_eq!(outcome.code, 2, "the old one is there again: {outcome:?}");
-    holds(&outcome.stderr, &["exists", "--overwrite"]);
+    assert_contains(&outcome.stderr, &["exists", "--overwrite"]);
     succeed("verify", &[&fixture("fsdp4/dcp"), &target], "--root model");
     assert_eq!(env.names(), ["out", "out/model.safetensors"]);
 }
 
 #[test]
-fn an_interrupted_swap_is_finished_or_rolled_back_at_the_next_start() {
+fn next_run_rolls_back_an_interrupted_swap() {
     let env = killed_within_a_swap();
     expect(2, "consolidate", &[&fixture("fsdp3/dcp"), &env.path("out")], "");
     succeed("verify", &[&fixture("fsdp4/dcp"), &env.path("out")], "--root model");
 }
 
 #[test]
-fn dst_inside_src_is_refused_and_src_is_never_touched() {
+fn dst_inside_src_is_refused_and_src_is_unchanged() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         copy_tree(&fixture("fsdp4/dcp"), &env.path("src"));
@@ -155,7 +159,7 @@ fn dst_inside_src_is_refused_and_src_is_never_touched() {
 }
 
 #[test]
-fn parents_are_made_and_permissions_follow_umask() {
+fn parent_folders_are_created_and_permissions_follow_umask() {
     for (umask, folder_mode, file_mode) in [("022", 0o755, 0o644), ("077", 0o700, 0o600), ("002", 0o775, 0o664)] {
         let env = TestEnv::new();
         let target = env.path("deep/er/out");
@@ -174,29 +178,29 @@ fn parents_are_made_and_permissions_follow_umask() {
 }
 
 #[test]
-fn quiet_says_nothing_but_errors_and_verbose_says_more() {
+fn quiet_prints_errors_only_and_verbose_prints_more() {
     let env = TestEnv::new();
     assert_eq!(env.make("consolidate", "verl", "a", "-q").run.stderr, "");
     assert_eq!(env.make("consolidate", "titan", "b", "--quiet --dtype bf16").run.stderr, "");
-    holds(&env.refuse("consolidate", "verl", "c", "-q --root nothing").stderr, &["--root nothing"]);
+    assert_contains(&env.refuse("consolidate", "verl", "c", "-q --root nothing").stderr, &["--root nothing"]);
     let usual = env.make("consolidate", "fsdp4/dcp", "d", "").run.stderr;
     let verbose = env.make("consolidate", "fsdp4/dcp", "e", "-v").run.stderr;
     assert!(verbose.lines().count() > usual.lines().count(), "{verbose}");
-    holds(&verbose, &["left out: optim.state.embed.weight.exp_avg\n", "left out: nested.tuple\n"]);
+    assert_contains(&verbose, &["left out: optim.state.embed.weight.exp_avg\n", "left out: nested.tuple\n"]);
     assert_eq!(env.make("consolidate", "fsdp4/dcp", "f", "-v -q").run.stderr, "", "quiet is stronger");
-    // Data is not talk.
+    // `--quiet` does not hide data on standard output.
     assert_eq!(env.make("consolidate", "fsdp4/dcp", "g", "").run.stdout, "");
     assert!(!succeed("inspect", &[&fixture("fsdp4/dcp")], "-q").stdout.is_empty());
 }
 
 #[test]
-fn progress_is_shown_always_never_or_where_somebody_looks() {
+fn progress_option_shows_or_hides_progress() {
     let env = TestEnv::new();
-    let said = |name: &str, options: &str| env.make("unshard", "fsdp4/dcp", name, options).run.stderr;
-    assert_eq!(said("a.pt", "").lines().count(), 1);
-    assert_eq!(said("b.pt", "--progress never").lines().count(), 1);
-    holds(&said("c.pt", "--progress always"), &["writing"]);
-    assert_eq!(said("d.pt", "--progress always -q"), "");
+    let stderr_of = |name: &str, options: &str| env.make("unshard", "fsdp4/dcp", name, options).run.stderr;
+    assert_eq!(stderr_of("a.pt", "").lines().count(), 1);
+    assert_eq!(stderr_of("b.pt", "--progress never").lines().count(), 1);
+    assert_contains(&stderr_of("c.pt", "--progress always"), &["writing"]);
+    assert_eq!(stderr_of("d.pt", "--progress always -q"), "");
 }
 
 #[test]
@@ -211,14 +215,14 @@ fn long_options_accept_underscores() {
 }
 
 #[test]
-fn an_option_that_is_given_twice_counts_as_given_last() {
+fn repeated_option_takes_the_last_value() {
     let env = TestEnv::new();
     let made = env.make("unshard", "fsdp4/dcp", "a.pt", "--root optim --root model --no-sync -q --json --json");
     assert!(made.tensor_names().contains(&"embed.weight".into()));
 }
 
 #[test]
-fn hidden_aliases_are_the_verbs() {
+fn hidden_aliases_run_the_verbs() {
     let env = TestEnv::new();
     let merged =
         run(["merge".as_ref(), fixture("fsdp4/dcp").as_os_str(), env.path("merged").as_os_str(), "--no-sync".as_ref()]);
@@ -239,7 +243,7 @@ fn hidden_aliases_are_the_verbs() {
 }
 
 #[test]
-fn typing_errors_are_answered_with_what_was_meant() {
+fn mistyped_arguments_get_a_suggestion() {
     for (arguments, meant) in [
         (&["consolidat", "a", "b"][..], "consolidate"),
         (&["consolidate", "a", "b", "--max-shard-sise", "5GB"], "--max-shard-size"),
@@ -253,12 +257,12 @@ fn typing_errors_are_answered_with_what_was_meant() {
     ] {
         let outcome = run(arguments);
         assert_eq!(outcome.code, 2, "{arguments:?}");
-        holds(&outcome.stderr, &["tip: a similar", meant]);
+        assert_contains(&outcome.stderr, &["tip: a similar", meant]);
     }
 }
 
 #[test]
-fn options_of_other_verbs_are_said_to_be_theirs() {
+fn option_of_another_verb_names_that_verb() {
     for (arguments, verbs) in [
         ("consolidate a b --mesh dp=2", "--mesh is an option of reshard"),
         ("inspect a --mesh=dp=2", "--mesh is an option of reshard"),
@@ -269,18 +273,18 @@ fn options_of_other_verbs_are_said_to_be_theirs() {
     ] {
         let outcome = run(arguments.split(' '));
         assert_eq!(outcome.code, 2, "{arguments}");
-        holds(&outcome.stderr, &["unexpected argument '--", &format!("tip: {verbs}\n")]);
+        assert_contains(&outcome.stderr, &["unexpected argument '--", &format!("tip: {verbs}\n")]);
         assert_eq!(outcome.stderr.matches("tip: ").count(), 1, "{}", outcome.stderr);
         let document = run(arguments.split(' ').chain(["--json"])).json();
         assert_eq!(document["error"]["hint"], verbs, "{arguments}");
     }
-    // One that it has itself is written behind the verb, and of one that nobody has nothing is said.
+    // An option that the verb itself has belongs after the verb; an unknown option has no tip.
     let outcome = run(["consolidate", "a", "b", "--frobnicate"]);
     assert!(!outcome.stderr.contains("is an option of"), "{}", outcome.stderr);
 }
 
 #[test]
-fn a_broken_pipe_is_no_error_of_verbs_that_write() {
+fn broken_pipe_is_no_error_of_verbs_that_write() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
@@ -294,7 +298,7 @@ fn a_broken_pipe_is_no_error_of_verbs_that_write() {
 }
 
 #[test]
-fn exit_is_2_where_a_verb_could_not_run() {
+fn failed_run_exits_with_2() {
     let env = TestEnv::new();
     for (verb, name, options) in WAYS {
         env.refuse(verb, "nowhere", name, options);
@@ -308,7 +312,7 @@ fn exit_is_2_where_a_verb_could_not_run() {
 }
 
 #[test]
-fn max_memory_below_what_the_plan_needs_is_an_error_with_the_floor() {
+fn max_memory_below_the_minimum_is_an_error_with_the_minimum() {
     let env = TestEnv::new();
     let options = "--max-memory 1MB --threads 2";
     for (verb, name, more) in WAYS {
@@ -325,23 +329,23 @@ fn max_memory_below_what_the_plan_needs_is_an_error_with_the_floor() {
 }
 
 #[test]
-fn verify_while_converting_reads_everything_back() {
+fn verify_option_reads_the_output_back() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         let made = env.make(verb, "fsdp4/dcp", name, &format!("{options} --verify --progress always"));
-        holds(&made.run.stderr, &["verifying"]);
+        assert_contains(&made.run.stderr, &["verifying"]);
     }
 }
 
 #[test]
-fn every_io_and_sync_gives_the_same_values() {
+fn every_io_mode_and_sync_give_the_same_values() {
     for io in ["auto", "mmap", "read", "direct"] {
         let env = TestEnv::new();
         let made =
             env.make("reshard", "fsdp_tp/ranks", "x", &format!("--mesh dp=2 --placements S(0) --io {io} --threads 2"));
         assert_same(&made.tensors(), &read(&fixture("fsdp_tp/ranks")), io);
     }
-    // With sync, which `make` leaves out.
+    // This run syncs; `make` runs with `--no-sync`.
     let env = TestEnv::new();
     let target = env.path("x");
     let outcome = run(["unshard".as_ref(), fixture("fsdp4/dcp").as_os_str(), target.as_os_str()]);

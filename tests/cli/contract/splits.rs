@@ -1,15 +1,15 @@
-//! How dims are cut: `--split`, and splits and sizes of a layout file.
+//! Splits of dims: `--split`, and splits and sizes of a layout file.
 //!
-//! - Splits as such: `layout::split::tests`. Those of SRC: `told`, `local`.
+//! - Splits alone: `layout::split::tests`. Splits of SRC: `declared_layout`, `local`.
 
 use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{inspect, succeed};
-use crate::contract::layout_file::{EMBED, comes_back, laid_out};
-use crate::contract::{contents, holds};
+use crate::contract::layout_file::{EMBED, assert_layout_reproduces, laid_out};
+use crate::contract::{assert_contains, contents};
 
-/// Offset and size along one dim of the distinct chunks of a tensor.
+/// Returns offset and size along one dim of the distinct chunks of a tensor.
 fn cuts(document: &Json, name: &str, dim: usize) -> Vec<(u64, u64)> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let number = |list: &Json| list[dim].as_u64().unwrap();
@@ -20,7 +20,7 @@ fn cuts(document: &Json, name: &str, dim: usize) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn chunks_of_dcp_are_cut_as_splits_say() {
+fn split_options_set_the_chunks_of_dcp() {
     let chunk = [(0, 3), (3, 3), (6, 3), (9, 1)];
     let balanced = [(0, 3), (3, 3), (6, 2), (8, 2)];
     let makani = [(0, 3), (3, 3), (6, 3), (9, 1)];
@@ -29,7 +29,7 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
     assert_eq!(cuts(&laid_out(base, "--split balanced"), EMBED, 0), balanced);
     assert_eq!(cuts(&laid_out(&format!("{base}split = \"balanced\""), ""), EMBED, 0), balanced);
     assert_eq!(cuts(&laid_out(&format!("{base}split = \"balanced\""), "--split makani"), EMBED, 0), makani);
-    // 3 rows over 4, and 10 over 6: where makani leaves nobody without.
+    // 10 rows over 6 ranks: makani leaves no rank without rows.
     let split = laid_out("mesh = \"dp=6\"\nplacements = \"S(0)\"\nsplit = \"makani\"", "");
     assert_eq!(cuts(&split, EMBED, 0), [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 5)]);
     let sizes =
@@ -37,7 +37,7 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
     let found = laid_out(&sizes, "--split balanced");
     assert_eq!(cuts(&found, EMBED, 0), [(0, 1), (1, 7), (8, 2)]);
     assert_eq!(cuts(&found, "optim.state.0.exp_avg", 0), [(0, 1), (1, 7), (8, 2)], "its state follows");
-    // The rules of two dims.
+    // Two mesh dims have different splits.
     let both = "mesh = \"dp=2,tp=2\"\nplacements = \"S(0),R\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0),S(1)\"\n\
                 split = \"chunk,1+2\"\n";
     let found = laid_out(both, "");
@@ -45,37 +45,37 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
 }
 
 #[test]
-fn sizes_of_local_files_are_printed_and_come_back() {
+fn split_sizes_of_local_files_are_printed_and_reproduced() {
     let env = TestEnv::new();
     let sizes = "mesh = \"dp=2\"\nplacements = \"S(0)\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\n\
                  sizes = { dp = [7, 3] }\n";
     let layout = env.write("sizes.toml", sizes);
     let made = env.make("reshard", "fsdp4/ranks", "made", &format!("--to local --layout {}", layout.display()));
-    comes_back(&made.path.display().to_string(), "");
+    assert_layout_reproduces(&made.path.display().to_string(), "");
     let printed = succeed("inspect", &[&made.path], "--layout").stdout;
-    holds(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
-    // Where they do not fit, it is told who said them.
+    assert_contains(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
+    // The error for sizes that do not fit names their origin.
     env.refuse("reshard", &made.path, "x", "--mesh dp=3");
     let to_dtensors = format!("--layout {}", layout.display());
     env.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors);
     env.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3");
-    // Also what is cut so everywhere.
+    // A default split is refused as well.
     let made = env.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
-    comes_back(&made.path.display().to_string(), "");
+    assert_layout_reproduces(&made.path.display().to_string(), "");
 }
 
 #[test]
-fn dtensors_are_cut_by_torch_chunk() {
+fn uneven_splits_of_dtensors_are_refused() {
     let env = TestEnv::new();
     env.refuse("reshard", "fsdp4/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced");
     env.refuse("reshard", "fsdp1_sharded/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced");
-    // What divides evenly is the same by all rules.
+    // All rules give the same even split.
     let even = "--mesh dp=2 --placements S(0) --include **.embed";
     let by = |split: &str, name: &str| {
         contents(&env.make("reshard", "fsdp4/ranks", name, &format!("{even} --split {split}")).path)
     };
     assert_eq!(by("chunk", "a"), by("makani", "b"));
-    // Local tensors are cut as one likes.
+    // Local tensors may have any split.
     let options = "--mesh dp=4 --placements S(0) --split balanced --tensor-class local";
     let made = env.make("reshard", "fsdp4/ranks", "local", options);
     let shapes: Vec<Json> = (0..4)

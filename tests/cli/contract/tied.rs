@@ -1,4 +1,4 @@
-//! `--tied write`: the name that a checkpoint of a tied model leaves out.
+//! `--tied write` writes the tied name that a checkpoint leaves out.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::common::{expect, succeed};
 
 const TIED: &str = r#"{"model_type": "llama", "tie_word_embeddings": true}"#;
 
-/// A model as `save_pretrained` writes it: with an embedding, and without the output layer that is tied to it.
+/// Writes a model as `save_pretrained` does: with an embedding, and without the output layer that is tied to it.
 fn saved(env: &TestEnv, name: &str, config: &str, tensors: &[(&str, usize)]) -> PathBuf {
     env.write(&format!("{name}/config.json"), config);
     env.vectors(&format!("{name}/model.safetensors"), tensors);
@@ -19,7 +19,7 @@ fn saved(env: &TestEnv, name: &str, config: &str, tensors: &[(&str, usize)]) -> 
 
 const MODEL: [(&str, usize); 2] = [("model.embed_tokens.weight", 8), ("model.norm.weight", 4)];
 
-/// Names of tensors and their digests.
+/// Returns the names of tensors and their digests.
 fn digests(path: &std::path::Path) -> serde_json::Map<String, Json> {
     let document = succeed("inspect", &[path], "--digest --json").json();
     let tensors = document["tensors"].as_object().unwrap();
@@ -27,7 +27,7 @@ fn digests(path: &std::path::Path) -> serde_json::Map<String, Json> {
 }
 
 #[test]
-fn name_that_is_left_out_is_written_in_every_format() {
+fn missing_tied_name_is_written_in_every_format() {
     let env = TestEnv::new();
     let source = saved(&env, "source", TIED, &MODEL);
     let all = [
@@ -47,7 +47,7 @@ fn name_that_is_left_out_is_written_in_every_format() {
 }
 
 #[test]
-fn name_below_a_model_is_written_beside_it_and_renamed_with_it() {
+fn tied_name_of_a_nested_model_is_written_and_renamed() {
     let env = TestEnv::new();
     let source = saved(&env, "source", TIED, &MODEL);
     let nested = env.make("unshard", &source, "nested/model.pt", "--nest model").path;
@@ -57,7 +57,7 @@ fn name_below_a_model_is_written_beside_it_and_renamed_with_it() {
 }
 
 #[test]
-fn verify_says_how_to_compare_without_the_tied_layer() {
+fn verify_hint_names_common_for_the_tied_layer() {
     let env = TestEnv::new();
     let source = saved(&env, "source", TIED, &MODEL);
     let made = env.make("reshard", &source, "dcp", "--mesh dp=2 --to dcp --tied write");
@@ -66,7 +66,7 @@ fn verify_says_how_to_compare_without_the_tied_layer() {
         assert!(run.stderr.contains("--common") && run.stderr.contains("lm_head.weight"), "{}", run.stderr);
         succeed("verify", &[left, right], "--common");
     }
-    // An output layer of its own is no tied one.
+    // A model with its own output layer is not tied.
     let head = env.path("head");
     fs::create_dir(&head).unwrap();
     env.vectors("head/model.safetensors", &[MODEL[0], MODEL[1], ("lm_head.weight", 9)]);
@@ -76,7 +76,7 @@ fn verify_says_how_to_compare_without_the_tied_layer() {
 
 /// A quantised output layer has tensors of other names.
 #[test]
-fn quantised_output_layer_counts_as_stored() {
+fn quantised_output_layer_is_not_tied() {
     let env = TestEnv::new();
     let source = saved(&env, "source", TIED, &[MODEL[0], MODEL[1], ("lm_head.qweight", 3)]);
     let made = env.make("reshard", &source, "dcp", "--mesh dp=2 --to dcp --tied write");
@@ -99,7 +99,7 @@ fn recorded_alias_is_written() {
 }
 
 #[test]
-fn stored_output_layer_stays_as_it_is() {
+fn stored_output_layer_is_kept() {
     let env = TestEnv::new();
     let tensors = [("lm_head.weight", 8), MODEL[0], MODEL[1]];
     let source = saved(&env, "source", TIED, &tensors);
@@ -109,7 +109,7 @@ fn stored_output_layer_stays_as_it_is() {
 }
 
 #[test]
-fn ties_that_nothing_tells_are_an_error() {
+fn unknown_ties_are_an_error() {
     let env = TestEnv::new();
     let untied = saved(&env, "untied", r#"{"tie_word_embeddings": false}"#, &MODEL);
     let unknown = saved(&env, "unknown", TIED, &[("my_embedding.weight", 8)]);
@@ -124,7 +124,7 @@ fn ties_that_nothing_tells_are_an_error() {
 }
 
 #[test]
-fn tied_model_in_dcp_has_a_note_unless_all_names_are_written() {
+fn tied_model_in_dcp_gives_a_note_unless_all_names_are_written() {
     let env = TestEnv::new();
     let source = saved(&env, "source", TIED, &MODEL);
     let notes = |out: &str, options: &str| {
@@ -135,9 +135,9 @@ fn tied_model_in_dcp_has_a_note_unless_all_names_are_written() {
     assert!(!notes("written", "--tied write").contains("allow_partial_load"));
 }
 
-/// Whether the units come from SRC or from a checkpoint that lacks the name, the name is shared with its parameter.
+/// The name is shared with its parameter, whether the units come from SRC or from a checkpoint without that name.
 #[test]
-fn flat_parameters_share_the_name_that_is_written() {
+fn tied_name_is_shared_in_flat_parameters() {
     let env = TestEnv::new();
     let source = env.make("reshard", "llama_tiny/ranks", "source", "--mesh fsdp=2 --exclude **.lm_head").path;
     env.write("source/huggingface/config.json", TIED);

@@ -1,4 +1,4 @@
-//! `flatten` with the units and orders that it concludes itself, from the order of a state dict and `--wrap`.
+//! `flatten` with units and orders that it infers from the order of a state dict and `--wrap`.
 
 use std::fs;
 
@@ -10,23 +10,23 @@ use crate::common::flat::{self, WRAP, layout_file};
 use crate::common::{assert_same, expect, fixture, read, succeed};
 
 #[test]
-fn what_follows_from_a_state_dict_is_what_the_live_model_had() {
+fn inferred_layout_equals_the_layout_of_the_live_model() {
     let folder = tempfile::tempdir().unwrap();
-    let [told, concluded] = ["told", "concluded"].map(|name| folder.path().join(name));
-    // The channels_last weight is so in the file; the copy of the tied one is not a parameter.
+    let [declared, inferred] = ["told", "concluded"].map(|name| folder.path().join(name));
+    // The file stores the channels_last strides; the copy of the tied weight is not a parameter.
     let source = full();
     let layout = layout_file("flat2", "flat");
-    succeed("flatten", &[&source, &told], &format!("--flat-layout {}", layout.display()));
-    succeed("flatten", &[&source, &concluded], &format!("--world-size 2 --exclude head {WRAP}"));
+    succeed("flatten", &[&source, &declared], &format!("--flat-layout {}", layout.display()));
+    succeed("flatten", &[&source, &inferred], &format!("--world-size 2 --exclude head {WRAP}"));
     for rank in 0..2 {
-        let [told, concluded] = [&told, &concluded]
+        let [declared, inferred] = [&declared, &inferred]
             .map(|folder| fs::read(folder.join(format!("model_world_size_2_rank_{rank}.pt"))).unwrap());
-        assert!(told == concluded, "rank {rank}");
+        assert!(declared == inferred, "rank {rank}");
     }
 }
 
 #[test]
-fn a_weight_whose_order_in_memory_is_not_stored_is_refused() {
+fn weight_without_recorded_strides_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let [shards, flat] = ["shards", "flat"].map(|name| folder.path().join(name));
     succeed("reshard", &[&full(), &shards], "--to torch-ranks --mesh fsdp=2");
@@ -34,9 +34,9 @@ fn a_weight_whose_order_in_memory_is_not_stored_is_refused() {
     assert!(outcome.stderr.contains("conv.weight: of shape [6, 2, 2, 2], it may lie by rows"), "{outcome:?}");
 }
 
-/// Elements of a torch file's tensors lie as those of the module's parameters do, and FSDP1 flattens them so.
+/// The tensors of a torch file have the strides of the module's parameters, and FSDP1 flattens in that order.
 #[test]
-fn units_of_a_torch_file_are_those_of_the_job() {
+fn inferred_units_of_a_torch_file_equal_the_units_of_the_job() {
     let env = TestEnv::new();
     let made = env.make("flatten", full(), "out", &format!("--world-size 2 {WRAP}"));
     let written = flat::read_layout(&made.path.join("flat_layout.json"));
@@ -48,9 +48,9 @@ fn units_of_a_torch_file_are_those_of_the_job() {
     assert_eq!(written["units"], expected["units"]);
 }
 
-/// A state dict in the order of registration and --wrap say as much as the job; only ties and strides lack.
+/// A state dict in registration order and `--wrap` describe the job, except for ties and strides.
 #[test]
-fn a_state_dict_in_its_order_needs_the_units_alone() {
+fn ordered_state_dict_needs_wrap_only() {
     let env = TestEnv::new();
     let source = folder(&env, "flat3", "views");
     let whole = env.make("unshard", &source, "whole.pt", "--series all").path;
@@ -68,7 +68,7 @@ fn a_state_dict_in_its_order_needs_the_units_alone() {
         assert_eq!(order(&layout), order(&truth), "{name}");
         assert_same(&read(&made.path), &read(&source), name);
     }
-    // With the strides of the job, and its order of units, every byte of tensors is that of PyTorch's files.
+    // With the strides and the unit order of the job, every byte of tensors equals PyTorch's files.
     for name in ["views", "flat"] {
         let layout = layout_file("flat2", name);
         let options = format!("--flat-layout {}", layout.display());
@@ -80,9 +80,10 @@ fn a_state_dict_in_its_order_needs_the_units_alone() {
     }
 }
 
-/// Without a flat layout, `--like` of whole tensors gives `reshard` the shapes of what it reads, and no layout to write.
+/// Without a flat layout, `--like` with whole tensors gives `reshard` the shapes of its source, and no layout for its
+/// output.
 #[test]
-fn shapes_of_another_checkpoint_are_no_target() {
+fn like_of_whole_tensors_gives_shapes_and_no_target_layout() {
     let env = TestEnv::new();
     let source = fixture("flat3/flat");
     let like = format!("--like {}", full().display());
@@ -96,7 +97,7 @@ fn shapes_of_another_checkpoint_are_no_target() {
 }
 
 #[test]
-fn files_keep_their_names_whatever_tells_the_units() {
+fn file_names_are_kept_for_every_source_of_units() {
     let env = TestEnv::new();
     let source = folder(&env, "flat2", "flat");
     for rank in 0..2 {

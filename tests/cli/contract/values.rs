@@ -1,11 +1,11 @@
-//! Values: dtypes, ties, disagreements between ranks, checks, what a format cannot hold, and bytes that are the same.
+//! Values: dtypes, ties, differences between ranks, checksums, limits of formats, and identical bytes.
 //!
-//! - Without `--dtype` no bit changes: `conversions::*_to_every_layout`, `*_to_whole_files`.
+//! - Without `--dtype` no bit changes: `conversions::*_keep_values`.
 //! - Every cast of every pair of dtypes against PyTorch: `exec::cast::tests` (library), on `fixtures/cast`.
-//! - Missing ranks and replicas that cover them: `folders::{missing_ranks_are_listed_and_may_be_replicas,
-//!   rank_0_may_be_the_missing_one}`, `bad_input::damage::missing_files_are_all_listed`.
-//! - The index of a split model: `conversions::large_models_are_split`.
-//! - Objects that are not known inside of rank files: `folders::unknown_objects_are_left_out_on_request`.
+//! - Missing ranks and replicas that cover them: `folders::{missing_ranks_are_an_error_unless_replicas_cover_them,
+//!   missing_rank_0_is_covered_by_replicas}`, `bad_input::damage::missing_files_are_all_listed`.
+//! - The index of a split model: `conversions::large_model_is_split_into_files_with_an_index`.
+//! - Unknown objects in rank files: `folders::unknown_objects_are_left_out_on_request`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::common::env::TestEnv;
 use crate::common::{
     Tensors, Truth, assert_same, below, bytes_of, expect, fixture, inspect, read, read_safetensors, succeed,
 };
-use crate::contract::{contents, copy_tree, holds, names_below};
+use crate::contract::{assert_contains, contents, copy_tree, names_below};
 
 fn dtypes(tensors: &Tensors) -> Vec<(String, String)> {
     tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dtype.clone())).collect()
@@ -26,7 +26,7 @@ fn dtypes(tensors: &Tensors) -> Vec<(String, String)> {
 // ------------------------------------------------------------------------------------------------------------- dtypes
 
 #[test]
-fn dtype_casts_floats_of_1_or_more_dims_outside_optimizer_state_and_counts_the_rest() {
+fn dtype_casts_floats_except_0_d_and_optimizer_state() {
     let env = TestEnv::new();
     let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--dtype bf16 --json");
     let source = read(&fixture("fsdp4/dcp"));
@@ -37,11 +37,14 @@ fn dtype_casts_floats_of_1_or_more_dims_outside_optimizer_state_and_counts_the_r
     }
     let document = made.run.json();
     assert_eq!(document["cast"], json!({ "f32->bf16": { "tensors": 19, "overflows": 0, "nans": 0 } }));
-    let told = "--dtype does not cast: 17 tensors (0-d), 34 tensors (optimizer state)";
-    holds(&document["warnings"].to_string(), &["--dtype does not cast: ", "0-d", "(optimizer state)", "(not float)"]);
+    let note = "--dtype does not cast: 17 tensors (0-d), 34 tensors (optimizer state)";
+    assert_contains(
+        &document["warnings"].to_string(),
+        &["--dtype does not cast: ", "0-d", "(optimizer state)", "(not float)"],
+    );
     let again = env.make("unshard", "fsdp4/dcp", "y.pt", "--dtype bf16");
-    assert!(again.closing().ends_with("; cast 19 f32->bf16"), "{}", again.closing());
-    assert!(again.run.stderr.starts_with(&format!("note: {}", &told[..27])), "{}", again.run.stderr);
+    assert!(again.closing_line().ends_with("; cast 19 f32->bf16"), "{}", again.closing_line());
+    assert!(again.run.stderr.starts_with(&format!("note: {}", &note[..27])), "{}", again.run.stderr);
     succeed("verify", &[&fixture("fsdp4/dcp"), &made.path], "--dtype bf16");
 }
 
@@ -53,7 +56,7 @@ fn f64_and_optimizer_state_are_cast_by_pattern_only() {
     let by_name = env.make("consolidate", "safetensors/single", "b.safetensors", "--dtype dtype.f64=f32 --json");
     assert_eq!(by_name.tensors()["dtype.f64"].dtype, "f32");
     assert_eq!(by_name.run.json()["cast"]["f64->f32"]["tensors"], 1);
-    // A parameter's pattern does not mean its state; the state's own name does.
+    // The pattern of a parameter does not match its optimizer state; the name of the state does.
     let made = env.make("unshard", "fsdp4/dcp", "c.pt", "--dtype model.embed.weight=bf16");
     assert_eq!(made.tensors()["model.embed.weight"].dtype, "bf16");
     assert_eq!(made.tensors()["optim.state.embed.weight.exp_avg"].dtype, "f32");
@@ -62,7 +65,7 @@ fn f64_and_optimizer_state_are_cast_by_pattern_only() {
     assert_eq!(made.tensors()["model.embed.weight"].dtype, "f32");
 }
 
-/// An FP8 checkpoint: a scale beside a quantised weight, and the scale of a norm.
+/// Writes an FP8 checkpoint: a quantised weight with its scale, and the scale of a norm.
 fn with_fp8_weight(env: &TestEnv) -> PathBuf {
     use safetensors::Dtype::{F8_E4M3, F32};
     use safetensors::tensor::TensorView;
@@ -80,7 +83,7 @@ fn with_fp8_weight(env: &TestEnv) -> PathBuf {
 }
 
 #[test]
-fn bare_dtype_keeps_scales_of_quantised_tensors() {
+fn dtype_without_pattern_keeps_scales_of_quantised_tensors() {
     let env = TestEnv::new();
     let source = with_fp8_weight(&env);
     let known = read(&source);
@@ -111,19 +114,23 @@ fn bare_dtype_keeps_scales_of_quantised_tensors() {
 }
 
 #[test]
-fn the_first_dtype_pattern_that_covers_a_tensor_decides_before_the_bare_one() {
+fn first_matching_dtype_pattern_applies_before_the_default() {
     let env = TestEnv::new();
     let options = "--dtype f16 --dtype layers.0=bf16 --dtype layers=f32 --dtype norm=f8_e4m3fn";
     let source = env.vectors("m.safetensors", &[("layers.0.w", 2), ("layers.1.w", 2), ("norm.w", 2), ("z.w", 2)]);
     let made = env.make("unshard", source, "x.pt", options);
     let expected = [("layers.0.w", "bf16"), ("layers.1.w", "f32"), ("norm.w", "f8_e4m3fn"), ("z.w", "f16")];
     assert_eq!(dtypes(&made.tensors()), expected.map(|(name, dtype)| (name.into(), dtype.into())));
-    assert!(made.closing().ends_with("; cast 1 f32->f16, 1 f32->bf16, 1 f32->f8_e4m3fn"), "{}", made.closing());
+    assert!(
+        made.closing_line().ends_with("; cast 1 f32->f16, 1 f32->bf16, 1 f32->f8_e4m3fn"),
+        "{}",
+        made.closing_line()
+    );
     env.refuse("unshard", "fsdp4/dcp", "y.pt", "--dtype f16 --dtype bf16");
 }
 
 #[test]
-fn dtypes_have_the_names_of_torch_and_others() {
+fn dtype_names_of_torch_and_short_names_are_accepted() {
     let env = TestEnv::new();
     for (names, dtype) in [
         (&["bf16", "bfloat16", "torch.bfloat16"][..], "bf16"),
@@ -146,7 +153,7 @@ fn dtypes_have_the_names_of_torch_and_others() {
 }
 
 #[test]
-fn rounding_is_as_pytorch_on_cpu_and_overflows_and_nans_are_counted() {
+fn casts_round_like_pytorch_and_count_overflows_and_nans() {
     let source = fixture("cast/cases.safetensors");
     let expected = read_safetensors(&source);
     for (from, to) in [
@@ -167,8 +174,8 @@ fn rounding_is_as_pytorch_on_cpu_and_overflows_and_nans_are_counted() {
         assert!(counts["nans"].as_u64().unwrap() > 0, "{from} to {to}: {counts}");
         if (from, to) == ("f32", "f16") {
             assert!(counts["overflows"].as_u64().unwrap() > 0, "{counts}");
-            holds(&document["warnings"].to_string(), &["overflowed from f32 to f16", "are NaN"]);
-            holds(&made.run.stderr, &["overflowed from f32 to f16"]);
+            assert_contains(&document["warnings"].to_string(), &["overflowed from f32 to f16", "are NaN"]);
+            assert_contains(&made.run.stderr, &["overflowed from f32 to f16"]);
         }
         succeed("verify", &[&source, &made.path], &format!("--include {from} --dtype {from}={to}"));
     }
@@ -203,7 +210,7 @@ fn tied_tensors_are_written_under_every_name() {
 }
 
 #[test]
-fn tied_drop_writes_the_first_and_records_the_others_which_verify_follows() {
+fn tied_drop_writes_one_name_and_records_the_others() {
     let env = TestEnv::new();
     let tied = json!({ "head.weight": "embed.weight", "same.b": "same.a" });
     for (verb, name) in [("consolidate", "a.safetensors"), ("unshard", "b.safetensors"), ("consolidate", "folder")] {
@@ -214,7 +221,7 @@ fn tied_drop_writes_the_first_and_records_the_others_which_verify_follows() {
         assert_eq!(metadata.as_object_mut().unwrap().remove("format"), Some(json!("pt")));
         assert_eq!(metadata, tied);
         assert!(!read_safetensors(&made.path).contains_key("head.weight"));
-        // Nothing is missing to those who follow.
+        // `verify` follows the recorded names, so no tensor is missing.
         succeed("verify", &[&fixture(TIED), &made.path], "--exclude dtype");
         succeed("verify", &[&made.path, &made.path], "");
         assert_eq!(made.tensors()["head.weight"], read(&fixture(TIED))["head.weight"]);
@@ -239,7 +246,7 @@ fn views_of_one_storage_are_not_tied() {
 // --------------------------------------------------------------------------------------- ranks that do not agree
 
 #[test]
-fn what_ranks_store_differently_is_an_error_that_lists_ranks() {
+fn differing_rank_values_are_an_error_with_on_conflict_hint() {
     for (case, options) in [("conflict/tensor", ""), ("conflict/object", "--series all")] {
         for (verb, name, more) in [
             ("unshard", "x.pt", options),
@@ -249,12 +256,12 @@ fn what_ranks_store_differently_is_an_error_that_lists_ranks() {
         ] {
             let env = TestEnv::new();
             let outcome = env.refuse(verb, case, name, more);
-            holds(&outcome.stderr, &["--on-conflict", "rank0", "per-rank", "drop"]);
+            assert_contains(&outcome.stderr, &["--on-conflict", "rank0", "per-rank", "drop"]);
         }
     }
 }
 
-/// The four kinds of target a conflict is decided for.
+/// The four kinds of target for which `--on-conflict` selects a value.
 const TARGETS: [(&str, &str, &str); 4] = [
     ("reshard", "ranks", "--mesh dp=2 --placements R"),
     ("reshard", "dcp", "--mesh dp=2 --to dcp"),
@@ -262,7 +269,7 @@ const TARGETS: [(&str, &str, &str); 4] = [
     ("unshard", "whole.safetensors", "--series all"),
 ];
 
-/// The tensor that ranks disagree about, of each rank.
+/// Returns the differing tensor of each rank.
 fn of_ranks() -> [crate::common::Tensor; 2] {
     [0, 1].map(|rank| {
         let file = fixture(&format!("conflict/tensor/model_world_size_2_rank_{rank}.pt"));
@@ -271,7 +278,7 @@ fn of_ranks() -> [crate::common::Tensor; 2] {
 }
 
 #[test]
-fn on_conflict_decides_about_plain_tensors() {
+fn on_conflict_selects_a_value_of_plain_tensors() {
     let [first, second] = of_ranks();
     assert_ne!(first, second);
     for (verb, name, options) in TARGETS {
@@ -282,12 +289,12 @@ fn on_conflict_decides_about_plain_tensors() {
 
         let rank0 = make("rank0");
         assert_eq!(rank0.tensors()["differs"], first, "{name}");
-        holds(&rank0.run.stderr, &["the lowest rank's value is taken of differs"]);
+        assert_contains(&rank0.run.stderr, &["the lowest rank's value is taken of differs"]);
         succeed("verify", &[&rank0.path], "");
 
         let drop = make("drop");
         assert_eq!(drop.tensor_names(), ["same"], "{name}");
-        holds(drop.closing(), &["; left out: 1 tensor (differing)"]);
+        assert_contains(drop.closing_line(), &["; left out: 1 tensor (differing)"]);
 
         let each = make("per-rank");
         if name == "ranks" {
@@ -300,12 +307,12 @@ fn on_conflict_decides_about_plain_tensors() {
             assert_eq!(each.tensors()["differs.rank_0"], first);
             assert_eq!(each.tensors()["differs.rank_1"], second);
         }
-        holds(&each.run.stderr, &["1 value of each rank kept (differs): ranks 0, 1"]);
+        assert_contains(&each.run.stderr, &["1 value of each rank kept (differs): ranks 0, 1"]);
     }
 }
 
 #[test]
-fn on_conflict_decides_about_objects() {
+fn on_conflict_selects_a_value_of_objects() {
     let seven = json!({ "type": "int", "value": 7 });
     for (verb, name, options) in TARGETS {
         let env = TestEnv::new();
@@ -315,14 +322,14 @@ fn on_conflict_decides_about_objects() {
         let objects = |path: &PathBuf| inspect(path, "--brief")["objects"].clone();
         let (rank0, drop, each) = (make("rank0"), make("drop"), make("per-rank"));
         if name.ends_with("safetensors") {
-            assert!(rank0.closing().ends_with("; left out: 2 objects"), "{}", rank0.closing());
-            assert!(drop.closing().ends_with("; left out: 2 objects"), "{}", drop.closing());
-            assert!(each.closing().ends_with("; left out: 3 objects"), "{}", each.closing());
+            assert!(rank0.closing_line().ends_with("; left out: 2 objects"), "{}", rank0.closing_line());
+            assert!(drop.closing_line().ends_with("; left out: 2 objects"), "{}", drop.closing_line());
+            assert!(each.closing_line().ends_with("; left out: 3 objects"), "{}", each.closing_line());
             continue;
         }
         assert_eq!(objects(&rank0.path)["extra_state.step"], seven, "{name}");
         assert_eq!(objects(&drop.path).as_object().unwrap().keys().collect::<Vec<_>>(), ["extra_state.name"]);
-        assert!(drop.closing().ends_with("; left out: 1 object"), "{}", drop.closing());
+        assert!(drop.closing_line().ends_with("; left out: 1 object"), "{}", drop.closing_line());
         let found = objects(&each.path);
         if name == "ranks" {
             for (rank, value) in [(0, 7), (1, 8)] {
@@ -337,7 +344,7 @@ fn on_conflict_decides_about_objects() {
 }
 
 #[test]
-fn random_state_may_differ_and_is_kept_for_every_rank() {
+fn differing_random_state_is_kept_for_every_rank() {
     let env = TestEnv::new();
     let made = env.make("reshard", "verl", "out", "--mesh fsdp=2");
     for rank in 0..2 {
@@ -345,11 +352,11 @@ fn random_state_may_differ_and_is_kept_for_every_rank() {
             |folder: &Path, size: u32| read(&folder.join(format!("extra_state_world_size_{size}_rank_{rank}.pt")));
         assert_same(&file(&made.path, 2), &file(&fixture("verl/global_step_10/actor"), 4), "random state");
     }
-    holds(&made.run.stderr, &["of each rank kept (extra_state.rng"]);
+    assert_contains(&made.run.stderr, &["of each rank kept (extra_state.rng"]);
 }
 
 #[test]
-fn check_replicas_compares_dtensors_too() {
+fn check_replicas_compares_dtensors() {
     for (verb, name, more) in [("unshard", "x.pt", ""), ("consolidate", "x", ""), ("reshard", "y", "--mesh dp=2")] {
         let env = TestEnv::new();
         env.make(verb, "conflict/replica", &format!("unchecked_{name}"), more);
@@ -362,7 +369,7 @@ fn check_replicas_compares_dtensors_too() {
 
 // ------------------------------------------------------------------------------------------------------------ checks
 
-/// A torch file of two vectors, the second of which has a flipped byte.
+/// Writes a torch file of two vectors, the second of which has a flipped byte.
 fn damaged(env: &TestEnv) -> PathBuf {
     let source = env.vectors("m.safetensors", &[("good", 16), ("rotten", 16)]);
     let whole = env.make("unshard", source, "damaged.pt", "").path;
@@ -376,32 +383,32 @@ fn damaged(env: &TestEnv) -> PathBuf {
 }
 
 #[test]
-fn stored_checksums_are_checked_of_records_that_pass_through_and_with_check_crc_of_all() {
+fn checksums_of_copied_records_are_checked_and_of_all_with_check_crc() {
     let env = TestEnv::new();
     let source = damaged(&env);
-    // It passes through whole.
+    // The record is copied whole.
     let outcome = env.refuse("unshard", &source, "x.pt", "");
-    holds(&outcome.stderr, &["CRC-32"]);
-    // It does not pass at all.
+    assert_contains(&outcome.stderr, &["CRC-32"]);
+    // The record is not copied.
     env.make("unshard", &source, "good.pt", "--exclude rotten");
     env.refuse("unshard", &source, "x.pt", "--exclude rotten --check-crc");
-    // It passes in parts.
+    // The record is copied in parts.
     let parts = "--mesh dp=2 --include rotten";
     env.refuse("reshard", &source, "x", &format!("{parts} --check-crc"));
     // verify always checks.
-    holds(&expect(1, "verify", &[&source], "").stdout, &["CRC-32"]);
+    assert_contains(&expect(1, "verify", &[&source], "").stdout, &["CRC-32"]);
     expect(1, "verify", &[&source, &source], "--exclude rotten");
 }
 
 // ------------------------------------------------------------------------------- what is missing or cannot be held
 
 #[test]
-fn what_a_format_cannot_hold_is_listed_and_counted() {
+fn values_that_a_format_cannot_hold_are_listed_and_counted() {
     let env = TestEnv::new();
     let objects = inspect(&fixture("fsdp4/dcp"), "--brief")["objects"].as_object().unwrap().clone();
     for (verb, options) in [("unshard", ""), ("consolidate", "--everything")] {
         let made = env.make(verb, "fsdp4/dcp", &format!("{verb}.safetensors"), options);
-        assert!(made.closing().ends_with("; left out: 21 objects"), "{}", made.closing());
+        assert!(made.closing_line().ends_with("; left out: 21 objects"), "{}", made.closing_line());
         let document =
             env.make(verb, "fsdp4/dcp", &format!("{verb}2.safetensors"), &format!("{options} --json")).run.json();
         let left = document["left_out"].as_array().unwrap();
@@ -411,7 +418,7 @@ fn what_a_format_cannot_hold_is_listed_and_counted() {
 }
 
 #[test]
-fn a_missing_rank_is_an_error_that_lists_all_unless_replicas_may_stand_in() {
+fn missing_rank_is_an_error_unless_replicas_cover_it() {
     let env = TestEnv::new();
     copy_tree(&fixture("hsdp/ranks"), &env.path("src"));
     for rank in [0, 3] {
@@ -421,8 +428,8 @@ fn a_missing_rank_is_an_error_that_lists_all_unless_replicas_may_stand_in() {
     env.refuse("consolidate", &source, "x", "");
     let made = env.make("consolidate", &source, "x", "--allow-missing");
     assert_same(&made.tensors(), &below("model.", &read(&fixture("hsdp/ranks"))), "without ranks 0 and 3");
-    holds(&made.run.stderr, &["read without ranks 0, 3"]);
-    // Not where nothing stands in.
+    assert_contains(&made.run.stderr, &["read without ranks 0, 3"]);
+    // Without replicas `--allow-missing` fails as well.
     let env = TestEnv::new();
     copy_tree(&fixture("fsdp4/ranks"), &env.path("src"));
     fs::remove_file(env.path("src/model_world_size_4_rank_2.pt")).unwrap();
@@ -432,17 +439,17 @@ fn a_missing_rank_is_an_error_that_lists_all_unless_replicas_may_stand_in() {
 }
 
 #[test]
-fn unknown_objects_are_exit_2_with_symbol_and_fqn_unless_dropped() {
+fn unknown_object_is_an_error_unless_dropped() {
     for source in ["foreign_objects/dcp", "foreign_objects/foreign.pt"] {
         let env = TestEnv::new();
         let words = ["`their_trainer.Foreign`", "own", "--drop-unknown"];
         env.refuse("unshard", source, "x.pt", "");
-        holds(&expect(2, "verify", &[&fixture(source)], "").stderr, &words);
+        assert_contains(&expect(2, "verify", &[&fixture(source)], "").stderr, &words);
         let made = env.make("unshard", source, "x.pt", "--drop-unknown --json");
         assert_same(&made.tensors(), &Truth::load("foreign_objects/truth").tensors, source);
-        holds(&made.run.json()["left_out"].to_string(), &["own (their_trainer.Foreign)", "state.sampler"]);
+        assert_contains(&made.run.json()["left_out"].to_string(), &["own (their_trainer.Foreign)", "state.sampler"]);
         let again = env.make("unshard", source, "y.pt", "--drop-unknown");
-        assert!(again.closing().ends_with("; left out: 3 objects"), "{}", again.closing());
+        assert!(again.closing_line().ends_with("; left out: 3 objects"), "{}", again.closing_line());
         assert_eq!(inspect(&made.path, "")["objects"]["state.step"]["value"], 3);
     }
 }
@@ -450,7 +457,7 @@ fn unknown_objects_are_exit_2_with_symbol_and_fqn_unless_dropped() {
 // -------------------------------------------------------------------------------------------------------- safetensors
 
 #[test]
-fn safetensors_have_format_pt_and_the_natural_order() {
+fn safetensors_output_has_format_pt_and_natural_order() {
     let env = TestEnv::new();
     let names = ["z.layers.10.w", "z.layers.2.w", "z.layers.1.w", "a.w", "z.layers.2.b"];
     let source = env.vectors("m.safetensors", &names.map(|name| (name, 2)));
@@ -463,7 +470,7 @@ fn safetensors_have_format_pt_and_the_natural_order() {
     found.sort_unstable();
     let order: Vec<&str> = found.into_iter().map(|(_, name)| name).collect();
     assert_eq!(order, ["a.w", "z.layers.1.w", "z.layers.2.b", "z.layers.2.w", "z.layers.10.w"]);
-    // Files are filled in that order, too.
+    // Files are filled in that order.
     let made = env.make("consolidate", &source, "split", "--max-shard-size 16");
     let index: Json = serde_json::from_slice(&contents(&made.path)["model.safetensors.index.json"]).unwrap();
     let file = |number: u32| format!("model-0000{number}-of-00003.safetensors");
@@ -478,7 +485,7 @@ fn safetensors_have_format_pt_and_the_natural_order() {
 }
 
 #[test]
-fn max_shard_size_counts_tensor_bytes_and_a_larger_tensor_gets_its_own_file() {
+fn max_shard_size_splits_by_tensor_bytes() {
     let env = TestEnv::new();
     let source = env.vectors("m.safetensors", &[("a", 128), ("b", 128)]);
     for (size, files) in
@@ -490,13 +497,13 @@ fn max_shard_size_counts_tensor_bytes_and_a_larger_tensor_gets_its_own_file() {
     }
     let source = env.vectors("n.safetensors", &[("a", 2), ("b", 400), ("c", 2), ("d", 2)]);
     let made = env.make("unshard", &source, "own", "--to safetensors --max-shard-size 100");
-    let held = |file: &str| -> Vec<String> {
+    let names_in = |file: &str| -> Vec<String> {
         let bytes = fs::read(made.path.join(file)).unwrap();
         SafeTensors::deserialize(&bytes).unwrap().names().into_iter().map(str::to_owned).collect()
     };
-    assert_eq!(held("model-00001-of-00003.safetensors"), ["a"]);
-    assert_eq!(held("model-00002-of-00003.safetensors"), ["b"]);
-    assert_eq!(held("model-00003-of-00003.safetensors").len(), 2);
+    assert_eq!(names_in("model-00001-of-00003.safetensors"), ["a"]);
+    assert_eq!(names_in("model-00002-of-00003.safetensors"), ["b"]);
+    assert_eq!(names_in("model-00003-of-00003.safetensors").len(), 2);
     for size in ["0", "x", "5XB", "-1"] {
         env.refuse("consolidate", &source, "bad", &format!("--max-shard-size={size}"));
     }
@@ -505,7 +512,7 @@ fn max_shard_size_counts_tensor_bytes_and_a_larger_tensor_gets_its_own_file() {
 // --------------------------------------------------------------------------------------------------------- same bytes
 
 #[test]
-fn same_input_and_options_give_the_same_bytes_in_every_format() {
+fn same_input_and_options_give_identical_bytes_in_every_format() {
     for source in ["fsdp_tp/ranks", "fsdp4/dcp", "verl", "torch_file/trainer.pt", "dcp_trainer"] {
         for (verb, name, options) in [
             ("reshard", "ranks", "--to torch-ranks --mesh dp=2,tp=3 --placements S(0),R"),
@@ -538,7 +545,7 @@ fn tree(path: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn like_a_folder_of_safetensors_files_tensors_are_in_the_files_they_are_in_there() {
+fn like_keeps_the_file_division_of_safetensors() {
     let env = TestEnv::new();
     let example = env.make("consolidate", "fsdp4/dcp", "example", "--max-shard-size 500");
     let names = names_below;
@@ -557,13 +564,13 @@ fn like_a_folder_of_safetensors_files_tensors_are_in_the_files_they_are_in_there
         );
         assert_same(&made.tensors(), &example.tensors(), verb);
     }
-    // One that is not there joins a neighbour, one that is left out leaves no file without tensors.
+    // A tensor without a file there goes to the file of its neighbour; an excluded tensor leaves no empty file.
     let like = format!("--like {}", example.path.display());
     let made = env.make("consolidate", "fsdp4/ranks", "renamed", &format!("{like} --rename head=tail"));
     assert!(made.run.stderr.contains("that --like lacks, such as tail"), "{}", made.run.stderr);
     let made = env.make("consolidate", "fsdp4/ranks", "few", &format!("{like} --include **.embed"));
     assert!(names(&made.path).len() < names(&example.path).len());
-    // A checkpoint that is no folder of several files has no split to give.
+    // A checkpoint other than a folder of several files has no file division.
     let one = env.make("consolidate", "fsdp4/dcp", "one", "").path;
     env.refuse("consolidate", "fsdp4/ranks", "no", &format!("--like {}", one.display()));
 }

@@ -1,8 +1,9 @@
-//! verify: one checkpoint is sound, two hold the same values.
+//! `verify`: one checkpoint is valid, or two checkpoints hold the same values.
 //!
-//! - A flipped byte, in every format: `conversions::a_flipped_byte_is_found`.
-//! - Retyped, reshaped, removed, added and differing tensors: `conversions::other_tensors_are_found`.
-//! - Layouts and formats of the same values: `conversions::{layouts_of_the_same_values_are_the_same, to_whole_files}`.
+//! - A flipped byte, in every format: `conversions::verify_finds_a_flipped_byte`.
+//! - Retyped, reshaped, removed, added and differing tensors: `conversions::verify_finds_changed_tensors`.
+//! - Layouts and formats of the same values: `conversions::{verify_accepts_other_layouts_of_the_same_values,
+//!   *_unsharded_keep_values}`.
 //! - Damage of every kind of file: `bad_input::damage`.
 
 use std::fs;
@@ -11,16 +12,16 @@ use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::{below, expect, fixture, inspect, read, succeed};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
 #[test]
-fn exit_is_0_where_both_are_the_same_1_at_a_difference_and_2_where_it_could_not_run() {
+fn verify_exits_with_0_if_equal_1_if_different_and_2_on_error() {
     let env = TestEnv::new();
     let (four, three, other) = (fixture("fsdp4/dcp"), fixture("fsdp3/dcp"), fixture("tp2/dcp"));
     let outcome = succeed("verify", &[&four, &three], "");
     assert_eq!(outcome.stderr, "the same: 71 tensors, 2.65 kB\n");
     assert_eq!(outcome.stdout, "");
-    holds(
+    assert_contains(
         &expect(1, "verify", &[&four, &other], "").stdout,
         &["model.embed.weight: reshaped: [10, 3] in SRC, [10, 5] in OTHER"],
     );
@@ -53,7 +54,7 @@ fn name_options_and_root_apply_to_src() {
         let same = succeed("verify", &[&source, &made.path], &format!("{options} --json")).json();
         assert_eq!(same["same"], true, "{name}");
         expect(1, "verify", &[&source, &made.path], "");
-        // Not to OTHER.
+        // The options do not apply to OTHER.
         expect(1, "verify", &[&made.path, &source], "--add-prefix y.");
     }
 }
@@ -67,18 +68,21 @@ fn dtype_is_applied_to_src() {
     let found = expect(1, "verify", &[&source, &made.path], "--root model --json").json();
     assert_eq!(found["different"].as_array().unwrap().len(), 12);
     assert_eq!(found["different"][0]["kind"], "retyped");
-    let said = expect(1, "verify", &[&source, &made.path], "--root model").stderr;
-    holds(&said, &["hint: OTHER has 11 tensors as bf16: --dtype bf16 compares SRC as if it were cast\n"]);
-    assert_eq!(said.matches("hint: ").count(), 1, "{said}");
-    let said = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16").stderr;
-    holds(&said, &["hint: OTHER has 1 tensor as f16: --dtype PATTERN=f16 compares SRC as if it were cast\n"]);
+    let stderr = expect(1, "verify", &[&source, &made.path], "--root model").stderr;
+    assert_contains(&stderr, &["hint: OTHER has 11 tensors as bf16: --dtype bf16 compares SRC as if it were cast\n"]);
+    assert_eq!(stderr.matches("hint: ").count(), 1, "{stderr}");
+    let stderr = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16").stderr;
+    assert_contains(
+        &stderr,
+        &["hint: OTHER has 1 tensor as f16: --dtype PATTERN=f16 compares SRC as if it were cast\n"],
+    );
     let found = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16 --json").json();
     let expected = json!([{ "fqn": "model.norm.weight", "kind": "retyped", "detail": "bf16 in SRC, f16 in OTHER" }]);
     assert_eq!(found["different"], expected);
 }
 
 #[test]
-fn common_compares_only_what_both_have() {
+fn common_compares_tensors_of_both_only() {
     let env = TestEnv::new();
     let source = fixture("fsdp4/dcp");
     let some = env.make("unshard", &source, "some.pt", "--include model");
@@ -91,29 +95,29 @@ fn common_compares_only_what_both_have() {
     );
     assert_eq!(found["tensors"], read(&some.path).len());
     expect(1, "verify", &[&source, &fixture("tp2/dcp")], "--common");
-    // Nothing in common proves nothing.
+    // Without common tensors `verify` fails.
     let alone = env.vectors("alone.safetensors", &[("nobody.has.this", 2)]);
     let outcome = expect(2, "verify", &[&source, &alone], "--common");
-    holds(&outcome.stderr, &["no name of a tensor in common", "hint: "]);
+    assert_contains(&outcome.stderr, &["no name of a tensor in common", "hint: "]);
 }
 
 #[test]
-fn objects_the_other_format_cannot_hold_are_listed_and_no_difference() {
+fn objects_that_the_other_format_cannot_hold_are_listed_and_not_compared() {
     let env = TestEnv::new();
     let source = fixture("fsdp4/dcp");
     let made = env.make("consolidate", &source, "out.safetensors", "--everything");
     let outcome = succeed("verify", &[&source, &made.path], "");
-    holds(&outcome.stdout, &["nested.tuple: not compared"]);
+    assert_contains(&outcome.stdout, &["nested.tuple: not compared"]);
     let found = succeed("verify", &[&source, &made.path], "--json").json();
     assert_eq!(found["not_comparable"].as_array().unwrap().len(), 21);
-    // Where both could hold them, they are compared.
+    // Objects are compared where both formats can hold them.
     let whole = env.make("unshard", &source, "whole.pt", "--exclude nested.tuple");
     let found = expect(1, "verify", &[&source, &whole.path], "--json").json();
     assert_eq!(found["only_in_src"], json!(["nested.tuple"]));
 }
 
 #[test]
-fn partial_tensors_are_compared_by_their_values() {
+fn partial_tensors_are_compared_after_reduction() {
     let (env, source) = (TestEnv::new(), fixture("partial2/ranks"));
     let whole = env.make("unshard", &source, "whole.pt", "").path;
     let found = succeed("verify", &[&source, &whole], "--json").json();
@@ -124,7 +128,7 @@ fn partial_tensors_are_compared_by_their_values() {
 }
 
 #[test]
-fn anything_wrong_with_bytes_that_exist_is_exit_1_of_verify_and_2_of_the_others() {
+fn damaged_source_exits_with_1_for_verify_and_2_for_other_verbs() {
     let env = TestEnv::new();
     let missing = env.path("missing");
     crate::contract::copy_tree(&fixture("fsdp4/ranks"), &missing);
@@ -140,7 +144,7 @@ fn anything_wrong_with_bytes_that_exist_is_exit_1_of_verify_and_2_of_the_others(
 }
 
 #[test]
-fn differing_objects_are_a_difference() {
+fn differing_objects_exit_with_1() {
     let found =
         expect(1, "verify", &[&fixture("replicated_plain/dcp"), &fixture("replicated_plain/ranks")], "--json").json();
     assert_eq!(found["same"], false);
@@ -151,7 +155,7 @@ fn differing_objects_are_a_difference() {
 }
 
 #[test]
-fn differing_tensors_have_the_first_index_and_the_largest_difference() {
+fn differing_tensor_has_its_first_index_and_largest_difference() {
     let env = TestEnv::new();
     let first = env.vectors("a.safetensors", &[("w", 5)]);
     let mut bytes = fs::read(&first).unwrap();
@@ -165,7 +169,7 @@ fn differing_tensors_have_the_first_index_and_the_largest_difference() {
 }
 
 #[test]
-fn a_saved_list_of_digests_may_be_other() {
+fn saved_digests_are_accepted_as_other() {
     let env = TestEnv::new();
     let source = fixture("fsdp4/dcp");
     let saved = |name: &str, path: &std::path::Path| {
@@ -180,7 +184,7 @@ fn a_saved_list_of_digests_may_be_other() {
     succeed("verify", &[&made.path, &list], "--add-prefix model. --common");
     let found = expect(1, "verify", &[&made.path, &list], "--add-prefix model. --json").json();
     assert!(found["only_in_other"].as_array().unwrap().iter().any(|name| name == "optim.state.embed.weight.step"));
-    // Another value.
+    // A changed digest is a difference.
     let text = fs::read_to_string(&list).unwrap();
     let mut document: Json = serde_json::from_str(&text).unwrap();
     document["tensors"]["model.norm.weight"]["digest"] = json!(format!("blake3:{}", "0".repeat(64)));
@@ -194,15 +198,15 @@ fn a_saved_list_of_digests_may_be_other() {
 }
 
 #[test]
-fn a_hint_says_which_root_would_do() {
+fn hint_names_the_root_that_matches() {
     let env = TestEnv::new();
     let made = env.make("consolidate", "dcp_trainer", "out", "");
     let outcome = expect(1, "verify", &[&fixture("dcp_trainer"), &made.path], "");
-    holds(&outcome.stderr, &["hint: ", "--root model"]);
+    assert_contains(&outcome.stderr, &["hint: ", "--root model"]);
 }
 
 #[test]
-fn verify_follows_wherever_a_model_went() {
+fn verify_accepts_a_model_after_each_of_several_conversions() {
     let env = TestEnv::new();
     let truth = below("model.", &read(&fixture("dcp_trainer")));
     let merged = env.make("consolidate", "dcp_trainer", "merged", "");
@@ -219,9 +223,9 @@ fn verify_follows_wherever_a_model_went() {
     }
 }
 
-/// Values of ranks that the new job does not have are in no file that could be read back.
+/// Per-rank values of removed ranks are in no output file, so they cannot be read back.
 #[test]
-fn values_of_fewer_ranks_are_read_back() {
+fn verify_option_accepts_fewer_ranks() {
     let env = TestEnv::new();
     for (verb, options) in [("reshard", "--mesh fsdp=2 --verify"), ("flatten", "--world-size 2 --verify")] {
         let made = env.make(verb, "verl", verb, options);

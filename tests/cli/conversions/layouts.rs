@@ -1,13 +1,13 @@
-//! Where `reshard` puts tensors: rules, the fallback, and what follows from a mesh alone.
+//! The layout of `reshard`: rules, the default placement, and the layout of a mesh alone.
 
 use std::fs;
 
 use serde_json::Value as Json;
 
 use crate::common::{Truth, expect, fixture, inspect, succeed};
-use crate::conversions::temporary;
+use crate::conversions::temporary_folder;
 
-/// Offsets and sizes of the chunks of a tensor, ascending: `[0, 0]+[2, 3]`.
+/// Returns offsets and sizes of the chunks of a tensor, ascending: `[0, 0]+[2, 3]`.
 fn chunks(document: &Json, name: &str) -> Vec<String> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let mut found: Vec<String> =
@@ -17,9 +17,9 @@ fn chunks(document: &Json, name: &str) -> Vec<String> {
     found
 }
 
-/// Reshard to DCP and inspect what came out.
+/// Reshards to DCP and returns the output of `inspect`.
 fn laid_out(source: &str, options: &str) -> Json {
-    let folder = temporary();
+    let folder = temporary_folder();
     let target = folder.path().join("target");
     succeed("reshard", &[&fixture(source), &target], &format!("--to dcp {options}"));
     inspect(&target, "")
@@ -31,7 +31,7 @@ const NORM: &str = "model.model.norm.weight";
 const Q_MOMENTUM: &str = "optim.state.model.layers.0.self_attn.q_proj.weight.momentum_buffer";
 
 #[test]
-fn rules_come_before_the_fallback() {
+fn rules_override_the_default_placement() {
     let found = laid_out(
         "llama_tiny/dcp",
         "--mesh dp=2,tp=2 --placements S(0),R --placements **.q_proj=S(0),S(1) --placements **.{q,k}_proj=R,S(1)",
@@ -41,7 +41,7 @@ fn rules_come_before_the_fallback() {
     assert_eq!(chunks(&found, NORM), ["[0]+[16]", "[16]+[16]"]);
     assert_eq!(chunks(&found, Q_MOMENTUM), chunks(&found, Q));
 
-    // The first rule wins, not the closest.
+    // The first matching rule applies, not the most specific.
     let found = laid_out(
         "llama_tiny/dcp",
         "--mesh dp=2 --placements S(0) --placements model.model.layers=R --placements model.model.layers.0=S(1)",
@@ -50,15 +50,15 @@ fn rules_come_before_the_fallback() {
 }
 
 #[test]
-fn optimizer_state_follows_its_parameter() {
-    // By the parameter's name in the checkpoint, within the model, and by the module's.
+fn optimizer_state_gets_the_placement_of_its_parameter() {
+    // The pattern is the parameter's name in the checkpoint, its name within the model, or its module.
     for pattern in [Q, "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj"] {
         let found = laid_out("llama_tiny/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
         assert_eq!(chunks(&found, Q), ["[0,0]+[32,16]", "[0,16]+[32,16]"], "{pattern}");
         assert_eq!(chunks(&found, Q_MOMENTUM), chunks(&found, Q), "{pattern}");
         assert_eq!(chunks(&found, K), ["[0,0]+[8,32]", "[8,0]+[8,32]"], "{pattern}");
     }
-    // AdamW has a step beside the moments, a scalar that no rule for the parameter means.
+    // AdamW has a step beside the moments, a scalar to which no rule for the parameter applies.
     for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.w1.weight", "**.w1"] {
         let found = laid_out("fsdp4/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
         let state = |name: &str| chunks(&found, &format!("optim.state.blocks.0.w1.weight.{name}"));
@@ -70,7 +70,7 @@ fn optimizer_state_follows_its_parameter() {
 }
 
 #[test]
-fn numbers_of_parameters_are_not_modules() {
+fn parameter_numbers_do_not_match_module_patterns() {
     // `model.1.weight` is a module's weight; `optimizer.state.1` belongs to `model.0.bias`.
     let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1.weight=S(0)");
     assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
@@ -79,9 +79,9 @@ fn numbers_of_parameters_are_not_modules() {
     assert_eq!(chunks(&found, "optimizer.state.1.exp_avg"), ["[0]+[4]"]);
 }
 
-/// Reshard and expect to be refused.
-fn refused(source: &str, options: &str) -> String {
-    let folder = temporary();
+/// Asserts that `reshard` exits with code 2 and leaves nothing behind, and returns its message.
+fn refusal_message(source: &str, options: &str) -> String {
+    let folder = temporary_folder();
     let target = folder.path().join("target");
     let outcome = expect(2, "reshard", &[&fixture(source), &target], &format!("--to dcp {options}"));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
@@ -89,17 +89,22 @@ fn refused(source: &str, options: &str) -> String {
 }
 
 #[test]
-fn rules_that_match_nothing_are_refused() {
-    let told = refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.0.wqq.weight=S(1)");
-    assert!(told.contains("model.blocks.0.wqq.weight") && told.contains("model.blocks.0.wq.weight"), "{told}");
+fn placement_pattern_without_a_match_is_refused() {
+    let message =
+        refusal_message("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.0.wqq.weight=S(1)");
+    assert!(message.contains("model.blocks.0.wqq.weight") && message.contains("model.blocks.0.wq.weight"), "{message}");
 }
 
 #[test]
-fn rules_that_do_not_fit_are_refused() {
-    let told = refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.*.wq.bias=S(1)");
-    assert!(told.contains("model.blocks.0.wq.bias") && told.contains("[5]") && told.contains("S(1)"), "{told}");
-    // The fallback gives way instead, and says so.
-    let folder = temporary();
+fn placements_that_do_not_fit_are_refused() {
+    let message =
+        refusal_message("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.*.wq.bias=S(1)");
+    assert!(
+        message.contains("model.blocks.0.wq.bias") && message.contains("[5]") && message.contains("S(1)"),
+        "{message}"
+    );
+    // The default placement becomes replicate instead, with a note.
+    let folder = temporary_folder();
     let options = "--mesh dp=2 --placements S(1)";
     let outcome = succeed("reshard", &[&fixture("replicated_plain/dcp"), &folder.path().join("x")], options);
     let narrow = Truth::load("replicated_plain/truth").tensors.values().filter(|tensor| tensor.shape.len() < 2).count();
@@ -111,48 +116,49 @@ fn rules_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn lists_that_do_not_fit_the_mesh_are_refused() {
+fn placement_lists_that_do_not_fit_the_mesh_are_refused() {
     for placements in ["S(0),S(0)", "S(0),R,R", "P(sum)", "S(0", "X(0)", "**.weight=S(0),R"] {
-        refused("fsdp4/dcp", &format!("--mesh dp=2 --placements {placements}"));
+        refusal_message("fsdp4/dcp", &format!("--mesh dp=2 --placements {placements}"));
     }
-    refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements S(1)");
+    refusal_message("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements S(1)");
     for mesh in ["dp=0", "dp=2,dp=2", "4", "dp=x", "dp"] {
-        refused("fsdp4/dcp", &format!("--mesh {mesh}"));
+        refusal_message("fsdp4/dcp", &format!("--mesh {mesh}"));
     }
 }
 
 #[test]
-fn a_mesh_alone_keeps_placements_by_name() {
-    // Same names, other sizes and order: `_S(0,2),S(0)` over (dp, tp) is `S(0),S(0)` over (tp, dp).
+fn mesh_alone_keeps_placements_by_dim_name() {
+    // The mesh dims have the same names with other sizes and order: `_S(0,2),S(0)` over (dp, tp) is `S(0),S(0)` over
+    // (tp, dp).
     let found = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3");
-    let said = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3 --placements S(0),S(0)");
+    let expected = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3 --placements S(0),S(0)");
     for name in ["model.blocks.0.wq.weight", "model.embed.weight", "model.head.weight", "optim.state.0.exp_avg"] {
-        assert_eq!(chunks(&found, name), chunks(&said, name), "{name}");
+        assert_eq!(chunks(&found, name), chunks(&expected, name), "{name}");
     }
     assert_eq!(chunks(&found, "model.blocks.0.wk.weight"), ["[0,0]+[1,5]", "[1,0]+[1,5]", "[2,0]+[1,5]"]);
     let row_wise = ["[0,0]+[2,5]", "[0,5]+[2,4]", "[2,0]+[2,5]", "[2,5]+[2,4]", "[4,0]+[1,5]", "[4,5]+[1,4]"];
     assert_eq!(chunks(&found, "model.blocks.0.w2.weight"), row_wise);
-    // Norms are on dp alone, buffers on no mesh.
+    // Norms are on dp only, buffers on no mesh.
     assert_eq!(chunks(&found, "model.norm.weight"), ["[0]+[2]", "[2]+[2]", "[4]+[1]"]);
     assert_eq!(chunks(&found, "model.freqs"), ["[0]+[4]"]);
 
-    // In the same order the split factor follows the size of the inner dim.
+    // With the same order, the split factor follows the size of the inner dim.
     let found = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3");
-    let said = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3 --placements _S(0,3),S(0)");
-    assert_eq!(chunks(&found, "model.blocks.0.wq.weight"), chunks(&said, "model.blocks.0.wq.weight"));
+    let expected = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3 --placements _S(0,3),S(0)");
+    assert_eq!(chunks(&found, "model.blocks.0.wq.weight"), chunks(&expected, "model.blocks.0.wq.weight"));
 
-    // A dim that is new replicates.
+    // A new mesh dim replicates.
     let found = laid_out("tp2/ranks", "--mesh dp=2,tp=2");
     assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,5]", "[5,0]+[5,5]"]);
 }
 
 #[test]
-fn a_mesh_alone_without_names_in_common() {
+fn mesh_alone_without_common_dim_names_gives_defaults() {
     for source in ["fsdp4/dcp", "fsdp4/ranks", "fsdp1_sharded/ranks"] {
         let found = laid_out(source, "--mesh other=2");
         assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,3]", "[5,0]+[5,3]"], "{source}");
         assert_eq!(chunks(&found, "model.seen"), ["[]+[]"], "{source}");
-        let told = refused(source, "--mesh other=2,another=2");
-        assert!(told.contains("--placements 'S(0),R'") && told.contains("--placements 'R,S(0)'"), "{told}");
+        let message = refusal_message(source, "--mesh other=2,another=2");
+        assert!(message.contains("--placements 'S(0),R'") && message.contains("--placements 'R,S(0)'"), "{message}");
     }
 }

@@ -1,4 +1,4 @@
-//! Conversions of every fixture, compared with the ground truth bit for bit.
+//! Conversions of every fixture, compared with the ground truth bit by bit.
 
 mod layouts;
 
@@ -17,7 +17,7 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-fn temporary() -> TempDir {
+fn temporary_folder() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
@@ -41,13 +41,13 @@ const LAYOUTS: [Layout; 10] = [
     ("dp=2,tp=3", "S(-1),R"),
 ];
 
-/// Reshard to each layout, and what came out to four ranks again.
+/// Reshards to each layout and back to four ranks, and compares values.
 fn reshard_there_and_back(sources: &[Source], layouts: &[Layout]) {
     assert!(!sources.is_empty());
     for source in sources {
         let expected = source.expected();
         for (index, (mesh, placements)) in layouts.iter().enumerate() {
-            let folder = temporary();
+            let folder = temporary_folder();
             let (there, back) = (folder.path().join("there"), folder.path().join("back"));
             let what = format!("{} to {mesh} {placements}", source.path.display());
             let options = format!("--to dcp --mesh {mesh} --placements {placements}");
@@ -61,30 +61,30 @@ fn reshard_there_and_back(sources: &[Source], layouts: &[Layout]) {
 }
 
 #[test]
-fn dcp_directories_to_every_layout() {
+fn dcp_directories_resharded_to_every_layout_keep_values() {
     reshard_there_and_back(&sharded(Kind::Dcp), &LAYOUTS);
 }
 
 #[test]
-fn rank_files_to_every_layout() {
+fn rank_files_resharded_to_every_layout_keep_values() {
     reshard_there_and_back(&sharded(Kind::Ranks), &LAYOUTS);
 }
 
 #[test]
-fn whole_files_to_every_layout() {
+fn whole_files_resharded_to_every_layout_keep_values() {
     reshard_there_and_back(&files(), &LAYOUTS);
 }
 
 #[test]
-fn checkpoints_of_other_torch_versions_to_some_layouts() {
+fn checkpoints_of_other_torch_versions_resharded_keep_values() {
     reshard_there_and_back(&compat(), &[("dp=3", "S(0)"), ("dp=2,tp=3", "_S(0,3),S(0)")]);
 }
 
-/// Write everything as safetensors and as torch, and shards as safetensors; `verify` finds each the same as its source.
+/// Writes all tensors as safetensors and as torch, and shards as safetensors, and asserts that `verify` accepts each.
 fn to_whole_files(sources: &[Source]) {
     assert!(!sources.is_empty());
     for source in sources {
-        let folder = temporary();
+        let folder = temporary_folder();
         let at = |name: &str| folder.path().join(name);
         let (merged, whole, shards) = (at("merged"), at("whole.pt"), at("shards"));
         let (expected, what) = (source.expected(), source.path.display().to_string());
@@ -114,36 +114,36 @@ fn to_whole_files(sources: &[Source]) {
 }
 
 #[test]
-fn dcp_directories_to_whole_files() {
+fn dcp_directories_unsharded_keep_values() {
     to_whole_files(&sharded(Kind::Dcp));
 }
 
 #[test]
-fn rank_files_to_whole_files() {
+fn rank_files_unsharded_keep_values() {
     to_whole_files(&sharded(Kind::Ranks));
 }
 
 #[test]
-fn whole_files_to_whole_files() {
+fn whole_files_rewritten_keep_values() {
     to_whole_files(&files());
 }
 
 #[test]
-fn checkpoints_of_other_torch_versions_to_whole_files() {
+fn checkpoints_of_other_torch_versions_unsharded_keep_values() {
     to_whole_files(&compat());
 }
 
 #[test]
 fn partial_tensors_are_reduced() {
-    let (source, folder) = (fixture("partial2/ranks"), temporary());
+    let (source, folder) = (fixture("partial2/ranks"), temporary_folder());
     let expected = below("model.", &Truth::load("partial2/truth").tensors);
     assert_same(&read(&source), &expected, "as they are");
     for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--to dcp --mesh dp=3"), ("reshard", "")]
     {
         let target = folder.path().join(format!("{verb}{}", options.len()));
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
-        let told = "5 tensors reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
-        assert_eq!(outcome.stderr.contains(told), verb != "reshard" || !options.is_empty(), "{outcome:?}");
+        let note = "5 tensors reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
+        assert_eq!(outcome.stderr.contains(note), verb != "reshard" || !options.is_empty(), "{outcome:?}");
         assert_eq!(outcome.stderr.contains("values are written, not summands"), options.contains("dcp"), "{outcome:?}");
         assert_same(&read(&target), &expected, verb);
         succeed("verify", &[&source, &target], "");
@@ -151,28 +151,28 @@ fn partial_tensors_are_reduced() {
 }
 
 #[test]
-fn what_is_divided_and_rounded_is_told() {
-    let folder = temporary();
-    let told = |mesh: &str| {
+fn division_of_partial_values_gives_a_note() {
+    let folder = temporary_folder();
+    let stderr_of = |mesh: &str| {
         let target = folder.path().join(mesh);
         let options = format!("--mesh {mesh} --placements **.weight=P(sum),R --placements R,R");
         succeed("reshard", &[&fixture("tp2/ranks"), &target], &options).stderr
     };
-    assert!(told("dp=3,tp=2").contains("24 tensors of P(sum) made of values: divided by 3, rounded"));
-    assert!(!told("dp=4,tp=2").contains("divided"));
+    assert!(stderr_of("dp=3,tp=2").contains("24 tensors of P(sum) made of values: divided by 3, rounded"));
+    assert!(!stderr_of("dp=4,tp=2").contains("divided"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What is taken
+// Selected tensors
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn consolidate_takes_the_model() {
+fn consolidate_writes_the_model() {
     for source in [sharded(Kind::Dcp), sharded(Kind::Ranks), files()].concat() {
         if !source.fits_safetensors() {
             continue;
         }
-        let folder = temporary();
+        let folder = temporary_folder();
         let merged = folder.path().join("merged");
         let outcome = succeed("consolidate", &[&source.path, &merged], "");
         let (expected, all) = (source.expected_model(), source.expected());
@@ -180,21 +180,21 @@ fn consolidate_takes_the_model() {
 
         let closing = outcome.stderr.lines().last().unwrap();
         assert!(closing.contains(&format!(", {} tensors, ", expected.len())), "{closing}");
-        // Of rank files only the model's are opened, so that nothing of the others can be left out.
+        // Only the model's rank files are opened, so no tensor of other series is left out.
         let in_reach = source.kind != Kind::Ranks;
         for (top, tensors) in [("optim", "optim."), ("optimizer", "optimizer."), ("nested", "nested.")] {
             let number = below(tensors, &all).len();
-            let told = format!("{number} tensor{} ({top})", if number == 1 { "" } else { "s" });
+            let note = format!("{number} tensor{} ({top})", if number == 1 { "" } else { "s" });
             let left = number > 0 && in_reach && all.len() > expected.len();
-            assert_eq!(closing.contains(&told), left, "{closing}");
+            assert_eq!(closing.contains(&note), left, "{closing}");
             assert!(left || !closing.contains(&format!("({top})")), "{closing}");
         }
     }
 }
 
 #[test]
-fn consolidate_says_what_it_leaves_out() {
-    let (source, folder) = (fixture("fsdp4/dcp"), temporary());
+fn consolidate_lists_excluded_tensors_and_objects() {
+    let (source, folder) = (fixture("fsdp4/dcp"), temporary_folder());
     let outcome = succeed("consolidate", &[&source, &folder.path().join("text")], "");
     let expected = "; left out: 1 tensor (nested), 51 tensors (optim), 21 objects\n";
     assert!(outcome.stderr.ends_with(expected), "{}", outcome.stderr);
@@ -207,8 +207,8 @@ fn consolidate_says_what_it_leaves_out() {
 }
 
 #[test]
-fn consolidate_takes_another_root() {
-    let (source, folder) = (&case("fsdp4")[0], temporary());
+fn consolidate_writes_the_subtree_of_root() {
+    let (source, folder) = (&case("fsdp4")[0], temporary_folder());
     for root in ["optim.state", "nested.a", "model"] {
         let merged = folder.path().join(root);
         succeed("consolidate", &[&source.path, &merged], &format!("--root {root}"));
@@ -217,9 +217,9 @@ fn consolidate_takes_another_root() {
 }
 
 #[test]
-fn unshard_takes_the_model_series_of_rank_files() {
+fn unshard_writes_the_model_series_of_rank_files() {
     for source in sharded(Kind::Ranks) {
-        let folder = temporary();
+        let folder = temporary_folder();
         let whole = folder.path().join("whole.pt");
         succeed("unshard", &[&source.path, &whole], "");
         assert_same(&read(&whole), &source.expected_model(), &source.path.display().to_string());
@@ -227,8 +227,8 @@ fn unshard_takes_the_model_series_of_rank_files() {
 }
 
 #[test]
-fn assets_go_with_the_model() {
-    let (source, folder) = (fixture("llama_tiny/ranks"), temporary());
+fn assets_are_copied_with_the_model() {
+    let (source, folder) = (fixture("llama_tiny/ranks"), temporary_folder());
     let (with, without) = (folder.path().join("with"), folder.path().join("without"));
     succeed("consolidate", &[&source, &with], "");
     let config = fs::read(source.join("huggingface/config.json")).unwrap();
@@ -238,10 +238,10 @@ fn assets_go_with_the_model() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The same whichever way
+// Identical output of every way to run
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Options by verb and the name of what is written, one of every format.
+/// Verbs, output names and options, one for every format.
 const RUNS: [(&str, &str, &str); 4] = [
     ("reshard", "out", "--to dcp --mesh dp=2,tp=3 --placements _S(0,3),S(0)"),
     ("unshard", "out.pt", "--series all"),
@@ -250,11 +250,11 @@ const RUNS: [(&str, &str, &str); 4] = [
 ];
 
 #[test]
-fn the_same_command_writes_the_same_bytes() {
+fn repeated_command_writes_identical_bytes() {
     for source in ["fsdp4/dcp", "fsdp_tp6/ranks", "odd4/ranks", "torch_file/objects.pt", "safetensors/sharded"] {
         let source = fixture(source);
         for (verb, name, options) in RUNS {
-            let (first, second) = (temporary(), temporary());
+            let (first, second) = (temporary_folder(), temporary_folder());
             let (first, second) = (first.path().join(name), second.path().join(name));
             succeed(verb, &[&source, &first], options);
             succeed(verb, &[&source, &second], options);
@@ -264,17 +264,17 @@ fn the_same_command_writes_the_same_bytes() {
 }
 
 #[test]
-fn how_to_run_changes_nothing() {
+fn io_threads_and_memory_options_change_no_byte() {
     let ways =
         ["--io mmap", "--threads 1", "--threads 3", "--threads 1 --max-memory 40MB", "--verify --progress never"];
     for source in ["fsdp_tp/ranks", "odd4/dcp", "llama_tiny/dcp"] {
         let source = fixture(source);
         for (verb, name, options) in RUNS {
-            let folder = temporary();
+            let folder = temporary_folder();
             let usual = folder.path().join(name);
             succeed(verb, &[&source, &usual], &format!("{options} --io read"));
             for way in ways {
-                let folder = temporary();
+                let folder = temporary_folder();
                 let other = folder.path().join(name);
                 succeed(verb, &[&source, &other], &format!("{options} {way}"));
                 assert!(bytes_of(&usual) == bytes_of(&other), "{verb} {} {options} {way}", source.display());
@@ -283,7 +283,7 @@ fn how_to_run_changes_nothing() {
     }
 }
 
-/// Digests by name, as `inspect` prints them.
+/// Returns the digests by name, as `inspect` prints them.
 fn digests(path: &Path) -> Tensors {
     let document = inspect(path, "--brief --digest");
     let tensors = document["tensors"].as_object().unwrap().iter().map(|(name, tensor)| {
@@ -302,7 +302,7 @@ fn digests_do_not_depend_on_layout_or_format() {
     let (four, three) = (fixture("fsdp4"), fixture("fsdp3"));
     assert_same(&digests(&four.join("dcp")), &digests(&three.join("dcp")), "4 and 3 ranks");
     assert_same(&digests(&four.join("ranks")), &digests(&three.join("ranks")), "4 and 3 ranks");
-    let folder = temporary();
+    let folder = temporary_folder();
     let merged = folder.path().join("merged");
     succeed("consolidate", &[&four.join("ranks"), &merged], "");
     for other in ["dcp", "ranks"] {
@@ -311,17 +311,17 @@ fn digests_do_not_depend_on_layout_or_format() {
 }
 
 #[test]
-fn a_dry_run_knows_the_numbers() {
+fn dry_run_reports_the_numbers_of_the_run() {
     for source in ["fsdp4/dcp", "fsdp_tp6/ranks", "odd4/ranks", "torch_file/trainer.pt"] {
         let source = fixture(source);
         for (verb, name, options) in RUNS {
-            let folder = temporary();
+            let folder = temporary_folder();
             let target = folder.path().join(name);
             let mut planned = succeed(verb, &[&source, &target], &format!("{options} --dry-run --json")).json();
             assert!(!target.exists());
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
             let mut done = succeed(verb, &[&source, &target], &format!("{options} --json")).json();
-            // What is there already is asked of the kernel, which gives a page more or less from run to run.
+            // The memory already in use is read from the kernel, and differs by a page or so between runs.
             let peaks = [&mut planned, &mut done].map(|document| document["peak_bytes"].take().as_u64().unwrap());
             assert!(peaks[0].abs_diff(peaks[1]) < 2 << 20, "{peaks:?}");
             assert_eq!(planned, done, "{verb} {} {options}", source.display());
@@ -334,13 +334,13 @@ fn a_dry_run_knows_the_numbers() {
             assert_eq!(done["files"].as_array().unwrap().len(), written.len());
         }
     }
-    // Without a destination.
+    // The dry run has no destination.
     succeed("consolidate", &[&fixture("fsdp4/dcp")], "--dry-run");
 }
 
 #[test]
-fn large_models_are_split() {
-    let (source, folder) = (&case("llama_tiny")[0], temporary());
+fn large_model_is_split_into_files_with_an_index() {
+    let (source, folder) = (&case("llama_tiny")[0], temporary_folder());
     let split = folder.path().join("split");
     const LIMIT: u64 = 10_000;
     succeed("consolidate", &[&source.path, &split], "--max-shard-size 10kB");
@@ -375,7 +375,7 @@ fn large_models_are_split() {
 // ---------------------------------------------------------------------------------------------------------------
 
 #[test]
-fn layouts_of_the_same_values_are_the_same() {
+fn verify_accepts_other_layouts_of_the_same_values() {
     let same = |src: &str, other: &str, options: &str| succeed("verify", &[&fixture(src), &fixture(other)], options);
     same("fsdp4/dcp", "fsdp3/dcp", "");
     same("fsdp4/ranks", "fsdp3/ranks", "");
@@ -384,7 +384,7 @@ fn layouts_of_the_same_values_are_the_same() {
     }
 }
 
-/// Change one byte of the first row of the embedding, in whichever file it lies.
+/// Changes one byte of the first row of the embedding, in the file that holds it.
 fn flip(folder: &Path) {
     let content = fs::read(fixture("fsdp4/truth.safetensors")).unwrap();
     let truth = SafeTensors::deserialize(&content).unwrap();
@@ -400,8 +400,8 @@ fn flip(folder: &Path) {
 }
 
 #[test]
-fn a_flipped_byte_is_found() {
-    let folder = temporary();
+fn verify_finds_a_flipped_byte() {
+    let folder = temporary_folder();
     let merged = folder.path().join("merged");
     succeed("consolidate", &[&fixture("fsdp4/dcp"), &merged], "--everything");
     for (name, intact) in [("dcp", fixture("fsdp4/dcp")), ("ranks", fixture("fsdp4/ranks")), ("hf", merged)] {
@@ -425,8 +425,8 @@ fn a_flipped_byte_is_found() {
 type Stored = (safetensors::Dtype, Vec<usize>, Vec<u8>);
 
 #[test]
-fn other_tensors_are_found() {
-    let (folder, source) = (temporary(), fixture("fsdp4/dcp"));
+fn verify_finds_changed_tensors() {
+    let (folder, source) = (temporary_folder(), fixture("fsdp4/dcp"));
     let same = folder.path().join("same.safetensors");
     succeed("consolidate", &[&source, &same], "");
     let content = fs::read(&same).unwrap();
@@ -479,7 +479,7 @@ fn other_tensors_are_found() {
     let added = expect(1, "verify", &[&missing, &same], "--json").json();
     assert_eq!(added["only_in_other"], json!([chosen]));
 
-    // In a torch file every checksum holds again, and the value is still another one.
+    // A torch file with correct checksums and another value is different as well.
     let (whole, edited) = (folder.path().join("same.pt"), folder.path().join("value.pt"));
     succeed("unshard", &[&same, &whole], "");
     succeed("unshard", &[&value, &edited], "");
@@ -492,8 +492,8 @@ fn other_tensors_are_found() {
 // Objects
 // ---------------------------------------------------------------------------------------------------------------
 
-/// How `inspect` shows a value of `truth.json`: its Python type, and the value or what Python prints for it.
-fn shown(value: &Json) -> Json {
+/// Returns a value of `truth.json` as `inspect` shows it: its Python type, and the value or its Python repr.
+fn inspect_form(value: &Json) -> Json {
     fn python(value: &Json) -> String {
         match value {
             Json::Null => String::from("None"),
@@ -519,7 +519,7 @@ fn shown(value: &Json) -> Json {
     json!({ "type": kind, "value": value })
 }
 
-/// The leaves of a tree of `truth.json`: dicts are descended, and lists of dicts.
+/// Collects the leaves of a tree of `truth.json`, descending into dicts and lists of dicts.
 fn leaves(name: &str, value: &Json, found: &mut serde_json::Map<String, Json>) {
     match value {
         Json::Object(entries) if !entries.keys().any(|key| key.starts_with('$')) => {
@@ -529,25 +529,25 @@ fn leaves(name: &str, value: &Json, found: &mut serde_json::Map<String, Json>) {
             items.iter().enumerate().for_each(|(index, inner)| leaves(&format!("{name}.{index}"), inner, found));
         }
         other => {
-            found.insert(name.to_owned(), shown(other));
+            found.insert(name.to_owned(), inspect_form(other));
         }
     }
 }
 
 #[test]
-fn objects_survive() {
+fn objects_survive_conversions() {
     for source in [sharded(Kind::Dcp), sharded(Kind::Ranks)].concat() {
         let truth = source.truth().json;
         let mut expected = serde_json::Map::new();
         if source.kind == Kind::Dcp {
             let objects = truth["objects"].as_object().unwrap().iter();
-            expected.extend(objects.map(|(name, value)| (name.clone(), shown(value))));
+            expected.extend(objects.map(|(name, value)| (name.clone(), inspect_form(value))));
         } else {
             let series = truth.get("ranks_objects").and_then(Json::as_object).into_iter().flatten();
             series.for_each(|(name, tree)| leaves(name, tree, &mut expected));
         }
         let expected = Json::Object(expected);
-        let folder = temporary();
+        let folder = temporary_folder();
         let at = |name: &str| folder.path().join(name);
         let (first, second, whole) = (at("first"), at("second"), at("whole.pt"));
         let objects = |path: &Path| inspect(path, "--brief")["objects"].clone();
@@ -566,8 +566,8 @@ fn state(path: &Path) -> Value {
 }
 
 #[test]
-fn nesting_survives() {
-    let folder = temporary();
+fn nested_dicts_survive_conversions() {
+    let folder = temporary_folder();
     let (shards, whole) = (folder.path().join("shards"), folder.path().join("whole.pt"));
     succeed("reshard", &[&fixture("fsdp4/dcp"), &shards], "--mesh dp=3");
     succeed("unshard", &[&shards, &whole], "");
@@ -584,9 +584,9 @@ fn nesting_survives() {
 }
 
 #[test]
-fn a_torch_file_keeps_its_whole_tree() {
+fn torch_file_keeps_its_whole_tree() {
     for name in ["objects.pt", "trainer.pt", "model.pt"] {
-        let (source, folder) = (fixture("torch_file").join(name), temporary());
+        let (source, folder) = (fixture("torch_file").join(name), temporary_folder());
         let (whole, again) = (folder.path().join("whole.pt"), folder.path().join("again.pt"));
         succeed("unshard", &[&source, &whole], "");
         assert!(state(&whole) == state(&source), "{name}");
@@ -599,10 +599,10 @@ fn a_torch_file_keeps_its_whole_tree() {
 #[test]
 fn tied_tensors_stay_tied() {
     let source = file("torch_file/model.pt", "torch_file/model.truth");
-    let (folder, tensors) = (temporary(), source.expected().len());
+    let (folder, tensors) = (temporary_folder(), source.expected().len());
     let whole = folder.path().join("whole.pt");
     succeed("unshard", &[&source.path, &whole], "");
-    // Names of records stand before each of them and once more in the list at the end of the archive.
+    // The name of a record is stored before the record and in the directory of the archive.
     let content = fs::read(&whole).unwrap();
     let records = content.windows(6).filter(|window| window == b"/data/").count();
     // Embedding and head are one tensor, and so are `same.a` and `same.b`.

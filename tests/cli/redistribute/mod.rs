@@ -1,7 +1,8 @@
-//! Every ordered pair of placement lists, from rank files to rank files, against index lists and sums element by element.
+//! Every ordered pair of placement lists, from rank files to rank files, compared element by element with index lists
+//! and sums.
 //!
-//! The model shares nothing with the library: parts are lists of indices, summands are recomputed from their numbers.
-//! Ranks along a Partial dim hold values that have nothing to do with each other.
+//! The reference model shares no code with the library: shards are lists of indices, and partial values are recomputed
+//! from their numbers. Ranks along a Partial dim hold unrelated values.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,14 +16,14 @@ use dtshard::layout::{DeviceMesh, parse_placements};
 
 mod model_of;
 
-use model_of::{Case, Place, coordinates, refused, text};
+use model_of::{Case, Place, coordinates, refusal_reason, text};
 
 fn placements() -> [Place; 6] {
     use Place::{Partial, Shard, Strided, Whole};
     [Whole, Shard(0), Shard(1), Strided(0, 2), Partial("sum"), Partial("max")]
 }
 
-/// All lists of so many placements.
+/// Returns all lists of so many placements.
 fn lists(ndim: usize) -> Vec<Vec<Place>> {
     let numbers = model_of::elements(&vec![(0..6).collect(); ndim]);
     numbers.iter().map(|list| list.iter().map(|number| placements()[*number]).collect()).collect()
@@ -38,10 +39,10 @@ fn mesh_of(mesh: &[usize]) -> DeviceMesh {
     DeviceMesh::parse(&mesh_text(mesh)).unwrap()
 }
 
-/// Tensors by target list, so that one rule a list will do.
+/// Tensors grouped by target list, so that one rule per list is enough.
 type Cases = Vec<(String, Case)>;
 
-/// Write rank files of the source parts of all cases: what is reserved, filled by hand.
+/// Writes rank files with the source shards of all cases: reserved by the library, filled here.
 fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     let mut catalog = Catalog::empty();
     let mut tensors: Vec<(Fqn, TensorId)> = Vec::new();
@@ -65,7 +66,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
         },
     };
     let reservation = reserve_ranks(&catalog, &catalog.state, target).unwrap();
-    let mut contents: Vec<Vec<u8>> = reservation.files.iter().map(with_literals).collect();
+    let mut contents: Vec<Vec<u8>> = reservation.files.iter().map(bytes_with_literals).collect();
     for tensor in &reservation.tensors {
         for (chunk, at) in coordinates(mesh).iter().enumerate() {
             let Some((file, offset)) = tensor.file_offset(chunk) else { continue };
@@ -88,7 +89,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     }
 }
 
-fn with_literals(file: &OutputFile) -> Vec<u8> {
+fn bytes_with_literals(file: &OutputFile) -> Vec<u8> {
     let mut content = vec![0; usize::try_from(file.len).unwrap()];
     for literal in &file.header_bytes {
         let start = usize::try_from(literal.offset).unwrap();
@@ -97,14 +98,14 @@ fn with_literals(file: &OutputFile) -> Vec<u8> {
     content
 }
 
-/// Runs the program. Gives what it says where it refuses.
+/// Runs the program, and returns its message if it exits with code 2.
 fn dtshard(arguments: &[&str]) -> Result<(), String> {
     let run = Command::new(env!("CARGO_BIN_EXE_dtshard")).args(arguments).arg("--quiet").output().unwrap();
-    let said = String::from_utf8(run.stderr).unwrap();
+    let stderr = String::from_utf8(run.stderr).unwrap();
     match run.status.code() {
         Some(0) => Ok(()),
-        Some(2) => Err(said),
-        code => panic!("{arguments:?}: exit code {code:?}: {said}"),
+        Some(2) => Err(stderr),
+        code => panic!("{arguments:?}: exit code {code:?}: {stderr}"),
     }
 }
 
@@ -114,7 +115,7 @@ fn reshard(from: &Path, to: &Path, options: &[String]) -> Result<(), String> {
     dtshard(&[&paths, options.as_slice()].concat())
 }
 
-/// The rules that give each case its target list.
+/// Returns the rules that give each case its target list.
 fn rules(cases: &Cases) -> Vec<String> {
     let mut rules: Vec<String> = Vec::new();
     for (name, case) in cases {
@@ -126,8 +127,8 @@ fn rules(cases: &Cases) -> Vec<String> {
     rules
 }
 
-/// Every rank of the target has what it should have, and says how it lies.
-fn check(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cases) {
+/// Asserts that every rank of the target has the expected elements and placements.
+fn assert_target(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cases) {
     let written = Checkpoint::open(folder, &ReadOptions::default()).unwrap();
     let (files, catalog) = (&written.files, &written.catalog);
     let input = Input { files, catalog, resolve: &resolve };
@@ -162,11 +163,11 @@ fn check(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cas
 const KINDS: [(&str, [usize; 2]); 6] =
     [("f32", [7, 5]), ("f32", [5, 4]), ("f32", [3, 2]), ("f32", [1, 4]), ("bf16", [7, 5]), ("i64", [5, 4])];
 
-/// The pairs of lists that have a way between them, each with so many kinds of tensors in turn.
+/// Returns the pairs of lists with a defined redistribution, each with so many kinds of tensors in turn.
 fn cases(ndim: usize, kinds: usize, same: bool) -> Cases {
     let mut cases = Cases::new();
     for (number, to) in lists(ndim).iter().enumerate() {
-        for from in lists(ndim).iter().filter(|from| refused(from, to, same).is_none()) {
+        for from in lists(ndim).iter().filter(|from| refusal_reason(from, to, same).is_none()) {
             for _ in 0..kinds {
                 let seed = cases.len() as u64;
                 let (dtype, shape) = KINDS[cases.len() % KINDS.len()];
@@ -190,11 +191,11 @@ fn redistribute(meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cases) {
         options.push(format!("--mesh-ranks={}", ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")));
     }
     reshard(&source, &target, &options).unwrap();
-    check(&target, meshes, ranks, cases);
+    assert_target(&target, meshes, ranks, cases);
 }
 
 #[test]
-fn every_pair_on_one_mesh_dim() {
+fn every_placement_pair_on_one_mesh_dim_gives_the_model_values() {
     let cases = cases(1, KINDS.len(), true);
     for size in 1..=4 {
         redistribute((&[size], &[size]), &[], &cases);
@@ -202,30 +203,31 @@ fn every_pair_on_one_mesh_dim() {
 }
 
 #[test]
-fn every_pair_on_two_by_two() {
+fn every_placement_pair_on_two_by_two_gives_the_model_values() {
     redistribute((&[2, 2], &[2, 2]), &[], &cases(2, 2, true));
 }
 
 #[test]
-fn every_pair_on_two_by_three() {
+fn every_placement_pair_on_two_by_three_gives_the_model_values() {
     redistribute((&[2, 3], &[2, 3]), &[], &cases(2, 2, true));
 }
 
-/// Elsewhere a coordinate is of another rank: what is kept on the same mesh is reduced and split again.
+/// On another mesh a coordinate belongs to another rank, so Partial values that would stay on the same mesh are reduced
+/// and split again.
 #[test]
-fn other_meshes() {
+fn placement_pairs_on_other_meshes_give_the_model_values() {
     let mut cases = cases(2, 1, false);
     redistribute((&[2, 2], &[3, 2]), &[], &cases);
     redistribute((&[2, 2], &[2, 2]), &[0, 2, 1, 3], &cases);
     for (_, case) in &mut cases {
         case.to.truncate(1);
     }
-    cases.retain(|(_, case)| refused(&case.from, &case.to, false).is_none());
+    cases.retain(|(_, case)| refusal_reason(&case.from, &case.to, false).is_none());
     redistribute((&[2, 3], &[4]), &[], &cases);
 }
 
 #[test]
-fn other_ops() {
+fn other_reduce_ops_give_the_model_values() {
     let partial = |op| vec![Place::Partial(op)];
     let mut cases = Cases::new();
     for (number, op) in ["sum", "avg", "product", "max", "min"].into_iter().enumerate() {
@@ -241,16 +243,17 @@ fn other_ops() {
     redistribute((&[3], &[3]), &[], &cases);
 }
 
-/// One tensor for each list, which is asked to become what it cannot.
+/// One tensor for each list, each with an undefined target.
 #[test]
-fn what_has_no_definition_is_refused_with_the_reason() {
+fn undefined_redistributions_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
     let case = |from: &Vec<Place>| Case { dtype: "f32", shape: vec![3, 2], from: from.clone(), to: vec![], seed: 0 };
-    let sound: Vec<Vec<Place>> = lists(2).into_iter().filter(|list| refused(list, &[], true).is_none()).collect();
+    let sound: Vec<Vec<Place>> =
+        lists(2).into_iter().filter(|list| refusal_reason(list, &[], true).is_none()).collect();
     let cases: Cases = sound.iter().enumerate().map(|(number, from)| (format!("t{number}"), case(from))).collect();
     write(&[2, 2], &cases, &source);
-    let says = |options: &[&str], words: &[&str]| {
+    let assert_error_mentions = |options: &[&str], words: &[&str]| {
         let options: Vec<String> = options.iter().map(ToString::to_string).collect();
         let text = reshard(&source, &target, &options).expect_err(&options.join(" "));
         assert!(text.contains("hint: "), "{text}");
@@ -260,8 +263,8 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     let mut number = 0;
     for to in lists(2) {
         for ((name, _), from) in cases.iter().zip(&sound) {
-            let Some(why) = refused(from, &to, true) else { continue };
-            says(&["--include", name, &format!("--placements={}", text(&to))], &[name, why]);
+            let Some(why) = refusal_reason(from, &to, true) else { continue };
+            assert_error_mentions(&["--include", name, &format!("--placements={}", text(&to))], &[name, why]);
             number += 1;
         }
     }
@@ -269,14 +272,17 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     let whole = "t0";
     for op in ["product", "band", "bor", "bxor"] {
         let list = format!("--placements=P({op}),R");
-        says(
+        assert_error_mentions(
             &["--include", whole, &list],
             &[whole, &format!("a value without Partial cannot be converted to P({op})")],
         );
     }
-    says(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
-    says(&["--tensor-class=sharded-tensor", "--placements=P(sum),R"], &["a ShardedTensor with placements P(sum),R"]);
-    for from in lists(2).iter().filter(|list| refused(list, &[], true).is_some()) {
+    assert_error_mentions(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
+    assert_error_mentions(
+        &["--tensor-class=sharded-tensor", "--placements=P(sum),R"],
+        &["a ShardedTensor with placements P(sum),R"],
+    );
+    for from in lists(2).iter().filter(|list| refusal_reason(list, &[], true).is_some()) {
         let mixed = folder.path().join("mixed");
         write(&[2, 2], &vec![("w".into(), case(from))], &mixed);
         let error = dtshard(&["inspect", mixed.to_str().unwrap()]).unwrap_err();
@@ -285,7 +291,7 @@ fn what_has_no_definition_is_refused_with_the_reason() {
 }
 
 #[test]
-fn integers_are_not_rounded() {
+fn integers_that_do_not_divide_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
     // 36 times an odd number, over 8 ranks.
@@ -296,9 +302,9 @@ fn integers_are_not_rounded() {
     assert!(!target.exists());
 }
 
-/// Replicas cover for a rank, other summands do not.
+/// Replicas cover a missing rank; other partial values do not.
 #[test]
-fn a_summand_that_is_missing_is_missed() {
+fn missing_partial_value_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let whole = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     for (list, covered) in [("R,P(sum)", true), ("P(sum),P(sum)", false), ("P(sum),S(0)", false)] {
@@ -319,9 +325,9 @@ fn a_summand_that_is_missing_is_missed() {
     }
 }
 
-/// What is kept is copied to the last bit; what was split adds up again.
+/// Kept partial values are copied bit by bit, and new ones sum up to the value.
 #[test]
-fn the_default_keeps_summands_and_they_are_read_back() {
+fn default_layout_keeps_partial_values() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
     let mut cases = cases(2, 1, true);
@@ -331,7 +337,7 @@ fn the_default_keeps_summands_and_they_are_read_back() {
     }
     write(&[2, 2], &cases, &source);
     reshard(&source, &target, &["--verify".into()]).unwrap();
-    check(&target, (&[2, 2], &[2, 2]), &[], &cases);
+    assert_target(&target, (&[2, 2], &[2, 2]), &[], &cases);
     let (source, dcp) = (source.to_str().unwrap(), folder.path().join("dcp"));
     reshard(Path::new(source), &dcp, &["--to=dcp".into(), "--verify".into(), "--check-replicas".into()]).unwrap();
     dtshard(&["verify", source, dcp.to_str().unwrap()]).unwrap();

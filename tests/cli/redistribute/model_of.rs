@@ -1,4 +1,4 @@
-//! What each rank should have.
+//! A reference model of redistribution: the elements that each rank should have.
 
 #![expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "elements are small")]
 
@@ -36,14 +36,14 @@ pub fn text(list: &[Place]) -> String {
     list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// Part `r` of `k`, as `torch.chunk` cuts.
+/// Returns part `r` of `k`, as `torch.chunk` cuts.
 fn chunk(list: &[usize], k: usize, r: usize) -> Vec<usize> {
     let size = list.len().div_ceil(k).max(1);
     list.chunks(size).nth(r).unwrap_or_default().to_vec()
 }
 
-/// The indices of each dim that a coordinate holds.
-pub fn held(shape: &[usize], mesh: &[usize], list: &[Place], at: &[usize]) -> Vec<Vec<usize>> {
+/// Returns the indices of each dim that a coordinate holds.
+pub fn indices_of(shape: &[usize], mesh: &[usize], list: &[Place], at: &[usize]) -> Vec<Vec<usize>> {
     let mut dims: Vec<Vec<usize>> = shape.iter().map(|&n| (0..n).collect()).collect();
     for (mesh_dim, place) in list.iter().enumerate() {
         let (k, r) = (mesh[mesh_dim], at[mesh_dim]);
@@ -69,20 +69,20 @@ pub fn coordinates(mesh: &[usize]) -> Vec<Vec<usize>> {
     elements(&mesh.iter().map(|&size| (0..size).collect()).collect::<Vec<_>>())
 }
 
-/// Why there is no way from one list to another; `same` where the meshes are one.
-pub fn refused(from: &[Place], to: &[Place], same: bool) -> Option<&'static str> {
+/// Returns why a redistribution is undefined; `same` means that source and target have one mesh.
+pub fn refusal_reason(from: &[Place], to: &[Place], same: bool) -> Option<&'static str> {
     let ops = |list: &[Place]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
     let mixed = |ops: &[&str]| ops.iter().any(|op| *op != ops[0]);
     if mixed(&ops(from)) || mixed(&ops(to)) {
         return Some("do not commute");
     }
     let differ = |from: &Place, to: &Place| from.op().is_some() && to.op().is_some() && from.op() != to.op();
-    let refused = if same {
+    let is_refused = if same {
         from.iter().zip(to).any(|(from, to)| differ(from, to))
     } else {
         from.iter().any(|from| to.iter().any(|to| differ(from, to)))
     };
-    refused.then_some("cannot be converted to")
+    is_refused.then_some("cannot be converted to")
 }
 
 /// One tensor of a conversion.
@@ -96,7 +96,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// What the rank at `at` holds of the element at `index`, as the dtype stores it.
+    /// Returns the value of the element at `index` on the rank at `at`, as the dtype stores it.
     pub fn stored(&self, index: &[usize], at: &[usize]) -> f64 {
         let summand = self.from.iter().zip(at).map(|(place, at)| if place.op().is_some() { *at + 1 } else { 0 });
         let mut hash = self.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x51_7CC1;
@@ -108,7 +108,7 @@ impl Case {
         match self.dtype {
             "f32" => f64::from((small / 7.0) as f32),
             "bf16" => f64::from(f32::from_bits(((small / 7.0) as f32).to_bits() & 0xffff_0000)),
-            // All meshes here divide it.
+            // The size of every mesh divides it.
             _ => small * 36.0,
         }
     }
@@ -125,23 +125,23 @@ impl Case {
         }
     }
 
-    /// Reckoned in f32 or f64.
+    /// Rounds like the library, which computes in f32 or f64.
     fn round(&self, value: f64) -> f64 {
         if self.dtype == "bf16" { f64::from(value as f32) } else { value }
     }
 
-    /// The elements of the rank at `at` of the source.
+    /// Returns the elements of the rank at `at` of the source.
     pub fn source(&self, mesh: &[usize], at: &[usize]) -> Vec<u8> {
-        let elements = elements(&held(&self.shape, mesh, &self.from, at));
+        let elements = elements(&indices_of(&self.shape, mesh, &self.from, at));
         elements.iter().flat_map(|index| self.bytes(self.stored(index, at))).collect()
     }
 
-    /// The elements of the rank at `at` of the target; `same` where the meshes are one.
+    /// Returns the elements of the rank at `at` of the target; `same` means that source and target have one mesh.
     pub fn target(&self, meshes: (&[usize], &[usize]), same: bool, at: &[usize]) -> Vec<u8> {
         let (mesh, target) = meshes;
         let op = self.from.iter().find_map(|place| place.op());
         let (mut divisor, mut stay) = (1, Vec::new());
-        // The summands that come together: those of all coordinates on Partial dims but the ones that are kept.
+        // The partial values that are reduced: those of all coordinates on Partial dims, except the dims that are kept.
         let is_partial = |dim: usize| self.from[dim].op().is_some();
         let mut kept: Vec<Option<usize>> = (0..mesh.len()).map(|dim| (!is_partial(dim)).then_some(0)).collect();
         for (dim, place) in self.to.iter().enumerate() {
@@ -165,10 +165,10 @@ impl Case {
             .map(|(kept, size)| kept.map_or_else(|| (0..*size).collect(), |at| vec![at]))
             .collect();
         let summands = elements(&ranges);
-        // What ranks at its coordinate hold along the mesh dims that turn from shard to summand.
+        // Values of the ranks at its coordinate along the mesh dims that change from shard to partial.
         let alike: Vec<Vec<Vec<usize>>> = (coordinates(mesh).iter())
             .filter(|other| stay.iter().all(|dim| other[*dim] == at[*dim]))
-            .map(|other| held(&self.shape, mesh, &self.from, other))
+            .map(|other| indices_of(&self.shape, mesh, &self.from, other))
             .collect();
         let holds =
             |dims: &Vec<Vec<usize>>, index: &[usize]| index.iter().zip(dims).all(|(at, held)| held.contains(at));
@@ -199,6 +199,6 @@ impl Case {
             });
             self.bytes(self.round(reduced / divisor as f64))
         };
-        elements(&held(&self.shape, target, &self.to, at)).iter().flat_map(value).collect()
+        elements(&indices_of(&self.shape, target, &self.to, at)).iter().flat_map(value).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Three processes with a device each, of which one is to go wrong.
+//! Conversions by three processes with a device each, of which tests let one fail.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -8,91 +8,93 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::nodes::{Nodes, Spread, Tree, names, succeeds, tree};
+use crate::nodes::{Nodes, Spread, Tree, assert_succeeded, names, tree};
 use crate::outcome::{Outcome, command, copy_all, fixture};
 
-/// What is converted, in enough rounds for several to be under way.
+/// The source, converted in enough rounds for several to be in flight.
 const SOURCE: &str = "fsdp_tp/dcp";
 const WORDS: &str = "reshard out --mesh tp=3 --placements S(1)";
 const ROUNDS: &str = "--bucket-size 300";
 
 pub const RANKS: u32 = 3;
 
-/// Where they meet.
+/// The work folder in which the processes meet.
 pub const MEETING: &str = ".out.dtshard-work";
 
-/// When all have ended, however much else the machine does. Those that wait for one that never comes, wait 10 seconds.
+/// The time limit of all processes, also on a loaded machine. Processes that wait for a missing process wait 10
+/// seconds.
 pub const DEADLINE: Duration = Duration::from_secs(45);
 
-/// Variables of one process.
+/// Environment variables of one process.
 pub type Settings<'a> = &'a [(&'a str, &'a str)];
 
-/// Who sees SRC.
+/// The files of SRC that each process sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sight {
+pub enum Visibility {
     All,
-    /// Each a third of the files.
-    Apart,
+    /// Each process sees a third of the files.
+    PerProcess,
 }
 
-impl Sight {
-    /// A group of NCCL in the middle of the rounds, when journals have records. The groups before gather words.
+impl Visibility {
+    /// Returns the number of an NCCL group in the middle of the rounds, when journals have records. Earlier groups
+    /// gather messages.
     pub fn group_of_a_round(self) -> u32 {
         match self {
             Self::All => 12,
-            Self::Apart => 31,
+            Self::PerProcess => 31,
         }
     }
 }
 
-pub const SIGHTS: [Sight; 2] = [Sight::All, Sight::Apart];
+pub const VISIBILITIES: [Visibility; 2] = [Visibility::All, Visibility::PerProcess];
 
 pub struct Job {
     pub nodes: Nodes,
-    sight: Sight,
-    /// Where the loader finds the stand-in under the names of the libraries.
+    visibility: Visibility,
+    /// The folder where the loader finds the stand-in under the names of the libraries.
     libraries: TempDir,
-    /// Of all processes.
+    /// Environment variables of all processes.
     settings: Settings<'static>,
-    /// What one process makes, without devices.
-    wanted: Tree,
+    /// The output of one process without devices.
+    expected: Tree,
 }
 
 impl Job {
-    pub fn new(sight: Sight) -> Self {
-        Self::with(sight, &[])
+    pub fn new(visibility: Visibility) -> Self {
+        Self::with(visibility, &[])
     }
 
-    pub fn with(sight: Sight, settings: Settings<'static>) -> Self {
+    pub fn with(visibility: Visibility, settings: Settings<'static>) -> Self {
         let libraries = tempfile::tempdir().unwrap();
         let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
         for name in ["libcuda.so", "libnccl.so.2"] {
             symlink(&stand_in, libraries.path().join(name)).unwrap();
         }
         let nodes = Nodes::new(SOURCE, RANKS, Spread::One);
-        let (wanted, _) = nodes.alone(WORDS);
-        Self { nodes, sight, libraries, settings, wanted }
+        let (expected, _) = nodes.run_alone(WORDS);
+        Self { nodes, visibility, libraries, settings, expected }
     }
 
-    /// One process, with more options and settings.
+    /// Returns the command of one process, with more options and settings.
     pub fn command(&self, rank: u32, more: &str, settings: Settings<'_>) -> Command {
-        let source = match self.sight {
-            Sight::All => fixture(SOURCE),
-            Sight::Apart => self.nodes.source(rank),
+        let source = match self.visibility {
+            Visibility::All => fixture(SOURCE),
+            Visibility::PerProcess => self.nodes.source(rank),
         };
         self.command_of(rank, &source, more, settings)
     }
 
-    /// With another SRC.
+    /// Returns the command of one process with another SRC.
     pub fn command_of(&self, rank: u32, source: &Path, more: &str, settings: Settings<'_>) -> Command {
         let mut words = WORDS.split(' ');
-        let (verb, dst) = (words.next().unwrap(), self.nodes.desk().join(words.next().unwrap()));
-        let sight = match self.sight {
-            Sight::All => "shared",
-            Sight::Apart => "per-rank",
+        let (verb, dst) = (words.next().unwrap(), self.nodes.dst_folder().join(words.next().unwrap()));
+        let visibility = match self.visibility {
+            Visibility::All => "shared",
+            Visibility::PerProcess => "per-rank",
         };
         let mut command = command(&[&verb, &source, &dst]);
-        command.args(words).args(ROUNDS.split(' ')).args(["--source", sight]);
+        command.args(words).args(ROUNDS.split(' ')).args(["--source", visibility]);
         if !more.contains("--backend") {
             command.args(["--backend", "nccl"]);
         }
@@ -106,53 +108,53 @@ impl Job {
         command
     }
 
-    /// All of them, of which one has settings of its own.
-    pub fn but(&self, odd: u32, more: &str, settings: Settings<'_>) -> Vec<Outcome> {
-        self.each(|rank| (more.to_owned(), if rank == odd { settings } else { &[] }))
+    /// Runs all processes, one of them with its own settings.
+    pub fn run_with_one_different(&self, odd: u32, more: &str, settings: Settings<'_>) -> Vec<Outcome> {
+        self.run_each(|rank| (more.to_owned(), if rank == odd { settings } else { &[] }))
     }
 
-    pub fn each<'s>(&self, of: impl Fn(u32) -> (String, Settings<'s>)) -> Vec<Outcome> {
-        ended((0..RANKS).map(|rank| {
+    pub fn run_each<'s>(&self, of: impl Fn(u32) -> (String, Settings<'s>)) -> Vec<Outcome> {
+        wait_all((0..RANKS).map(|rank| {
             let (more, settings) = of(rank);
             self.command(rank, &more, settings).spawn().unwrap()
         }))
     }
 
-    /// DST is not there, and the same without the fault makes what one process makes and leaves nothing else. Until then
-    /// the meeting place may be there, where who looks after it was killed.
+    /// Asserts that DST does not exist, and that the run without the fault gives the expected output and leaves nothing
+    /// else. Before it, the work folder may exist if the process that removes it was killed.
     #[track_caller]
-    pub fn is_done_by(&self, more: &str) {
-        let left = names(&self.nodes.desk());
+    pub fn assert_done_with(&self, more: &str) {
+        let left = names(&self.nodes.dst_folder());
         assert!(left.iter().all(|name| [".out.dtshard-partial", MEETING].contains(&name.as_str())), "{left:?}");
-        self.each(|_| (more.to_owned(), &[])).iter().for_each(succeeds);
-        self.has_made();
+        self.run_each(|_| (more.to_owned(), &[])).iter().for_each(assert_succeeded);
+        self.assert_made();
     }
 
-    /// What one process makes, and nothing else; takes it away.
+    /// Asserts that DST has the output of one process, and nothing else is left, and removes it.
     #[track_caller]
-    pub fn has_made(&self) {
-        self.nodes.has_made(&self.wanted, WORDS);
+    pub fn assert_made(&self) {
+        self.nodes.assert_made(&self.expected, WORDS);
         self.nodes.clear();
     }
 
-    /// Nothing was begun at DST, so the same command can be given again.
+    /// Asserts that nothing was begun at DST, and that the same command succeeds.
     #[track_caller]
-    pub fn is_done_anew(&self) {
-        assert_eq!(names(&self.nodes.desk()), [""; 0]);
-        self.is_done_by("");
+    pub fn assert_can_start_again(&self) {
+        assert_eq!(names(&self.nodes.dst_folder()), [""; 0]);
+        self.assert_done_with("");
     }
 
-    /// Put a checkpoint at DST.
-    pub fn put_old(&self) -> Tree {
-        let dst = self.nodes.desk().join("out");
+    /// Puts a checkpoint at DST, and returns its files.
+    pub fn put_old_checkpoint(&self) -> Tree {
+        let dst = self.nodes.dst_folder().join("out");
         copy_all(&fixture("fsdp4/dcp"), &dst);
         tree(&dst)
     }
 }
 
-/// How all end, which they do in time.
+/// Waits for all processes, and asserts that they end in time.
 #[track_caller]
-pub fn ended(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
+pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     let mut processes: Vec<Child> = processes.into_iter().collect();
     let until = Instant::now() + DEADLINE;
     let mut late = Vec::new();
@@ -172,10 +174,10 @@ pub fn ended(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     outcomes
 }
 
-/// All but one are refused, with words that name that one.
+/// Asserts that all other processes exit with an error that names this one.
 #[track_caller]
-pub fn others_name(outcomes: &[Outcome], gone: u32, words: &[&str]) {
+pub fn assert_others_name(outcomes: &[Outcome], gone: u32, words: &[&str]) {
     for (_, outcome) in (0..).zip(outcomes).filter(|(rank, _)| *rank != gone) {
-        outcome.refused(&[&format!("error: process {gone} of 3")]).refused(words);
+        outcome.assert_refused(&[&format!("error: process {gone} of 3")]).assert_refused(words);
     }
 }

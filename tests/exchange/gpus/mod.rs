@@ -1,7 +1,7 @@
-//! `--backend nccl` over the stand-in for driver and NCCL: whatever goes wrong in one process, all end, with words that
-//! name it, and nothing is published.
+//! `--backend nccl` over the stand-in for driver and NCCL: when one process fails, all end with a message that names
+//! it, and nothing is published.
 
-mod dying;
 mod failing;
 mod job;
-mod lacking;
+mod killed;
+mod unavailable;

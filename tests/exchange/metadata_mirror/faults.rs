@@ -1,9 +1,9 @@
-//! What is said where ranks do not see what they should.
+//! Errors of the metadata mirror when ranks do not see the files they should.
 
 use super::*;
 
-/// A rank file each, and what belongs to no rank.
-fn ranks() -> Spread {
+/// Returns four ranks that see one rank file each.
+fn four_ranks() -> Spread {
     let folder = tempfile::tempdir().unwrap();
     let own: Vec<PathBuf> = (0..4).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
     for (rank, own) in own.iter().enumerate() {
@@ -19,8 +19,8 @@ fn all() -> ReadOptions {
 }
 
 #[test]
-fn files_of_one_name_that_differ_are_told_with_both_ranks() {
-    let spread = ranks();
+fn differing_files_of_one_name_are_refused_with_both_ranks() {
+    let spread = four_ranks();
     let name = "model_world_size_4_rank_2.pt";
     let own = spread.own[2].join(name);
     let copy = spread.own[3].join(name);
@@ -28,68 +28,69 @@ fn files_of_one_name_that_differ_are_told_with_both_ranks() {
     fs::write(&copy, &bytes[..bytes.len() - 1]).unwrap();
     let len = bytes.len();
     assert_eq!(
-        spread.refused(&all()),
+        spread.error_text(&all()),
         format!("SRC/{name}: the length differs between processes 2 and 3: {len} and {} bytes", len - 1)
     );
     let mut other = bytes.clone();
     other[len - 30] ^= 1;
     fs::write(&copy, &other).unwrap();
-    let text = spread.refused(&all());
+    let text = spread.error_text(&all());
     assert!(
         text.starts_with(&format!("SRC/{name}: the file differs between processes 2 and 3: the bytes from ")),
         "{text}"
     );
-    // A replica is a replica whenever it was made.
+    // Copies are equal whatever their modification time.
     fs::write(&copy, &bytes).unwrap();
     set_modified(&copy, 77);
-    spread.each(|_, twin| twin.open(&all()).map(drop)).into_iter().for_each(|opened| opened.unwrap());
+    spread.run_each(|_, mirror| mirror.open(&all()).map(drop)).into_iter().for_each(|opened| opened.unwrap());
 }
 
 #[test]
-fn what_is_no_part_of_a_checkpoint_may_differ() {
-    let spread = ranks();
+fn files_outside_the_checkpoint_may_differ() {
+    let spread = four_ranks();
     let logs = [(0, "first"), (1, "other"), (2, "first"), (3, "longer")];
     for (rank, text) in logs {
         fs::write(spread.own[rank].join("train.log"), text).unwrap();
     }
-    let found = spread.each(|rank, twin| {
+    let found = spread.run_each(|rank, mirror| {
         let own = &spread.own[rank.rank() as usize];
         let log = own.join("train.log");
-        let checkpoint = twin.open(&all())?;
-        assert!(twin.holds_all_of(&log));
+        let checkpoint = mirror.open(&all())?;
+        assert!(mirror.holds_all_of(&log));
         let text = fs::read_to_string(checkpoint.place(&log)).unwrap();
         let notes = checkpoint.catalog.notes;
-        Ok((text, twin.seen_by(&log).to_vec(), relative(&notes.join("\n"), own)))
+        Ok((text, mirror.seen_by(&log).to_vec(), relative(&notes.join("\n"), own)))
     });
     for found in found {
         let (text, seen_by, notes) = found.unwrap();
         assert_eq!((text.as_str(), seen_by), ("first", vec![0, 2]));
         assert!(notes.ends_with("SRC/train.log differs at processes 1, 3; the file of process 0 is used"), "{notes}");
     }
-    let mode =
-        std::os::unix::fs::PermissionsExt::mode(&fs::metadata(spread.twin().join("train.log")).unwrap().permissions());
+    let mode = std::os::unix::fs::PermissionsExt::mode(
+        &fs::metadata(spread.mirror().join("train.log")).unwrap().permissions(),
+    );
     assert_eq!(mode & 0o777, 0o600);
     for rank in [1, 2] {
         fs::write(spread.own[rank].join("config.json"), logs[rank].1).unwrap();
     }
-    assert!(spread.refused(&all()).starts_with("SRC/config.json: the file differs between processes 1 and 2"));
+    assert!(spread.error_text(&all()).starts_with("SRC/config.json: the file differs between processes 1 and 2"));
 }
 
 #[test]
-fn what_no_rank_sees_is_named() {
-    let spread = ranks();
-    // Something is left on its node: that it has none of the files is no sign of a wrong path.
+fn file_that_no_rank_sees_is_refused_with_a_hint() {
+    let spread = four_ranks();
+    // Another file is left on its node, so missing files are no sign of a wrong path.
     fs::rename(spread.own[1].join("model_world_size_4_rank_1.pt"), spread.own[1].join("train.log")).unwrap();
-    let hints = spread.each(|_, twin| {
-        let error = twin.open(&all()).map(drop).unwrap_err();
+    let hints = spread.run_each(|_, mirror| {
+        let error = mirror.open(&all()).map(drop).unwrap_err();
         Ok(error.hint().map(str::to_owned))
     });
     assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("start a process on the node that has it"));
-    let text = spread.refused(&all());
+    let text = spread.error_text(&all());
     assert!(text.starts_with("SRC: ") && text.contains("missing: "), "{text}");
 
     fs::remove_dir_all(&spread.own[3]).unwrap();
-    for error in spread.each(|_, twin| twin.open(&all()).map(drop)) {
+    for error in spread.run_each(|_, mirror| mirror.open(&all()).map(drop)) {
         let error = error.unwrap_err();
         let hint = error.hint().unwrap();
         let expected = format!("; process 3 sees nothing at {}", spread.own[3].display());
@@ -97,7 +98,7 @@ fn what_no_rank_sees_is_named() {
     }
     fs::remove_dir_all(&spread.own[1]).unwrap();
     fs::remove_dir_all(&spread.own[2]).unwrap();
-    let hint = spread.each(|_, twin| twin.open(&all()).map(drop)).swap_remove(0).unwrap_err();
+    let hint = spread.run_each(|_, mirror| mirror.open(&all()).map(drop)).swap_remove(0).unwrap_err();
     assert_eq!(hint.hint().unwrap().matches("; process ").count(), 3);
 
     let spread = Spread::new(&fixture("fsdp4/dcp"), 2);
@@ -105,20 +106,20 @@ fn what_no_rank_sees_is_named() {
         let _ = fs::remove_file(own.join("__2_0.distcp"));
     }
     let expected = "SRC/.metadata: storage_data: expected 4 files beside it, missing: __2_0.distcp";
-    assert_eq!(spread.refused(&all()), expected);
+    assert_eq!(spread.error_text(&all()), expected);
     for own in &spread.own {
         let _ = fs::remove_file(own.join(".metadata"));
     }
-    assert!(spread.refused(&all()).ends_with("missing: .metadata"));
+    assert!(spread.error_text(&all()).ends_with("missing: .metadata"));
 }
 
 #[test]
-fn what_is_cut_short_is_told_as_where_it_lies() {
-    let spread = ranks();
+fn truncated_file_gives_the_error_of_its_owner() {
+    let spread = four_ranks();
     let path = spread.own[0].join("model_world_size_4_rank_0.pt");
     let bytes = fs::read(&path).unwrap();
     fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
-    let text = spread.refused(&all());
+    let text = spread.error_text(&all());
     assert!(text.starts_with("SRC/model_world_size_4_rank_0.pt: zip directory: "), "{text}");
 
     let spread = Spread::new(&fixture("fsdp4/dcp"), 3);
@@ -128,25 +129,25 @@ fn what_is_cut_short_is_told_as_where_it_lies() {
             fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
         }
     }
-    let text = spread.refused(&all());
+    let text = spread.error_text(&all());
     assert!(text.starts_with("SRC/__3_0.distcp: ") && text.contains("up to byte"), "{text}");
 }
 
 #[test]
-fn ranks_may_see_nothing_but_not_all_of_them() {
-    let spread = ranks();
+fn source_that_no_rank_sees_is_refused() {
+    let spread = four_ranks();
     fs::rename(&spread.own[3], spread.own[3].with_extension("gone")).unwrap();
-    let text = spread.refused(&ReadOptions { allow_missing: false, ..all() });
+    let text = spread.error_text(&ReadOptions { allow_missing: false, ..all() });
     assert!(text.contains("missing"), "{text}");
     let name = "model_world_size_4_rank_3.pt";
     fs::copy(spread.own[3].with_extension("gone").join(name), spread.own[0].join(name)).unwrap();
-    let seen = spread.each(|_, twin| {
-        let checkpoint = twin.open(&all())?;
-        Ok((FileVisibility::of(&checkpoint.files, 4), twin.written()))
+    let seen = spread.run_each(|_, mirror| {
+        let checkpoint = mirror.open(&all())?;
+        Ok((FileVisibility::of(&checkpoint.files, 4), mirror.written()))
     });
     let seen: Vec<_> = seen.into_iter().map(|seen| seen.unwrap()).collect();
     let of = |ranks: [u32; 4]| FileVisibility::PerRank(ranks.map(|rank| [rank].into_iter().collect()).to_vec());
-    assert!(seen.iter().all(|(sight, _)| *sight == of([0, 1, 2, 0])), "{seen:?}");
+    assert!(seen.iter().all(|(visibility, _)| *visibility == of([0, 1, 2, 0])), "{seen:?}");
     assert_eq!(seen[3].1, 0);
 
     for own in &spread.own {
@@ -154,22 +155,22 @@ fn ranks_may_see_nothing_but_not_all_of_them() {
     }
     let expected =
         "SRC: files: expected files that at least one process sees, missing: all of them, at processes 0, 1, 2, 3";
-    assert_eq!(spread.refused(&all()), expected);
+    assert_eq!(spread.error_text(&all()), expected);
     fs::create_dir(&spread.own[1]).unwrap();
-    assert_eq!(spread.refused(&all()), expected);
+    assert_eq!(spread.error_text(&all()), expected);
     fs::create_dir_all(&spread.own[2]).unwrap();
     fs::write(spread.own[2].join("a.json"), "{}").unwrap();
     fs::write(&spread.own[0], "").unwrap();
-    let text = spread.refused(&all());
+    let text = spread.error_text(&all());
     assert_eq!(text, "SRC: what it is differs between processes 0 and 2: the file ckpt and a folder");
 }
 
 #[test]
-fn a_rank_that_cannot_go_on_is_named_by_all() {
-    let spread = ranks();
+fn failed_rank_is_named_by_all() {
+    let spread = four_ranks();
     let large = spread.own[2].join("notes.json");
     File::create(&large).unwrap().set_len(5 << 30).unwrap();
-    let errors: Vec<Error> = spread.each(|_, _| Ok(())).into_iter().map(|done| done.unwrap_err()).collect();
+    let errors: Vec<Error> = spread.run_each(|_, _| Ok(())).into_iter().map(|done| done.unwrap_err()).collect();
     let text = format!("{}: a document of {} bytes", large.display(), 5_u64 << 30);
     assert!(errors[2].to_string().starts_with(&text), "{}", errors[2]);
     for rank in [0, 1, 3] {
@@ -177,28 +178,28 @@ fn a_rank_that_cannot_go_on_is_named_by_all() {
     }
 }
 
-/// Whoever opens it then has an error that is not about SRC.
+/// Opening it then fails with an error that is not about SRC.
 #[test]
-fn a_twin_that_is_being_taken_away_is_known() {
-    let spread = ranks();
-    let done = spread.each(|rank, twin| {
-        assert!(twin.is_whole());
+fn mirror_that_is_being_removed_is_detected() {
+    let spread = four_ranks();
+    let done = spread.run_each(|rank, mirror| {
+        assert!(mirror.is_whole());
         rank.barrier()?;
         if rank.rank() == 0 {
-            fs::remove_file(spread.twin().join("model_world_size_4_rank_2.pt")).unwrap();
+            fs::remove_file(spread.mirror().join("model_world_size_4_rank_2.pt")).unwrap();
         }
         rank.barrier()?;
-        assert!(!twin.is_whole() && twin.open(&all()).is_err_and(|error| error.kind() == "missing"));
+        assert!(!mirror.is_whole() && mirror.open(&all()).is_err_and(|error| error.kind() == "missing"));
         Ok(())
     });
     done.into_iter().for_each(|done| done.unwrap());
 }
 
 #[test]
-fn tensor_data_of_others_is_an_error_and_no_zeros() {
-    let spread = ranks();
-    let errors = spread.each(|rank, twin| {
-        let mut checkpoint = twin.open(&all())?;
+fn reading_tensor_data_of_another_rank_is_an_error() {
+    let spread = four_ranks();
+    let errors = spread.run_each(|rank, mirror| {
+        let mut checkpoint = mirror.open(&all())?;
         let own = &spread.own[rank.rank() as usize];
         let read = |checkpoint: &Checkpoint, file| {
             let whole = checkpoint.files.whole(file);
@@ -206,8 +207,8 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
         };
         for (number, file) in (0..).zip(checkpoint.files.ids()) {
             let name = format!("model_world_size_4_rank_{number}.pt");
-            assert_eq!(twin.seen_by(&own.join(&name)), [number]);
-            assert!(!twin.holds_all_of(&own.join(&name)));
+            assert_eq!(mirror.seen_by(&own.join(&name)), [number]);
+            assert!(!mirror.holds_all_of(&own.join(&name)));
             match read(&checkpoint, file) {
                 Ok(bytes) => assert!(number == rank.rank() && bytes == fs::read(own.join(&name)).unwrap()),
                 Err(error) => {
@@ -217,11 +218,11 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
                 }
             }
         }
-        // One's own is still looked after.
+        // Changes of a rank's own files are still detected.
         checkpoint.files.check_unchanged()?;
         set_modified(&own.join(format!("model_world_size_4_rank_{}.pt", rank.rank())), 5);
         assert!(checkpoint.files.check_unchanged().is_err());
-        assert!(twin.open(&all()).map(|again| checkpoint = again).is_err());
+        assert!(mirror.open(&all()).map(|again| checkpoint = again).is_err());
         Ok(())
     });
     errors.into_iter().for_each(|done| done.unwrap());

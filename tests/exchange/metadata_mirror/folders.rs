@@ -1,4 +1,4 @@
-//! What of SRC becomes part of a twin, what it costs, and what does not depend on it.
+//! The files of SRC that are mirrored, the size of the mirror, and properties that do not depend on it.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 
@@ -6,12 +6,12 @@ use super::*;
 use dtshard::exchange;
 use dtshard::exec::compare::replica_difference;
 
-fn alone(own: PathBuf) -> Spread {
+fn one_rank(own: PathBuf) -> Spread {
     Spread { folder: tempfile::tempdir().unwrap(), own: vec![own] }
 }
 
 #[test]
-fn single_files_are_read_with_what_is_said_of_those_beside_them() {
+fn single_files_open_like_without_a_mirror() {
     for path in [
         fixture("torch_file/model.pt"),
         fixture("safetensors/single/model.safetensors"),
@@ -21,22 +21,24 @@ fn single_files_are_read_with_what_is_said_of_those_beside_them() {
         fixture("README.md"),
     ] {
         let whole = Checkpoint::open(&path, &ReadOptions::default());
-        let expected = said(whole, path.parent().unwrap());
-        let spread = alone(path.clone());
-        let opened = spread.each(|_, twin| Ok(said(twin.open(&ReadOptions::default()), path.parent().unwrap())));
+        let expected = opened_text(whole, path.parent().unwrap());
+        let spread = one_rank(path.clone());
+        let opened =
+            spread.run_each(|_, mirror| Ok(opened_text(mirror.open(&ReadOptions::default()), path.parent().unwrap())));
         assert_eq!(*opened[0].as_ref().unwrap(), expected);
     }
 }
 
 #[test]
-fn files_of_ranks_as_plain_tensors_are_read() {
+fn local_format_opens_like_without_a_mirror() {
     let folder = tempfile::tempdir().unwrap();
     let local = folder.path().join("local");
     succeed("reshard", &[&fixture("fsdp4/dcp"), &local], "--to local --mesh dp=2,tp=2 --placements S(0),S(1)");
-    let expected = said(Checkpoint::open(&local, &ReadOptions::default()), &local);
+    let expected = opened_text(Checkpoint::open(&local, &ReadOptions::default()), &local);
     let spread = Spread::new(&local, 3);
-    let opened =
-        spread.each(|rank, twin| Ok(said(twin.open(&ReadOptions::default()), &spread.own[rank.rank() as usize])));
+    let opened = spread.run_each(|rank, mirror| {
+        Ok(opened_text(mirror.open(&ReadOptions::default()), &spread.own[rank.rank() as usize]))
+    });
     opened.into_iter().for_each(|opened| assert!(opened.unwrap() == expected));
     assert!(expected.unwrap().starts_with("local"));
     check_conversion(&local, 3, &in_safetensors);
@@ -44,7 +46,7 @@ fn files_of_ranks_as_plain_tensors_are_read() {
 }
 
 #[test]
-fn links_to_files_are_files_and_links_to_folders_lead_to_checkpoints_only() {
+fn links_to_files_are_mirrored_and_links_to_folders_only_for_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     for below in ["blobs", "src/step-3", "elsewhere/step-9"] {
@@ -58,41 +60,41 @@ fn links_to_files_are_files_and_links_to_folders_lead_to_checkpoints_only() {
     symlink("../elsewhere", at("src/other")).unwrap();
     symlink("..", at("src/step-3/step-4")).unwrap();
     symlink("nowhere", at("src/dangling.json")).unwrap();
-    let spread = alone(at("src"));
-    let done = spread.each(|_, twin| {
-        let checkpoint = twin.open(&ReadOptions::default())?;
+    let spread = one_rank(at("src"));
+    let done = spread.run_each(|_, mirror| {
+        let checkpoint = mirror.open(&ReadOptions::default())?;
         assert_eq!(checkpoint.root, at("src/latest"));
         assert_eq!(checkpoint.resolved_from, Some(at("src")));
-        assert_eq!(checkpoint.place(&at("src/latest/config.json")), spread.twin().join("latest/config.json"));
+        assert_eq!(checkpoint.place(&at("src/latest/config.json")), spread.mirror().join("latest/config.json"));
         Ok(())
     });
     done.into_iter().for_each(|done| done.unwrap());
-    assert_eq!(files_of(&spread.twin()), ["dangling.json", "latest/model.safetensors"].map(PathBuf::from));
-    assert!(!spread.twin().join("dangling.json").exists());
+    assert_eq!(files_of(&spread.mirror()), ["dangling.json", "latest/model.safetensors"].map(PathBuf::from));
+    assert!(!spread.mirror().join("dangling.json").exists());
 }
 
-/// A file beside is in the twin, for every process; one with tensors is not, and each knows who has it.
+/// A sidecar file is in the mirror, for every process; a file with tensors is not, and each process knows its owner.
 #[test]
-fn what_lies_beside_can_be_copied_by_all() {
+fn sidecar_files_can_be_copied_by_every_rank() {
     let spread = Spread::new(&fixture("verl"), 3);
     let actor = Path::new("global_step_10/actor");
     let beside = actor.join("huggingface/tokenizer.json");
     let tensors = files_of(&fixture("verl")).into_iter().find(|path| path.extension() == Some("pt".as_ref())).unwrap();
-    let done = spread.each(|rank, twin| {
+    let done = spread.run_each(|rank, mirror| {
         let own = &spread.own[rank.rank() as usize];
-        let checkpoint = twin.open(&ReadOptions::default())?;
-        let (in_twin, at_home) = (spread.twin().join(&beside), own.join(&beside));
-        assert!(twin.holds_all_of(&at_home) && twin.holds_all_of(&in_twin));
-        assert_eq!(checkpoint.place(&at_home), in_twin);
-        assert_eq!(fs::read(&in_twin).unwrap(), fs::read(fixture("verl").join(&beside)).unwrap());
-        for path in [own.join(&tensors), spread.twin().join(&tensors)] {
-            assert!(!twin.holds_all_of(&path));
+        let checkpoint = mirror.open(&ReadOptions::default())?;
+        let (in_mirror, at_home) = (spread.mirror().join(&beside), own.join(&beside));
+        assert!(mirror.holds_all_of(&at_home) && mirror.holds_all_of(&in_mirror));
+        assert_eq!(checkpoint.place(&at_home), in_mirror);
+        assert_eq!(fs::read(&in_mirror).unwrap(), fs::read(fixture("verl").join(&beside)).unwrap());
+        for path in [own.join(&tensors), spread.mirror().join(&tensors)] {
+            assert!(!mirror.holds_all_of(&path));
             let seen_by = (0..).zip(&spread.own).filter(|(_, own)| own.join(&tensors).exists()).map(|(rank, _)| rank);
-            assert_eq!(twin.seen_by(&path), seen_by.collect::<Vec<u32>>());
+            assert_eq!(mirror.seen_by(&path), seen_by.collect::<Vec<u32>>());
         }
-        // Of what is nowhere in it nothing is known.
+        // The mirror has no entry for a file that no rank sees.
         let elsewhere = Path::new("/elsewhere/tokenizer.json");
-        assert!(twin.holds_all_of(elsewhere) && twin.seen_by(elsewhere).is_empty());
+        assert!(mirror.holds_all_of(elsewhere) && mirror.seen_by(elsewhere).is_empty());
         assert_eq!(checkpoint.place(elsewhere), elsewhere);
         Ok(())
     });
@@ -100,7 +102,7 @@ fn what_lies_beside_can_be_copied_by_all() {
 }
 
 #[test]
-fn a_gigabyte_of_tensors_costs_its_header() {
+fn gigabyte_of_tensor_data_is_mirrored_by_its_header() {
     let folder = tempfile::tempdir().unwrap();
     let len = 1_u64 << 30;
     let mut header = format!(r#"{{"w":{{"dtype":"U8","shape":[{len}],"data_offsets":[0,{len}]}}}}"#).into_bytes();
@@ -108,27 +110,27 @@ fn a_gigabyte_of_tensors_costs_its_header() {
     let path = folder.path().join("model.safetensors");
     fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat()).unwrap();
     File::options().write(true).open(&path).unwrap().set_len(8 + header.len() as u64 + len).unwrap();
-    let spread = alone(folder.path().to_path_buf());
-    let written = spread.each(|_, twin| twin.open(&ReadOptions::default()).map(|_| twin.written()));
+    let spread = one_rank(folder.path().to_path_buf());
+    let written = spread.run_each(|_, mirror| mirror.open(&ReadOptions::default()).map(|_| mirror.written()));
     assert_eq!(*written[0].as_ref().unwrap(), 512);
-    let twin = fs::metadata(spread.twin().join("model.safetensors")).unwrap();
-    assert_eq!(twin.len(), 8 + header.len() as u64 + len);
-    assert!(twin.blocks() * 512 < 1 << 16);
+    let mirror = fs::metadata(spread.mirror().join("model.safetensors")).unwrap();
+    assert_eq!(mirror.len(), 8 + header.len() as u64 + len);
+    assert!(mirror.blocks() * 512 < 1 << 16);
 }
 
 #[test]
-fn a_fingerprint_tells_neither_the_place_of_a_twin_nor_who_saw_what() {
+fn fingerprint_does_not_depend_on_mirror_path_or_ranks() {
     let source = fixture("fsdp4/ranks");
     let print = |ranks: usize| {
         let spread = Spread::new(&source, ranks);
-        // Replicas may be of several times; the latest counts.
+        // Copies may have different times; the latest counts.
         for own in &spread.own {
             for file in fs::read_dir(own).into_iter().flatten() {
                 set_modified(&file.unwrap().path(), 9_000_000);
             }
         }
-        let done = spread.each(|rank, twin| {
-            let checkpoint = twin.open(&ReadOptions::default())?;
+        let done = spread.run_each(|rank, mirror| {
+            let checkpoint = mirror.open(&ReadOptions::default())?;
             let reservation = in_safetensors(&checkpoint.catalog);
             let own: &Path = &spread.own[rank.rank() as usize];
             Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], ReductionMethod::InRankOrder))
@@ -142,12 +144,12 @@ fn a_fingerprint_tells_neither_the_place_of_a_twin_nor_who_saw_what() {
 }
 
 #[test]
-fn random_state_is_compared_before_anything_moves() {
+fn random_state_is_compared_without_a_transfer() {
     let spread = Spread::new(&fixture("verl"), 4);
-    let done = spread.each(|_, twin| {
+    let done = spread.run_each(|_, mirror| {
         let mut compared = 0;
         for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
-            let checkpoint = twin.open(&ReadOptions { io: Some(io), ..ReadOptions::default() })?;
+            let checkpoint = mirror.open(&ReadOptions { io: Some(io), ..ReadOptions::default() })?;
             for (fqn, id) in model::all_tensors(&checkpoint.catalog.state) {
                 let entry = checkpoint.catalog.tensor(id);
                 if model::is_random_state(fqn.as_str()) {
@@ -161,9 +163,9 @@ fn random_state_is_compared_before_anything_moves() {
     assert!(done.into_iter().all(|compared| compared.unwrap() > 0));
 }
 
-/// Whether replicas differ is found as one process finds it, wherever they lie.
+/// Differing replicas are found like by one process, on whichever rank they are.
 #[test]
-fn replicas_on_several_ranks_are_compared() {
+fn replicas_on_several_ranks_are_compared_like_on_one() {
     let mut differing = 0;
     for source in ["conflict/replica", "conflict/tensor", "replicated_plain/ranks", "hsdp/ranks", "verl", "fsdp4/dcp"] {
         let source = fixture(source);
@@ -180,10 +182,10 @@ fn replicas_on_several_ranks_are_compared() {
         differing += expected.len();
         for ranks in [1, 2, 4] {
             let spread = Spread::new(&source, ranks);
-            let found = spread.each(|rank, twin| {
-                let checkpoint = twin.open(&ReadOptions::default())?;
-                let sight = FileVisibility::of(&checkpoint.files, rank.size());
-                exchange::differing(rank, &sight, input(&checkpoint), &ids, &Silent, &Stop::default())
+            let found = spread.run_each(|rank, mirror| {
+                let checkpoint = mirror.open(&ReadOptions::default())?;
+                let visibility = FileVisibility::of(&checkpoint.files, rank.size());
+                exchange::differing(rank, &visibility, input(&checkpoint), &ids, &Silent, &Stop::default())
             });
             for found in found {
                 assert_eq!(found.unwrap(), expected, "{} by {ranks}", source.display());

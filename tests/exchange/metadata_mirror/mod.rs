@@ -1,4 +1,4 @@
-//! Processes that each see some files of a checkpoint read and convert it as one that sees all.
+//! Processes that each see some files of a checkpoint read and convert it like one process that sees all.
 
 mod faults;
 mod folders;
@@ -28,7 +28,7 @@ use dtshard::publish::seal::seal;
 use dtshard::storage::{AnchoredPath, IoMode};
 use tempfile::TempDir;
 
-/// A checkpoint whose files several ranks have between them.
+/// A checkpoint whose files are divided among several ranks.
 struct Spread {
     folder: TempDir,
     /// SRC of each rank.
@@ -36,7 +36,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// Every file has a rank, every third one two. The last of three or more ranks has nothing.
+    /// Divides the files: each goes to one rank, every third to two. The last of three or more ranks has none.
     fn new(source: &Path, ranks: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let own: Vec<PathBuf> = (0..ranks).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
@@ -53,12 +53,12 @@ impl Spread {
         Self { folder, own }
     }
 
-    fn twin(&self) -> PathBuf {
+    fn mirror(&self) -> PathBuf {
         self.folder.path().join("twin")
     }
 
-    /// Let each rank make the twin, and go on with it.
-    fn each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
+    /// Lets each rank make the metadata mirror, and run `then` with it.
+    fn run_each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
         std::thread::scope(|scope| {
             let ranks = Local::fleet(u32::try_from(self.own.len()).unwrap());
             let threads: Vec<_> = ranks
@@ -68,7 +68,7 @@ impl Spread {
                     let then = &then;
                     scope.spawn(move || {
                         let done = create(&rank, own, &anchored(self.folder.path()).join("twin"))
-                            .and_then(|twin| then(&rank, &twin));
+                            .and_then(|mirror| then(&rank, &mirror));
                         if done.is_ok() {
                             rank.leave().unwrap();
                         }
@@ -80,10 +80,10 @@ impl Spread {
         })
     }
 
-    /// What all say, where all say the same but for where their SRC is.
+    /// Asserts that opening fails with the same error on all ranks, apart from the path of SRC, and returns it.
     #[track_caller]
-    fn refused(&self, options: &ReadOptions) -> String {
-        let errors = self.each(|_, twin| twin.open(options).map(drop));
+    fn error_text(&self, options: &ReadOptions) -> String {
+        let errors = self.run_each(|_, mirror| mirror.open(options).map(drop));
         let texts: Vec<String> = (errors.into_iter().zip(&self.own))
             .map(|(error, own)| relative(&error.unwrap_err().to_string(), own))
             .collect();
@@ -101,7 +101,7 @@ fn set_modified(path: &Path, seconds: u64) {
     File::options().append(true).open(path).unwrap().set_modified(modified).unwrap();
 }
 
-/// All files below a folder, relative to it.
+/// Returns all files below a folder, relative to it.
 fn files_of(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -117,8 +117,8 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Everything that a checkpoint was found to be.
-fn spelled(checkpoint: &Checkpoint, root: &Path) -> String {
+/// Returns a description of everything in an opened checkpoint.
+fn describe(checkpoint: &Checkpoint, root: &Path) -> String {
     let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, missing, .. } = checkpoint;
     let files: Vec<_> = files.ids().map(|id| (files.path(id).to_path_buf(), files.len_bytes(id))).collect();
     let places = (&checkpoint.root, &checkpoint.resolved_from, files);
@@ -127,11 +127,11 @@ fn spelled(checkpoint: &Checkpoint, root: &Path) -> String {
     relative(&text, root)
 }
 
-fn said(opened: Result<Checkpoint>, root: &Path) -> Result<String, String> {
-    opened.map(|checkpoint| spelled(&checkpoint, root)).map_err(|error| relative(&error.to_string(), root))
+fn opened_text(opened: Result<Checkpoint>, root: &Path) -> Result<String, String> {
+    opened.map(|checkpoint| describe(&checkpoint, root)).map_err(|error| relative(&error.to_string(), root))
 }
 
-/// The folders below a folder, and itself.
+/// Collects the folders below a folder.
 fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(at).unwrap() {
         let path = entry.unwrap().path();
@@ -143,7 +143,7 @@ fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn a_twin_reads_as_what_it_is_of() {
+fn metadata_mirror_opens_like_the_source() {
     let mut all = Vec::new();
     folders_of(&fixture(""), &mut all);
     all.sort();
@@ -159,15 +159,15 @@ fn a_twin_reads_as_what_it_is_of() {
         if let Ok(whole) = &whole {
             *read.entry(whole.format.name()).or_insert(0) += 1;
         }
-        let whole = said(whole, source);
+        let whole = opened_text(whole, source);
         let spread = Spread::new(source, 1 + index % 4);
-        let twins = spread.each(|rank, twin| {
+        let mirrors = spread.run_each(|rank, mirror| {
             let own = &spread.own[rank.rank() as usize];
-            Ok(said(twin.open(&options), own))
+            Ok(opened_text(mirror.open(&options), own))
         });
-        for twin in twins {
-            let twin = twin.unwrap();
-            assert!(twin == whole, "{}: {twin:#?}\n{whole:#?}", source.display());
+        for mirror in mirrors {
+            let mirror = mirror.unwrap();
+            assert!(mirror == whole, "{}: {mirror:#?}\n{whole:#?}", source.display());
         }
     }
     for format in ["dcp", "torch-ranks", "fsdp-flat", "safetensors", "dcp-hf"] {
@@ -200,11 +200,11 @@ fn input(checkpoint: &Checkpoint) -> Input<'_> {
 fn in_safetensors(catalog: &Catalog) -> Reservation {
     let tensors = model::all_tensors(&catalog.state);
     let dtypes: Vec<Dtype> = catalog.tensors.iter().map(|entry| entry.dtype).collect();
-    let wanted = safetensors::SelectedTensors { source: catalog, dtypes: &dtypes };
-    safetensors::reserve(wanted, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
+    let selected = safetensors::SelectedTensors { source: catalog, dtypes: &dtypes };
+    safetensors::reserve(selected, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
 }
 
-/// Each tensor along its last dim.
+/// Reserves a DCP directory with each tensor sharded along its last dim.
 fn in_dcp(catalog: &Catalog) -> Reservation {
     let mesh = DeviceMesh::parse("dp=3").unwrap();
     let mut shards = |_: &Fqn, _: &dtshard::catalog::Path, entry: &TensorEntry| {
@@ -217,8 +217,8 @@ fn in_dcp(catalog: &Catalog) -> Reservation {
     dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
 }
 
-/// The output files, by one process and by several.
-fn written(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
+/// Returns the content of the output files, after sealing them.
+fn sealed_files(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
     let journals = &anchored(journals);
     let known = CompletedWork::read(journals, &reservation.files, 0, false).unwrap();
     assert_eq!(known.done, Extents::of_files(&reservation.files));
@@ -238,10 +238,10 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let log = Log::new(&reservation.files, &todo, anchored(&journals[0]).join("0.journal"), false, AtEnd::Record);
     copy::copy(input(&whole), writing(&reservation, &anchored(&outputs[0]), &log, &options(), &Stop::default()))
         .unwrap();
-    let alone = written(&outputs[0], &reservation, &journals[0]);
+    let alone = sealed_files(&outputs[0], &reservation, &journals[0]);
 
-    let done = spread.each(|rank, twin| {
-        let checkpoint = twin.open(&ReadOptions::default())?;
+    let done = spread.run_each(|rank, mirror| {
+        let checkpoint = mirror.open(&ReadOptions::default())?;
         let reservation = reserve(&checkpoint.catalog);
         let (sight, nodes) = (FileVisibility::of(&checkpoint.files, rank.size()), Topology::meet(rank)?);
         assert_eq!(nodes, vec![0; ranks]);
@@ -269,12 +269,12 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     });
     let fingerprints: Vec<_> = done.into_iter().map(|fingerprint| fingerprint.unwrap()).collect();
     assert!(fingerprints.iter().all(|other| *other == fingerprints[0]));
-    let together = written(&outputs[1], &reservation, &journals[1]);
+    let together = sealed_files(&outputs[1], &reservation, &journals[1]);
     assert!(together == alone, "{}", source.display());
 }
 
 #[test]
-fn ranks_that_see_their_own_files_write_what_one_writes_that_sees_all() {
+fn ranks_that_see_their_own_files_write_identical_bytes() {
     for (source, ranks) in [
         ("fsdp4/dcp", 3),
         ("compat/torch-2.4.1/fsdp4/dcp", 4),

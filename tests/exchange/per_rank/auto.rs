@@ -1,8 +1,8 @@
-//! `--backend auto`: what is chosen, and what is said of it. A stand-in takes the place of driver and NCCL.
+//! `--backend auto`: the chosen backend, and its messages. A stand-in replaces driver and NCCL.
 
 use std::os::unix::fs::symlink;
 
-use crate::nodes::{Nodes, Spread, ended};
+use crate::nodes::{Nodes, Spread, wait_all};
 use crate::outcome::{command, fixture};
 
 fn libraries() -> tempfile::TempDir {
@@ -15,29 +15,29 @@ fn libraries() -> tempfile::TempDir {
 }
 
 #[test]
-fn source_that_all_see_is_not_exchanged_stand_in() {
+fn source_that_all_processes_see_is_not_exchanged() {
     let libraries = libraries();
     let nodes = Nodes::new("partial2/ranks", 2, Spread::One);
-    let (wanted, _) = nodes.alone("consolidate out");
+    let (expected, _) = nodes.run_alone("consolidate out");
     let processes = [0, 1].map(|part: u32| {
-        let mut process = command(&[&"consolidate", &fixture("partial2/ranks"), &nodes.desk().join("out")]);
+        let mut process = command(&[&"consolidate", &fixture("partial2/ranks"), &nodes.dst_folder().join("out")]);
         process.args(["-v", "--parts", "2", "--part", &part.to_string()]).env("DTSHARD_FAULT", "none");
         process.env("LD_LIBRARY_PATH", libraries.path()).env("GPU_STAND_IN_DEVICES", "2");
         process.spawn().unwrap()
     });
-    for outcome in ended(processes) {
-        let said = &outcome.succeeded().err;
-        assert!(said.contains("backend cpu: all processes see SRC, and each reads what it writes"), "{said}");
-        assert!(!said.contains("NCCL"), "{said}");
+    for outcome in wait_all(processes) {
+        let stderr = &outcome.assert_succeeded().err;
+        assert!(stderr.contains("backend cpu: all processes see SRC, and each reads what it writes"), "{stderr}");
+        assert!(!stderr.contains("NCCL"), "{stderr}");
     }
-    nodes.has_made(&wanted, "consolidate out");
+    nodes.assert_made(&expected, "consolidate out");
 }
 
 #[test]
-fn source_that_each_sees_apart_goes_by_nccl_where_each_has_a_gpu_stand_in() {
+fn source_divided_among_processes_with_gpus_is_exchanged_by_nccl() {
     let libraries = libraries();
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
-    let (wanted, _) = nodes.alone("consolidate out");
+    let (expected, _) = nodes.run_alone("consolidate out");
     for devices in ["2", "1"] {
         nodes.clear();
         let processes = [0, 1].map(|rank| {
@@ -45,35 +45,39 @@ fn source_that_each_sees_apart_goes_by_nccl_where_each_has_a_gpu_stand_in() {
             process.env("LD_LIBRARY_PATH", libraries.path()).env("GPU_STAND_IN_DEVICES", devices);
             process.spawn().unwrap()
         });
-        for outcome in ended(processes) {
-            let said = &outcome.succeeded().err;
-            assert_eq!(said.contains("backend nccl: bytes go by NCCL"), devices == "2", "{said}");
+        for outcome in wait_all(processes) {
+            let stderr = &outcome.assert_succeeded().err;
+            assert_eq!(stderr.contains("backend nccl: bytes go by NCCL"), devices == "2", "{stderr}");
             let copied = "backend cpu: files that only some processes see are copied first, not nccl: processes 0 and 1 \
                           have one GPU";
-            assert_eq!(said.contains(copied), devices == "1", "{said}");
+            assert_eq!(stderr.contains(copied), devices == "1", "{stderr}");
         }
-        nodes.has_made(&wanted, "consolidate out");
+        nodes.assert_made(&expected, "consolidate out");
     }
 }
 
 #[test]
-fn files_that_only_some_see_are_announced_before_they_are_copied() {
+fn copy_of_files_that_some_processes_see_is_announced() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
-    let outcomes = nodes.together("consolidate out --backend cpu");
-    let said = &outcomes[0].succeeded().err;
-    let copying = said.lines().find(|line| line.contains("] copying ")).unwrap_or_default();
-    assert!(copying.starts_with("[0/2] copying ") && copying.contains(" that only some processes see to "), "{said}");
-    assert!(copying.ends_with(".out.dtshard-work/copy"), "{said}");
-    // Two copies of each on two nodes are seen by both.
+    let outcomes = nodes.run_together("consolidate out --backend cpu");
+    let stderr = &outcomes[0].assert_succeeded().err;
+    let copying = stderr.lines().find(|line| line.contains("] copying ")).unwrap_or_default();
+    assert!(copying.starts_with("[0/2] copying ") && copying.contains(" that only some processes see to "), "{stderr}");
+    assert!(copying.ends_with(".out.dtshard-work/copy"), "{stderr}");
+    // With two copies of each file on two nodes, both processes see all files.
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::Two);
-    let outcomes = nodes.together("consolidate out --backend cpu");
-    assert!(!outcomes[0].succeeded().err.contains("copying "), "{outcomes:?}");
+    let outcomes = nodes.run_together("consolidate out --backend cpu");
+    assert!(!outcomes[0].assert_succeeded().err.contains("copying "), "{outcomes:?}");
 }
 
 #[cfg(not(feature = "mpi"))]
 #[test]
-fn backend_mpi_names_the_feature_that_lacks() {
+fn backend_mpi_without_the_feature_names_the_feature() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
     let outcome: crate::outcome::Outcome = nodes.command(0, "consolidate out --backend mpi").output().unwrap().into();
-    outcome.refused(&["--backend mpi: this dtshard was built without MPI", "hint: build it with", "--features mpi"]);
+    outcome.assert_refused(&[
+        "--backend mpi: this dtshard was built without MPI",
+        "hint: build it with",
+        "--features mpi",
+    ]);
 }

@@ -1,5 +1,4 @@
-//! Sums and casts between GPUs, for which a stand-in takes the place: they are those of one process, and so is what it says
-//! that casts met.
+//! Sums and casts on GPUs, replaced by a stand-in: output and cast counts equal those of one process.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,10 +8,10 @@ use std::process::Command;
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
-use crate::nodes::{ended, tree};
+use crate::nodes::{tree, wait_all};
 use crate::outcome::{Outcome, command};
 
-/// Where kernels are.
+/// Whether a process has GPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernels {
     Compiled,
@@ -20,26 +19,26 @@ enum Kernels {
 }
 use Kernels::{Compiled, Off};
 
-/// A folder where the loader finds the stand-in, and a SRC of two ranks that hold summands.
-struct Desk(TempDir);
+/// A folder where the loader finds the stand-in, and a SRC of two ranks that hold partial values.
+struct GpuEnv(TempDir);
 
-impl Desk {
+impl GpuEnv {
     fn new() -> Self {
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
         for name in ["libcuda.so", "libnccl.so.2", "libnvrtc.so"] {
             symlink(&stand_in, folder.path().join(name)).unwrap();
         }
-        let desk = Self(folder);
-        fs::create_dir(desk.path("src")).unwrap();
+        let env = Self(folder);
+        fs::create_dir(env.path("src")).unwrap();
         for rank in 0..2 {
             let header = r#"{"w":{"dtype":"F32","shape":[48,37],"data_offsets":[0,7104]}}"#;
-            let values = (0..48 * 37).map(|element| summand(rank, element)).flat_map(f32::to_le_bytes);
+            let values = (0..48 * 37).map(|element| partial_value(rank, element)).flat_map(f32::to_le_bytes);
             let bytes = (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(values);
             let name = format!("src/model-rank-{rank:05}-of-00002.safetensors");
-            fs::write(desk.path(&name), bytes.collect::<Vec<u8>>()).unwrap();
+            fs::write(env.path(&name), bytes.collect::<Vec<u8>>()).unwrap();
         }
-        desk
+        env
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -53,8 +52,8 @@ impl Desk {
         command
     }
 
-    /// What two processes make and say.
-    fn together(&self, kernels: [Kernels; 2], words: &str) -> (crate::tree::Tree, Vec<Outcome>) {
+    /// Runs two processes, and returns their output and outcomes.
+    fn run_together(&self, kernels: [Kernels; 2], words: &str) -> (crate::tree::Tree, Vec<Outcome>) {
         let processes = [0, 1].map(|part: usize| {
             let mut process = self.command("out", words);
             process.args(["--backend", "nccl", "--parts", "2", "--part", &part.to_string()]);
@@ -64,23 +63,23 @@ impl Desk {
             }
             process.spawn().unwrap()
         });
-        let outcomes = ended(processes);
+        let outcomes = wait_all(processes);
         for outcome in &outcomes {
-            outcome.succeeded();
+            outcome.assert_succeeded();
         }
-        (taken(&self.path("out")), outcomes)
+        (take_files(&self.path("out")), outcomes)
     }
 }
 
-/// What is at a path, which is removed.
-fn taken(path: &Path) -> crate::tree::Tree {
+/// Reads the files at a path, and removes them.
+fn take_files(path: &Path) -> crate::tree::Tree {
     let made = tree(path);
     fs::remove_dir_all(path).unwrap();
     made
 }
 
-/// Now and then a NaN, or a sum beyond bf16 that f32 holds.
-fn summand(rank: u8, element: u16) -> f32 {
+/// Returns a partial value; some are NaN, and some sums fit f32 and not bf16.
+fn partial_value(rank: u8, element: u16) -> f32 {
     match (element % 61, rank) {
         (7, 1) => f32::NAN,
         (11 | 12, 0) => 3.4e38,
@@ -95,21 +94,21 @@ fn cast(outcome: &Outcome) -> Json {
 
 #[test]
 #[expect(clippy::print_stdout, reason = "whoever asks for this test learns what was not run")]
-fn sums_and_casts_are_those_of_one_process_stand_in() {
-    let desk = Desk::new();
+fn sums_and_casts_on_gpus_equal_those_of_one_process() {
+    let env = GpuEnv::new();
     for placements in ["R", "S(0)", "S(1)"] {
         let words = format!("--placements {placements} --bucket-size 3KB");
         let alone: Outcome =
-            desk.command("out", &words).args(["--backend", "cpu", "--parts", "1"]).output().unwrap().into();
-        let (wanted, counts) = (taken(&desk.path("out")), cast(alone.succeeded()));
+            env.command("out", &words).args(["--backend", "cpu", "--parts", "1"]).output().unwrap().into();
+        let (expected, counts) = (take_files(&env.path("out")), cast(alone.assert_succeeded()));
         assert_eq!((&counts["overflows"], &counts["nans"]), (&Json::from(58), &Json::from(29)));
         for kernels in [[Compiled, Compiled], [Compiled, Off], [Off, Off]] {
             if kernels.contains(&Compiled) && !gpu_stand_in::HAS_KERNELS {
                 println!("skipped: {kernels:?}: the stand-in has no kernels without a compiler of C++");
                 continue;
             }
-            let (made, outcomes) = desk.together(kernels, &words);
-            assert!(made == wanted, "{placements} {kernels:?}: not what one process writes");
+            let (made, outcomes) = env.run_together(kernels, &words);
+            assert!(made == expected, "{placements} {kernels:?}: not what one process writes");
             assert_eq!(cast(&outcomes[0]), counts, "{placements} {kernels:?}");
             for (outcome, kernels) in outcomes.iter().zip(kernels) {
                 let by_kernels = outcome.err.contains("kernels reduce and cast");

@@ -1,21 +1,21 @@
-//! `--fast-reduce`: NCCL reduces where each process has a summand. A stand-in takes the place of driver and NCCL, which
-//! adds in another order, and rounds at each step: of two summands it makes what one process does.
+//! `--fast-reduce`: NCCL reduces where each process has a partial value. A stand-in replaces driver and NCCL; it adds
+//! in another order, and rounds at each step: with two partial values its result equals that of one process.
 
 use std::os::unix::fs::symlink;
 
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
-use crate::nodes::{Nodes, Spread, ended, names, succeeds};
+use crate::nodes::{Nodes, Spread, assert_succeeded, names, wait_all};
 use crate::outcome::Outcome;
 
-/// Rank files of which each of two processes has one, and a folder where the loader finds the stand-in.
-struct Desk {
+/// Rank files divided among two processes, and a folder where the loader finds the stand-in.
+struct GpuEnv {
     nodes: Nodes,
     libraries: TempDir,
 }
 
-impl Desk {
+impl GpuEnv {
     fn new() -> Self {
         let libraries = tempfile::tempdir().unwrap();
         let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
@@ -25,13 +25,13 @@ impl Desk {
         Self { nodes: Nodes::new("partial2/ranks", 2, Spread::One), libraries }
     }
 
-    fn each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
+    fn run_each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
         self.start(|rank| (words(rank), "none"))
     }
 
-    /// Each with words and a fault of its own.
+    /// Runs all processes, each with its own words and fault.
     fn start(&self, how: impl Fn(u32) -> (String, &'static str)) -> Vec<Outcome> {
-        ended((0..2).map(|rank| {
+        wait_all((0..2).map(|rank| {
             let (words, fault) = how(rank);
             let mut process = self.nodes.command(rank, &words);
             process.env("DTSHARD_FAULT", fault);
@@ -40,119 +40,120 @@ impl Desk {
         }))
     }
 
-    fn together(&self, words: &str) -> Vec<Outcome> {
-        self.each(|_| words.to_owned())
+    fn run_together(&self, words: &str) -> Vec<Outcome> {
+        self.run_each(|_| words.to_owned())
     }
 }
 
-/// Sums, averages, maxima and minima of floats are NCCL's; those of integers are beside them, and a tensor of shards.
+/// NCCL reduces sums, averages, maxima and minima of floats; integers and a sharded tensor are converted beside them.
 #[test]
-fn floats_are_reduced_by_nccl_stand_in() {
-    let desk = Desk::new();
+fn fast_reduce_reduces_floats_by_nccl() {
+    let env = GpuEnv::new();
     for placements in ["R", "S(0)"] {
         let words = format!("reshard out --to torch-ranks --mesh dp=2 --placements {placements}");
-        let (wanted, alone) = desk.nodes.alone(&words);
-        alone.succeeded();
+        let (expected, alone) = env.nodes.run_alone(&words);
+        alone.assert_succeeded();
         for (backend, bucket) in [("nccl", "64MB"), ("auto", "100")] {
             let more = format!("{words} --fast-reduce --backend {backend} --bucket-size {bucket} -v");
-            for outcome in desk.together(&more) {
-                let said = &outcome.succeeded().err;
-                assert!(said.contains("--fast-reduce: ") && said.contains(" were reduced by NCCL"), "{said}");
+            for outcome in env.run_together(&more) {
+                let stderr = &outcome.assert_succeeded().err;
+                assert!(stderr.contains("--fast-reduce: ") && stderr.contains(" were reduced by NCCL"), "{stderr}");
             }
-            desk.nodes.has_made(&wanted, &words);
-            desk.nodes.clear();
+            env.nodes.assert_made(&expected, &words);
+            env.nodes.clear();
         }
     }
 }
 
-/// Sums are counted as if each process handed its own on to the next.
+/// The bytes of sums are counted as if each process sent its value to the next.
 #[test]
-fn what_goes_by_nccl_is_what_was_foreseen_stand_in() {
-    let desk = Desk::new();
+fn dry_run_reports_the_bytes_sent_by_nccl() {
+    let env = GpuEnv::new();
     for (placements, more) in [("R", "--fast-reduce"), ("S(0)", "--fast-reduce"), ("R", ""), ("S(0)", "")] {
         let words = format!("reshard out --to torch-ranks --mesh dp=2 --placements {placements} --backend nccl {more}");
         let documents = |words: &str| -> Vec<Json> {
-            let outcomes = desk.together(&format!("{words} --json"));
-            outcomes.iter().map(|outcome| serde_json::from_str(&outcome.succeeded().out).unwrap()).collect()
+            let outcomes = env.run_together(&format!("{words} --json"));
+            outcomes.iter().map(|outcome| serde_json::from_str(&outcome.assert_succeeded().out).unwrap()).collect()
         };
-        let foreseen = documents(&format!("{words} --dry-run"));
+        let planned = documents(&format!("{words} --dry-run"));
         for (rank, done) in documents(&words).iter().enumerate() {
-            let foreseen = &foreseen[0]["ranks"][rank];
-            assert_eq!(done["bytes_sent"], foreseen["sent"], "{words}");
-            assert_eq!(done["bytes_received"], foreseen["received"], "{words}");
+            let planned = &planned[0]["ranks"][rank];
+            assert_eq!(done["bytes_sent"], planned["sent"], "{words}");
+            assert_eq!(done["bytes_received"], planned["received"], "{words}");
             assert!(done["bytes_sent"].as_u64().unwrap() > 0, "{words}");
         }
-        desk.nodes.clear();
+        env.nodes.clear();
     }
 }
 
 #[test]
-fn without_gpus_all_is_reduced_in_the_order_of_ranks() {
+fn fast_reduce_without_gpus_has_no_effect_and_a_warning() {
     let nodes = Nodes::new("partial2/ranks", 2, Spread::One);
     let words = "consolidate out";
-    let (wanted, _) = nodes.alone(words);
-    for outcome in nodes.together(&format!("{words} --fast-reduce -v")) {
+    let (expected, _) = nodes.run_alone(words);
+    for outcome in nodes.run_together(&format!("{words} --fast-reduce -v")) {
         let warning = "warning: --fast-reduce has no effect: bytes do not go by NCCL, so all is reduced in rank order";
-        assert!(outcome.succeeded().err.contains(warning), "{outcome:?}");
+        assert!(outcome.assert_succeeded().err.contains(warning), "{outcome:?}");
     }
-    nodes.has_made(&wanted, words);
+    nodes.assert_made(&expected, words);
 }
 
-/// Nothing is Partial, or is reduced in a way that NCCL has not.
+/// No tensor is Partial, or NCCL does not support the reduce op.
 #[test]
-fn what_nccl_does_not_reduce_is_warned_of_stand_in() {
-    let mut desk = Desk::new();
+fn fast_reduce_without_reducible_tensors_gives_a_warning() {
+    let mut env = GpuEnv::new();
     let words = "reshard out --to torch-ranks --mesh dp=2 --placements R --fast-reduce --backend nccl";
-    let said = desk.together(&format!("{words} --include sum.i64"));
-    let one = said[0].succeeded();
+    let outcomes = env.run_together(&format!("{words} --include sum.i64"));
+    let one = outcomes[0].assert_succeeded();
     assert!(one.err.contains("warning: --fast-reduce had no effect: there is no tensor of which"), "{one:?}");
-    assert!(said[1].succeeded().err.is_empty(), "{said:?}");
-    desk.nodes.clear();
-    desk.together(words)
+    assert!(outcomes[1].assert_succeeded().err.is_empty(), "{outcomes:?}");
+    env.nodes.clear();
+    env.run_together(words)
         .iter()
-        .for_each(|outcome| assert!(!outcome.succeeded().err.contains("no effect"), "{outcome:?}"));
-    desk.nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
-    let said = desk.together("consolidate out --fast-reduce --backend nccl --json");
-    let document: Json = serde_json::from_str(&said[0].succeeded().out).unwrap();
+        .for_each(|outcome| assert!(!outcome.assert_succeeded().err.contains("no effect"), "{outcome:?}"));
+    env.nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let outcomes = env.run_together("consolidate out --fast-reduce --backend nccl --json");
+    let document: Json = serde_json::from_str(&outcomes[0].assert_succeeded().out).unwrap();
     let warning = "--fast-reduce has no effect: SRC has no Partial tensors, so nothing is reduced";
     assert!(document["warnings"].as_array().unwrap().contains(&Json::from(warning)), "{document}");
-    assert!(said[0].err.contains(&format!("warning: {warning}")), "{said:?}");
+    assert!(outcomes[0].err.contains(&format!("warning: {warning}")), "{outcomes:?}");
 }
 
 #[test]
-fn it_is_refused_where_it_makes_no_sense() {
-    let desk = Desk::new();
-    for outcome in desk.together("consolidate out --fast-reduce --backend cpu") {
-        outcome.refused(&["--fast-reduce lets NCCL reduce", "hint: leave one of them out, or use --backend nccl"]);
+fn fast_reduce_with_contradicting_options_is_refused() {
+    let env = GpuEnv::new();
+    for outcome in env.run_together("consolidate out --fast-reduce --backend cpu") {
+        outcome
+            .assert_refused(&["--fast-reduce lets NCCL reduce", "hint: leave one of them out, or use --backend nccl"]);
     }
-    for outcome in desk.together("consolidate out --fast-reduce --verify") {
-        outcome.refused(&["--verify reduces all again in the order of ranks", "hint: leave one of them out"]);
+    for outcome in env.run_together("consolidate out --fast-reduce --verify") {
+        outcome.assert_refused(&["--verify reduces all again in the order of ranks", "hint: leave one of them out"]);
     }
     let one = |rank: u32| format!("consolidate out {}", if rank == 1 { "--fast-reduce" } else { "" });
-    for outcome in desk.each(one) {
-        outcome.refused(&[
+    for outcome in env.run_each(one) {
+        outcome.assert_refused(&[
             "process 1 of 2 (",
             "): plan: it makes something else than process 0 does: --fast-reduce: it is ",
         ]);
     }
-    assert_eq!(names(&desk.nodes.desk()), [""; 0]);
+    assert_eq!(names(&env.nodes.dst_folder()), [""; 0]);
 }
 
-/// One of both is killed; copies of what is missing are made again with it, and nobody goes on in another way.
+/// One of two processes is killed. The run resumes with `--fast-reduce` and NCCL only.
 #[test]
-fn a_run_goes_on_as_it_began_stand_in() {
-    let desk = Desk::new();
+fn resume_with_other_fast_reduce_is_refused() {
+    let env = GpuEnv::new();
     let words = "reshard out --to torch-ranks --mesh dp=2 --placements R";
-    let (wanted, _) = desk.nodes.alone(words);
+    let (expected, _) = env.nodes.run_alone(words);
     let begun = format!("{words} --bucket-size 40");
-    let killed = desk.start(|rank| (format!("{begun} --fast-reduce"), if rank == 1 { "record-after" } else { "none" }));
+    let killed = env.start(|rank| (format!("{begun} --fast-reduce"), if rank == 1 { "record-after" } else { "none" }));
     assert_eq!(killed[1].signal, Some(9));
-    for outcome in desk.together(&format!("{begun} --resume")) {
-        outcome.refused(&["--fast-reduce was by NCCL, now not given"]);
+    for outcome in env.run_together(&format!("{begun} --resume")) {
+        outcome.assert_refused(&["--fast-reduce was by NCCL, now not given"]);
     }
-    for outcome in desk.nodes.together(&format!("{begun} --resume --fast-reduce")) {
-        outcome.refused(&["--fast-reduce was by NCCL, now in rank order"]);
+    for outcome in env.nodes.run_together(&format!("{begun} --resume --fast-reduce")) {
+        outcome.assert_refused(&["--fast-reduce was by NCCL, now in rank order"]);
     }
-    desk.together(&format!("{begun} --resume --fast-reduce")).iter().for_each(succeeds);
-    desk.nodes.has_made(&wanted, words);
+    env.run_together(&format!("{begun} --resume --fast-reduce")).iter().for_each(assert_succeeded);
+    env.nodes.assert_made(&expected, words);
 }

@@ -2,24 +2,24 @@
 
 use std::fs;
 
-use crate::nodes::{Nodes, Spread, succeeds};
+use crate::nodes::{Nodes, Spread, assert_succeeded};
 use crate::outcome::files_of;
 
-/// As many processes, copies and rounds as the number of the case says, so that all meet all.
-fn agree(cases: &[(&'static str, &str)]) {
+/// Runs each case; its number selects the count of processes, copies and rounds, so that all combinations occur.
+fn assert_equals_one_process(cases: &[(&'static str, &str)]) {
     const BUCKETS: [&str; 3] = ["", "--bucket-size 2KB", "--bucket-size 300"];
     for (number, (source, words)) in cases.iter().enumerate() {
         for (turn, spread) in [Spread::One, Spread::Two].into_iter().enumerate() {
             let of = 2 + u32::try_from((number + 2 * turn) % 4).unwrap();
             let nodes = Nodes::new(source, of, spread);
-            nodes.agree(words, BUCKETS[(number + turn) % BUCKETS.len()]);
+            nodes.assert_equals_one_process(words, BUCKETS[(number + turn) % BUCKETS.len()]);
         }
     }
 }
 
 #[test]
-fn distributed_checkpoints() {
-    agree(&[
+fn distributed_checkpoints_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("titan/step-1000", "reshard out --mesh fsdp=3"),
         ("titan/step-1000", "consolidate out --dtype f16"),
         ("dcp_trainer", "unshard out.pt"),
@@ -32,8 +32,8 @@ fn distributed_checkpoints() {
 }
 
 #[test]
-fn rank_files() {
-    agree(&[
+fn rank_files_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("fsdp4/ranks", "reshard out --mesh fsdp=2"),
         ("odd4/ranks", "reshard out --mesh fsdp=5"),
         ("odd4/ranks", "reshard out --mesh fsdp=3 --placements S(1)"),
@@ -49,8 +49,8 @@ fn rank_files() {
 }
 
 #[test]
-fn values_that_are_summed() {
-    agree(&[
+fn partial_values_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("partial2/ranks", "consolidate out"),
         ("partial2/ranks", "reshard out --mesh fsdp=3"),
         ("partial2/ranks", "unshard out.pt --dtype bf16"),
@@ -58,8 +58,8 @@ fn values_that_are_summed() {
 }
 
 #[test]
-fn flat_parameters() {
-    agree(&[
+fn flat_parameters_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("flat2/flat", "consolidate out --flat-layout @flat2/flat.flat_layout.json"),
         ("flat2/one_file", "unshard out.pt --flat-layout @flat2/one_file.flat_layout.json"),
         ("flat2/groups", "reshard out --mesh fsdp=3 --flat-layout @flat2/groups.flat_layout.json"),
@@ -74,8 +74,8 @@ fn flat_parameters() {
 }
 
 #[test]
-fn whole_files() {
-    agree(&[
+fn whole_files_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("safetensors/sharded", "reshard out --mesh fsdp=3"),
         ("safetensors/sharded", "consolidate out.safetensors"),
         ("llama_tiny/dcp", "consolidate out --max-shard-size 20KB"),
@@ -87,32 +87,32 @@ fn whole_files() {
     ]);
 }
 
-/// Others beside SRC, which all see.
+/// All processes see the other checkpoint.
 #[test]
-fn with_another_checkpoint() {
-    agree(&[
+fn like_and_fill_from_give_the_bytes_of_one_process() {
+    assert_equals_one_process(&[
         ("hsdp/ranks", "reshard out --like @fsdp4/ranks"),
         ("hsdp/ranks", "reshard out --fill-from @fsdp4/ranks --include model.**"),
     ]);
 }
 
-/// Written by a run of several processes and read by the next.
+/// A run of several processes writes the checkpoint, and the next run reads it.
 #[test]
-fn what_they_have_written() {
+fn written_formats_are_read_by_the_next_run() {
     for to in ["local", "torch-ranks", "dcp"] {
         let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
-        nodes.agree(&format!("reshard made --mesh fsdp=4 --to {to}"), "");
-        let (wanted, outcome) = nodes.alone("consolidate out");
-        outcome.succeeded();
+        nodes.assert_equals_one_process(&format!("reshard made --mesh fsdp=4 --to {to}"), "");
+        let (expected, outcome) = nodes.run_alone("consolidate out");
+        outcome.assert_succeeded();
         (0..nodes.of).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
-        let made = nodes.desk().join("made");
+        let made = nodes.dst_folder().join("made");
         for (number, file) in (0..).zip(files_of(&made)) {
             let home = nodes.source(number % nodes.of);
             fs::create_dir_all(&home).unwrap();
             fs::copy(&file, home.join(file.file_name().unwrap())).unwrap();
         }
         nodes.clear();
-        nodes.together("consolidate out").iter().for_each(succeeds);
-        nodes.has_made(&wanted, "consolidate out");
+        nodes.run_together("consolidate out").iter().for_each(assert_succeeded);
+        nodes.assert_made(&expected, "consolidate out");
     }
 }

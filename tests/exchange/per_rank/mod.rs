@@ -1,5 +1,5 @@
-//! `--source per-rank`: processes that each see only some of SRC's files write what one process writes that sees all,
-//! and end together where one of them cannot go on.
+//! `--source per-rank`: processes that each see some of SRC's files write the bytes of one process that sees all, and
+//! end together if one of them fails.
 
 mod auto;
 mod carried;
@@ -7,6 +7,6 @@ mod computed;
 mod failing;
 mod fast;
 mod formats;
+mod output;
 mod refused;
 mod resumed;
-mod said;

@@ -1,59 +1,60 @@
-//! Going on after one was killed, with more processes, fewer, or one that sees everything.
+//! Resuming after a process was killed, with more processes, with fewer, or with one that sees all files.
 
 use std::process::Command;
 
 use serde_json::Value as Json;
 
-use crate::nodes::{Nodes, Spread, ended, names, refuses, succeeds, tree};
+use crate::nodes::{Nodes, Spread, assert_refused, assert_succeeded, names, tree, wait_all};
 
-/// Enough for several records.
+/// A source with several records.
 const SOURCE: &str = "titan/step-1000";
 const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 2KB";
 
-/// Three processes, of which one is killed in the middle.
+/// Runs three processes, of which one is killed after its first record.
 fn interrupted(nodes: &Nodes) {
-    let outcomes = ended((0..3).map(|rank| {
+    let outcomes = wait_all((0..3).map(|rank| {
         let mut command = nodes.command_of(rank, 3, WORDS);
         command.env("DTSHARD_FAULT", if rank == 1 { "record-after" } else { "none" }).spawn().unwrap()
     }));
     assert_eq!(outcomes[1].signal, Some(9));
-    assert!(nodes.desk().join(".out.dtshard-partial").exists());
+    assert!(nodes.dst_folder().join(".out.dtshard-partial").exists());
 }
 
 #[test]
-fn with_other_processes() {
-    // All nodes that have files must be among them.
+fn resume_with_more_processes_reads_the_remaining_bytes() {
+    // All nodes that have files take part.
     for of in [3, 4, 5] {
         let nodes = Nodes::new(SOURCE, 3, Spread::One);
-        let (wanted, alone) = nodes.alone(&format!("{} --json", "reshard out --mesh fsdp=3"));
-        let alone: Json = serde_json::from_str(&alone.succeeded().out).unwrap();
+        let (expected, alone) = nodes.run_alone(&format!("{} --json", "reshard out --mesh fsdp=3"));
+        let alone: Json = serde_json::from_str(&alone.assert_succeeded().out).unwrap();
         interrupted(&nodes);
         let processes =
             (0..of).map(|rank| nodes.command_of(rank, of, &format!("{WORDS} --resume --json")).spawn().unwrap());
         let mut read = 0;
-        for outcome in ended(processes) {
-            let document: Json = serde_json::from_str(&outcome.succeeded().out).unwrap();
+        for outcome in wait_all(processes) {
+            let document: Json = serde_json::from_str(&outcome.assert_succeeded().out).unwrap();
             read += document["bytes_read"].as_u64().unwrap();
         }
-        nodes.has_made(&wanted, WORDS);
+        nodes.assert_made(&expected, WORDS);
         assert!(read < alone["bytes_read"].as_u64().unwrap(), "{of}: {read} bytes were read again");
     }
 }
 
 #[test]
-fn with_fewer_that_see_more() {
+fn resume_with_fewer_processes_succeeds() {
     let nodes = Nodes::new(SOURCE, 3, Spread::Two);
-    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    let (expected, _) = nodes.run_alone("reshard out --mesh fsdp=3");
     interrupted(&nodes);
-    // Of three nodes any two have all files.
+    // Any two of the three nodes have all files.
     let processes = (0..2).map(|rank| nodes.command_of(rank, 2, &format!("{WORDS} --resume")).spawn().unwrap());
-    ended(processes).iter().for_each(succeeds);
-    nodes.has_made(&wanted, WORDS);
+    wait_all(processes).iter().for_each(assert_succeeded);
+    nodes.assert_made(&expected, WORDS);
 }
 
-/// Who sees all files goes on with what those did that saw some, and the other way round, also where files go along.
+/// A process that sees all files resumes the work of processes that see some, and the other way round, also with
+/// sidecar files.
 #[test]
-fn with_another_sight() {
+fn resume_with_other_source_visibility_succeeds() {
     for (source, words) in [
         ("accelerate_llama", "consolidate out"),
         ("verl/global_step_10/actor", "consolidate out"),
@@ -62,41 +63,41 @@ fn with_another_sight() {
     ] {
         let nodes = Nodes::new(source, 2, Spread::One);
         let words = format!("{words} --resume");
-        let (wanted, _) = nodes.alone(&words);
+        let (expected, _) = nodes.run_alone(&words);
         let start = |mut command: Command, fault| command.env("DTSHARD_FAULT", fault).spawn().unwrap();
 
         let apart = format!("{words} --bucket-size 2KB");
         let faults = (0..).zip(["none", "record-after"]);
-        let outcomes = ended(faults.map(|(rank, fault)| start(nodes.command(rank, &apart), fault)));
+        let outcomes = wait_all(faults.map(|(rank, fault)| start(nodes.command(rank, &apart), fault)));
         assert_eq!(outcomes[1].signal, Some(9), "{source}: {outcomes:?}");
-        ended([start(nodes.command_alone(&words), "none")]).iter().for_each(succeeds);
-        nodes.has_made(&wanted, &words);
+        wait_all([start(nodes.command_alone(&words), "none")]).iter().for_each(assert_succeeded);
+        nodes.assert_made(&expected, &words);
 
         nodes.clear();
-        let outcomes = ended([start(nodes.command_alone(&words), "record-after")]);
+        let outcomes = wait_all([start(nodes.command_alone(&words), "record-after")]);
         assert_eq!(outcomes[0].signal, Some(9), "{source}: {outcomes:?}");
-        nodes.together(&apart).iter().for_each(succeeds);
-        nodes.has_made(&wanted, &words);
+        nodes.run_together(&apart).iter().for_each(assert_succeeded);
+        nodes.assert_made(&expected, &words);
     }
 }
 
-/// Rounds are how it is done, and not what.
+/// The size of rounds does not change the output.
 #[test]
-fn with_other_rounds() {
+fn resume_with_other_rounds_keeps_the_work() {
     let nodes = Nodes::new(SOURCE, 3, Spread::One);
-    let (wanted, alone) = nodes.alone("reshard out --mesh fsdp=3 --json");
-    let alone: Json = serde_json::from_str(&alone.succeeded().out).unwrap();
+    let (expected, alone) = nodes.run_alone("reshard out --mesh fsdp=3 --json");
+    let alone: Json = serde_json::from_str(&alone.assert_succeeded().out).unwrap();
     interrupted(&nodes);
     let words = "reshard out --mesh fsdp=3 --bucket-size 300";
-    for outcome in nodes.together(&format!("{words} --dtype bf16 --resume")) {
-        outcome.refused(&["cannot be gone on with: --dtype was not given, now bf16\n"]);
+    for outcome in nodes.run_together(&format!("{words} --dtype bf16 --resume")) {
+        outcome.assert_refused(&["cannot be gone on with: --dtype was not given, now bf16\n"]);
     }
     let mut read = 0;
-    for outcome in nodes.together(&format!("{words} --resume --json")) {
-        let document: Json = serde_json::from_str(&outcome.succeeded().out).unwrap();
+    for outcome in nodes.run_together(&format!("{words} --resume --json")) {
+        let document: Json = serde_json::from_str(&outcome.assert_succeeded().out).unwrap();
         read += document["bytes_read"].as_u64().unwrap();
     }
-    nodes.has_made(&wanted, words);
+    nodes.assert_made(&expected, words);
     assert!(read < alone["bytes_read"].as_u64().unwrap(), "{read} bytes were read again");
 }
 
@@ -105,15 +106,15 @@ fn with_other_rounds() {
 fn refused_run_copies_nothing() {
     let nodes = Nodes::new(SOURCE, 3, Spread::One);
     let is_refused = |words: &str, expected: &str, left: &[&str]| {
-        for (rank, outcome) in nodes.together(words).iter().enumerate() {
-            refuses(outcome, &[expected]);
+        for (rank, outcome) in nodes.run_together(words).iter().enumerate() {
+            assert_refused(outcome, &[expected]);
             assert!(!outcome.err.contains("copying "), "{words}, {rank}: {outcome:?}");
         }
-        assert_eq!(names(&nodes.desk()), left, "{words}");
+        assert_eq!(names(&nodes.dst_folder()), left, "{words}");
     };
     interrupted(&nodes);
     let partial = [".out.dtshard-partial"];
-    assert_eq!(names(&nodes.desk()), partial);
+    assert_eq!(names(&nodes.dst_folder()), partial);
     let unlike = format!("{WORDS} --resume --dtype bf16");
     is_refused(&unlike, "is in the way, and cannot be gone on with", &partial);
     is_refused(WORDS, "an earlier run did not finish", &partial);
@@ -124,9 +125,9 @@ fn refused_run_copies_nothing() {
         let mut command = nodes.command(rank, &format!("{WORDS} --resume"));
         command.env("DTSHARD_FAULT", if rank == 1 { "source-recorded" } else { "none" }).spawn().unwrap()
     });
-    assert_eq!(ended(stopped)[1].signal, Some(9));
+    assert_eq!(wait_all(stopped)[1].signal, Some(9));
     let kept = [".out.dtshard-partial", ".out.dtshard-work"];
-    let copied = || tree(&nodes.desk().join(".out.dtshard-work/copy"));
+    let copied = || tree(&nodes.dst_folder().join(".out.dtshard-work/copy"));
     let before = copied();
     assert!(before.keys().any(|name| name.starts_with("done/")), "{:?}", before.keys());
     is_refused(&unlike, "is in the way, and cannot be gone on with", &kept);
@@ -134,24 +135,24 @@ fn refused_run_copies_nothing() {
     assert!(copied() == before);
 
     // A destination from other options.
-    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
-    nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);
-    nodes.has_made(&wanted, WORDS);
+    let (expected, _) = nodes.run_alone("reshard out --mesh fsdp=3");
+    nodes.run_together(&format!("{WORDS} --resume")).iter().for_each(assert_succeeded);
+    nodes.assert_made(&expected, WORDS);
     is_refused(WORDS, "exists", &["out"]);
     is_refused(&unlike, "exists: it is finished, and of another source, or made with other options", &["out"]);
-    nodes.has_made(&wanted, WORDS);
+    nodes.assert_made(&expected, WORDS);
 }
 
 #[test]
-fn again_when_it_is_done() {
+fn resume_of_a_complete_destination_succeeds() {
     let nodes = Nodes::new(SOURCE, 2, Spread::One);
-    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
-    nodes.together(WORDS).iter().for_each(succeeds);
-    for outcome in nodes.together(&format!("{WORDS} --resume")) {
-        outcome.succeeded();
+    let (expected, _) = nodes.run_alone("reshard out --mesh fsdp=3");
+    nodes.run_together(WORDS).iter().for_each(assert_succeeded);
+    for outcome in nodes.run_together(&format!("{WORDS} --resume")) {
+        outcome.assert_succeeded();
     }
-    nodes.has_made(&wanted, WORDS);
-    nodes.together(WORDS).iter().for_each(|outcome| refuses(outcome, &["out", "exists"]));
-    nodes.together(&format!("{WORDS} --overwrite")).iter().for_each(succeeds);
-    nodes.has_made(&wanted, WORDS);
+    nodes.assert_made(&expected, WORDS);
+    nodes.run_together(WORDS).iter().for_each(|outcome| assert_refused(outcome, &["out", "exists"]));
+    nodes.run_together(&format!("{WORDS} --overwrite")).iter().for_each(assert_succeeded);
+    nodes.assert_made(&expected, WORDS);
 }

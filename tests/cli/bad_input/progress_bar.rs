@@ -1,4 +1,5 @@
-//! The bar on a terminal. Needs `script` for the terminal and strace for a run that takes its time; skipped elsewhere.
+//! The progress bar on a terminal. The test needs `script` for the terminal and strace to slow down the run; it is
+//! skipped where one is missing.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,7 +11,7 @@ use crate::common::env::TestEnv;
 
 const COLUMNS: usize = 80;
 
-/// The lines that a terminal shows in the end.
+/// Returns the lines that a terminal shows after this output.
 fn screen(text: &str) -> Vec<String> {
     let mut lines = vec![vec![' '; COLUMNS]];
     let (mut row, mut column) = (0_usize, 0_usize);
@@ -51,8 +52,8 @@ fn until_letter(is_over: &mut bool, c: char) -> Option<char> {
     Some(c)
 }
 
-/// A checkpoint of this many zeros.
-fn zeros(path: &Path, bytes: usize) {
+/// Writes a safetensors checkpoint of this many zeros.
+fn write_zeros(path: &Path, bytes: usize) {
     let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
     let mut file = fs::File::create(path).unwrap();
     file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
@@ -64,13 +65,13 @@ fn has(tool: &str) -> bool {
     Command::new(tool).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// Read until the terminal was sent this text.
-fn wait_for(child: &mut Child, read: &mut Vec<u8>, wanted: &str) {
+/// Reads the output of the terminal until it contains this text.
+fn wait_for(child: &mut Child, read: &mut Vec<u8>, expected: &str) {
     let output = child.stdout.as_mut().unwrap();
     let mut block = [0; 4096];
-    while !String::from_utf8_lossy(read).contains(wanted) {
+    while !String::from_utf8_lossy(read).contains(expected) {
         let len = output.read(&mut block).unwrap();
-        assert!(len > 0, "it ended before `{wanted}`: {}", String::from_utf8_lossy(read));
+        assert!(len > 0, "it ended before `{expected}`: {}", String::from_utf8_lossy(read));
         read.extend_from_slice(&block[..len]);
     }
 }
@@ -82,7 +83,7 @@ fn bar_is_removed_on_ctrl_c() {
     }
     let env = TestEnv::new();
     let source = env.path("w.safetensors");
-    zeros(&source, 48 << 20);
+    write_zeros(&source, 48 << 20);
     let slowly = format!(
         "stty cols {COLUMNS} rows 24; exec strace -f -o {} -e trace=pwrite64 -e inject=pwrite64:delay_enter=30000 \
          {} unshard {} {} --no-sync --threads 1",

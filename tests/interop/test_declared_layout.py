@@ -1,4 +1,4 @@
-"""Plain tensors of rank files, told with `--src-mesh` to `--reduce` how they lie, as DCP that PyTorch loads."""
+"""Plain tensors of rank files, whose layout `--src-mesh` to `--reduce` declare, converted to DCP that PyTorch loads."""
 
 import itertools
 
@@ -13,7 +13,8 @@ import parts
 
 
 class Block(nn.Module):
-    """An embedding, a column-parallel and a row-parallel linear, a norm; sizes that no number of ranks divides."""
+    """An embedding, a column-parallel and a row-parallel linear, and a norm, with sizes that no number of ranks
+    divides."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -27,7 +28,7 @@ class Block(nn.Module):
         return self.norm(hidden + self.down(torch.nn.functional.gelu(self.up(hidden))))
 
 
-# What ranks share, and along which dim.
+# The sharded tensors, and the dim that is sharded.
 DIMS = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
 RULES = [("embed", "S(0)"), ("up", "S(0)"), ("down.weight", "S(1)")]
 
@@ -38,12 +39,12 @@ def model(dtype=torch.float32):
 
 
 def rules(*before):
-    """The placements of RULES behind those of other mesh dims."""
+    """Returns the placements of RULES after those of other mesh dims."""
     return [word for name, last in RULES for word in ("--src-placements", f"{name}={','.join([*before, last])}")]
 
 
 def makani_sizes(size, parts):
-    """`compute_split_shapes` of makani and torch-harmonics."""
+    """Returns the sizes of `compute_split_shapes` of makani and torch-harmonics."""
     if parts == 1:
         return [size]
     chunk = (size + parts - 1) // parts
@@ -75,23 +76,23 @@ def load_dcp(folder, like):
 
 
 @pytest.mark.parametrize("split,parts", [("chunk", 2), ("chunk", 5), ("balanced", 4), ("makani", 4), ("makani", 5)])
-def test_tensor_parallel_parts(tmp_path, split, parts):
-    """torch.save of plain parts in every rank; reshard to DCP; dcp.load gives the whole weights."""
+def test_declared_tensor_parallel_shards_load_as_dcp(tmp_path, split, parts):
+    """Every rank saves plain shards by torch.save; after reshard to DCP, dcp.load gives the whole weights."""
     whole = model().state_dict()
     folder = tmp_path / "ranks"
     folder.mkdir()
     for rank in range(parts):
         own = {name: part(name, tensor, rank, parts, split) for name, tensor in whole.items()}
         torch.save(own, folder / f"model_rank_{rank}.pt")
-    told = ["--src-mesh", f"tp={parts}", *rules(), "--src-split", split]
-    common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=3", *told)
+    declared = ["--src-mesh", f"tp={parts}", *rules(), "--src-split", split]
+    common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=3", *declared)
     found = load_dcp(tmp_path / "dcp", whole)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
-    common.dtshard("unshard", folder, tmp_path / "whole.pt", *told)
+    common.dtshard("unshard", folder, tmp_path / "whole.pt", *declared)
     found = torch.load(tmp_path / "whole.pt")
     assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
-    # The same job on other ranks loads plain parts again.
-    common.dtshard("reshard", folder, tmp_path / "other", "--mesh", "tp=3", *told)
+    # The same job on other ranks loads plain shards.
+    common.dtshard("reshard", folder, tmp_path / "other", "--mesh", "tp=3", *declared)
     for rank in range(3):
         own = torch.load(tmp_path / "other" / f"model_rank_{rank}.pt")
         assert {type(tensor) for tensor in own.values()} == {torch.Tensor}
@@ -99,8 +100,8 @@ def test_tensor_parallel_parts(tmp_path, split, parts):
         assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
 
 
-def test_optimizer_of_parts(tmp_path):
-    """Adam of plain parts numbers its parameters; its state is cut as they are."""
+def test_optimizer_state_of_declared_shards_loads_as_dcp(tmp_path):
+    """Adam of plain shards numbers its parameters; its state is split like them."""
     whole = model()
     parts = 3
     moments = {name: torch.randn_like(tensor) for name, tensor in whole.named_parameters()}
@@ -126,7 +127,7 @@ def test_optimizer_of_parts(tmp_path):
 
 
 def own_gradients(ranks, dtype):
-    """What backward leaves on each rank, of data of its own."""
+    """Returns the gradients of each rank after backward on its own data."""
     gradients = []
     for rank in range(ranks):
         own = model(dtype)
@@ -137,7 +138,7 @@ def own_gradients(ranks, dtype):
 
 
 def reduced(values, op):
-    """Sums in rank order: f32 and f64 in f64, f16 and bf16 in f32; one rounding, at the end."""
+    """Returns sums in rank order: f32 and f64 are added in f64, f16 and bf16 in f32, with one rounding at the end."""
     wide = torch.float32 if values[0].dtype in (torch.bfloat16, torch.float16) else torch.float64
     total = values[0].to(wide)
     for value in values[1:]:
@@ -148,8 +149,8 @@ def reduced(values, op):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradients_of_ranks(tmp_path, dtype, op, nested):
-    """dp=2, cp=3, tp=2: gradients are summed over the first two, parts along the last."""
+def test_gradients_are_reduced_over_mesh_dims(tmp_path, dtype, op, nested):
+    """dp=2, cp=3, tp=2: gradients are summed over the first two dims, and sharded along the last."""
     gradients = own_gradients(6, dtype)
     expected = {name: reduced([own[name] for own in gradients], op) for name in gradients[0]}
     weights = model(dtype).state_dict()
@@ -159,21 +160,22 @@ def test_gradients_of_ranks(tmp_path, dtype, op, nested):
         own = {name: part(name, tensor, tp, 2) for name, tensor in gradients[data].items()}
         whole = {name: part(name, tensor, tp, 2) for name, tensor in weights.items()}
         torch.save({"model": whole, "grads": own} if nested else own, folder / f"rank_{rank}.pt")
-    told = ["--src-mesh", "dp=2,cp=3,tp=2", *rules("R", "R"), "--reduce", f"dp,cp={op}"]
-    done = common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=2", "--verify", *told)
+    declared = ["--src-mesh", "dp=2,cp=3,tp=2", *rules("R", "R"), "--reduce", f"dp,cp={op}"]
+    done = common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=2", "--verify", *declared)
     assert f"{op} over dp, cp" in done.stderr
     like = {f"grads.{name}": tensor for name, tensor in expected.items()} if nested else expected
     found = load_dcp(tmp_path / "dcp", like)
     for name, tensor in like.items():
         assert torch.equal(found[name], tensor), name
-    if nested:  # weights are copies along dp and cp
+    if nested:  # weights are replicated along dp and cp
         found = load_dcp(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()})
         assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("source,target", [((2, 3), (3, 2)), ((2, 2), (4, 1)), ((1, 4), (2, 5))])
-def test_regions_of_two_dims(tmp_path, source, target):
-    """Fields and filters of which height and width are cut, each by compute_split_shapes, to another mesh and to whole ones."""
+def test_regions_split_in_two_dims_are_resharded(tmp_path, source, target):
+    """Fields and filters split in height and width by compute_split_shapes, converted to another mesh and to whole
+    tensors."""
     torch.manual_seed(0)
     whole = {"bias": torch.randn(1, 3, 9, 10), "filter": torch.randn(2, 9, 10), "norm.weight": torch.randn(3)}
 
@@ -188,15 +190,15 @@ def test_regions_of_two_dims(tmp_path, source, target):
     folder.mkdir()
     for rank, coordinate in enumerate(itertools.product(*map(range, source))):
         torch.save({name: own(name, source, coordinate) for name in whole}, folder / f"rank_{rank}.pt")
-    told = ["--src-mesh", f"h={source[0]},w={source[1]}", "--src-placements", "bias=S(-2),S(-1)", "--src-placements",
+    declared = ["--src-mesh", f"h={source[0]},w={source[1]}", "--src-placements", "bias=S(-2),S(-1)", "--src-placements",
             "filter=S(-2),S(-1)", "--src-split", "makani"]
-    common.dtshard("unshard", folder, tmp_path / "whole.pt", *told)
+    common.dtshard("unshard", folder, tmp_path / "whole.pt", *declared)
     found = torch.load(tmp_path / "whole.pt")
     assert found.keys() == whole.keys() and all(torch.equal(found[name], tensor) for name, tensor in whole.items())
-    # From the parts, and from the whole file.
+    # From the shards, and from the whole file.
     mesh = ["--mesh", f"h={target[0]},w={target[1]}", "--split", "makani"]
-    rules = [word.replace("src-", "") for word in told[2:6]]
-    common.dtshard("reshard", folder, tmp_path / "parts", *mesh, *told)
+    rules = [word.replace("src-", "") for word in declared[2:6]]
+    common.dtshard("reshard", folder, tmp_path / "parts", *mesh, *declared)
     common.dtshard("reshard", tmp_path / "whole.pt", tmp_path / "back", "--to", "torch-ranks", "--tensor-class", "local", *mesh,
                    *rules, "--placements", "R,R")
     for rank, coordinate in enumerate(itertools.product(*map(range, target))):
@@ -206,8 +208,9 @@ def test_regions_of_two_dims(tmp_path, source, target):
     assert len(list(tmp_path.glob("back/*.pt"))) == target[0] * target[1]
 
 
-def test_gradients_as_ddp_averages_them(tmp_path):
-    """4 gloo processes: of the gradients of each, what DDP makes of them, up to its rounding; bit for bit their mean in f64."""
+def test_reduced_gradients_equal_those_of_ddp(tmp_path):
+    """The result of 4 gloo processes equals the gradients of DDP up to its rounding, and exactly the mean computed in
+    f64."""
     (tmp_path / "ranks").mkdir()
     common.run_ranks(parts.backward, 4, tmp_path, str(tmp_path))
     common.dtshard("unshard", tmp_path / "ranks", tmp_path / "mean.pt", "--src-mesh", "dp=2,cp=2", "--reduce", "dp,cp=avg")

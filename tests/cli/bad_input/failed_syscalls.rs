@@ -1,4 +1,4 @@
-//! Calls of the operating system that fail, one at a time. Needs strace; skipped where it cannot trace.
+//! System calls that fail, one at a time. The tests need strace and are skipped where it cannot trace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,8 +9,8 @@ use crate::bad_input::skip;
 use crate::common::env::TestEnv;
 use crate::corrupt::{Outcome, files_of, fixture};
 
-/// Run the program under strace, which writes the calls of `call` to a log, and those that open files; `inject` says how
-/// which of them fails.
+/// Runs the program under strace, which logs the calls of `call` and the calls that open files; `inject` describes
+/// which call fails.
 fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Outcome, String) {
     let log = env.path("log");
     let mut command = Command::new("strace");
@@ -22,7 +22,7 @@ fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Ou
     (output.into(), fs::read_to_string(log).unwrap_or_default())
 }
 
-/// A call that closes a file of the output, which was open to be written.
+/// A call that closes an output file that was open for writing.
 struct OutputClosed<'a> {
     line: &'a str,
     /// The number of the call, counted for each thread as strace counts them.
@@ -67,7 +67,7 @@ fn quota_error_at_close_is_an_error() {
     }
     let env = TestEnv::new();
     let (dcp, ranks) = (fixture("fsdp3/dcp"), env.copy("fsdp3/ranks"));
-    // A file that is carried along.
+    // This file is copied as it is.
     env.write("src/ranks/train.log", "step 1");
     let commands: [(&str, &Path, &str, &str); 5] = [
         ("reshard", &ranks, "out", "--mesh=dp=2"),
@@ -81,7 +81,7 @@ fn quota_error_at_close_is_an_error() {
         let mut args = vec![verb, source.to_str().unwrap(), target.to_str().unwrap(), "--no-sync", "--threads=1"];
         args.extend(options.split_whitespace());
         let (undisturbed, log) = traced(&env, &args, "close", None);
-        undisturbed.succeeded();
+        undisturbed.assert_succeeded();
         let calls: BTreeSet<usize> = closes_of_output(&log).iter().map(|call| call.number).collect();
         assert!(!calls.is_empty(), "{log}");
         let mut hit = BTreeSet::new();
@@ -94,7 +94,7 @@ fn quota_error_at_close_is_an_error() {
             if injected.is_empty() {
                 continue;
             }
-            outcome.refused(&["hint: "]);
+            outcome.assert_refused(&["hint: "]);
             assert!(!target.exists(), "{verb} {options}: {injected:?}");
             assert_eq!(left_behind(&env), Vec::<PathBuf>::new(), "{verb} {options}: {injected:?}");
             hit.insert(call);
@@ -104,7 +104,7 @@ fn quota_error_at_close_is_an_error() {
     }
 }
 
-/// Plan, leases and the folders themselves are as small as they can be, and are synced.
+/// Plan, leases and folders are small files, and are synced.
 #[test]
 fn failed_small_write_leaves_nothing() {
     if !can_trace() {
@@ -118,7 +118,7 @@ fn failed_small_write_leaves_nothing() {
             remove(&target);
             let (outcome, log) = traced(&env, &args, call, Some(&format!("error=ENOSPC:when={number}")));
             let Some(injected) = log.lines().find(|line| line.contains("(INJECTED)")) else { break };
-            // A failed link has a fallback, and a failed write of a message changes no result.
+            // A failed link has a fallback, and a failed write of a message does not change the result.
             assert!(
                 matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"),
                 "{injected}: {outcome:?}"
@@ -129,7 +129,7 @@ fn failed_small_write_leaves_nothing() {
     }
 }
 
-/// Hidden things of the program, which are beside the destination as long as it works.
+/// Returns the hidden files that the program keeps beside the destination during a run.
 fn left_behind(env: &TestEnv) -> Vec<PathBuf> {
     let is_hidden = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().contains(".dtshard-");
     files_of(&env.path("")).into_iter().filter(is_hidden).collect()

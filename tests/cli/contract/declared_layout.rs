@@ -1,8 +1,8 @@
-//! What SRC does not say: plain tensors of rank files that are parts of tensors (`--src-mesh` to `--reduce`).
+//! Declared layouts of SRC: plain tensors of rank files that are shards (`--src-mesh` to `--reduce`).
 //!
-//! - The shape of a whole from its parts, and what does not fit: `layout::whole`.
+//! - The shape of a whole tensor from its shards, and shards that do not fit: `layout::whole`.
 //! - Sums, means and their rounding: `exec::reduce`.
-//! - Real torch, gradients of real ranks: `interop/test_told.py`.
+//! - Real torch, gradients of real ranks: `interop/test_declared_layout.py`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,20 +11,20 @@ use safetensors::tensor::TensorView;
 
 use crate::common::env::TestEnv;
 use crate::common::{Run, expect, fixture, inspect, read, succeed};
-use crate::contract::holds;
+use crate::contract::assert_contains;
 
 /// A tensor of f32: a shape and its elements.
 #[derive(Clone, Debug)]
 struct Array(Vec<usize>, Vec<f32>);
 
 impl Array {
-    /// Every element another value, and those of two tensors too.
+    /// Returns a tensor with distinct values, also between tensors.
     fn new(shape: &[usize], first: u16) -> Self {
         let len = u16::try_from(shape.iter().product::<usize>()).unwrap();
         Self(shape.to_vec(), (0..len).map(|index| f32::from(first * 1000 + index)).collect())
     }
 
-    /// `len` from `start` along a dim.
+    /// Returns `len` indices from `start` along a dim.
     fn part(&self, dim: usize, start: usize, len: usize) -> Self {
         let (outer, inner) = (self.0[..dim].iter().product::<usize>(), self.0[dim + 1..].iter().product::<usize>());
         let row = |at: usize| &self.1[(at * self.0[dim] + start) * inner..][..len * inner];
@@ -33,7 +33,7 @@ impl Array {
         Self(shape, (0..outer).flat_map(row).copied().collect())
     }
 
-    /// Consecutive parts.
+    /// Returns consecutive parts of these sizes.
     fn cut(&self, dim: usize, sizes: &[usize]) -> Vec<Self> {
         let starts = sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size)));
         starts.zip(sizes).map(|(start, size)| self.part(dim, start, *size)).collect()
@@ -52,20 +52,20 @@ fn safetensors_file(path: &Path, state: &State<'_>) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// How ranks save.
+/// The format of the rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Files {
     Safetensors,
     Torch,
 }
 
-/// One file a rank, as a job without DTensors saves it.
+/// Writes one file per rank, as a job without DTensors saves them.
 fn rank_files(env: &TestEnv, name: &str, ranks: &[State<'_>], files: Files) -> PathBuf {
     for (rank, state) in ranks.iter().enumerate() {
         let path = env.path(&format!("{name}.st/model-rank-{rank:05}-of-{:05}.safetensors", ranks.len()));
         safetensors_file(&path, state);
         if files == Files::Torch {
-            // Under the name of a rank's file it would be refused as one of several.
+            // The name of a rank file would be refused as one of several.
             let alone = env.path(&format!("{name}.{rank}.safetensors"));
             fs::copy(&path, &alone).unwrap();
             succeed("unshard", &[&alone, &env.path(&format!("{name}/rank_{rank}.pt"))], "");
@@ -74,14 +74,14 @@ fn rank_files(env: &TestEnv, name: &str, ranks: &[State<'_>], files: Files) -> P
     env.path(if files == Files::Torch { name.to_owned() } else { format!("{name}.st") }.as_str())
 }
 
-/// A whole model, and what it is to be.
-fn whole(env: &TestEnv, state: &State<'_>) -> PathBuf {
+/// Writes the whole model, the expected result.
+fn write_whole(env: &TestEnv, state: &State<'_>) -> PathBuf {
     let path = env.path("whole.safetensors");
     safetensors_file(&path, state);
     path
 }
 
-/// Embedding, a column-parallel and a row-parallel linear with their biases, a norm.
+/// Returns an embedding, a column-parallel and a row-parallel linear with their biases, and a norm.
 fn model() -> State<'static> {
     vec![
         ("embed.weight", Array::new(&[11, 4], 1)),
@@ -96,7 +96,7 @@ fn model() -> State<'static> {
 
 const RULES: &str = "--src-placements embed=S(0) --src-placements up=S(0) --src-placements down.weight=S(1)";
 
-/// What each of `tp` ranks has of the model, dims cut by these sizes: 11 rows of the embedding, 6 of the linears.
+/// Returns the shards of each rank, with dims cut by these sizes: 11 rows of the embedding, 6 of the linears.
 fn tensor_parallel(rows: &[usize], hidden: &[usize]) -> Vec<State<'static>> {
     (0..rows.len())
         .map(|rank| {
@@ -114,16 +114,16 @@ fn tensor_parallel(rows: &[usize], hidden: &[usize]) -> Vec<State<'static>> {
         .collect()
 }
 
-/// Expect exit code 2 and all of these words.
+/// Asserts that `inspect` exits with code 2.
 #[track_caller]
-fn refuse(source: &Path, options: &str) -> Run {
+fn inspect_refused(source: &Path, options: &str) -> Run {
     expect(2, "inspect", &[source], options)
 }
 
 #[test]
-fn tensor_parallel_parts_become_a_checkpoint() {
+fn declared_tensor_parallel_shards_are_converted_by_every_verb() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     for files in [Files::Safetensors, Files::Torch] {
         let source = rank_files(&env, &format!("{files:?}"), &tensor_parallel(&[4, 4, 3], &[2, 2, 2]), files);
         let options = format!("--src-mesh tp=3 {RULES}");
@@ -141,29 +141,29 @@ fn tensor_parallel_parts_become_a_checkpoint() {
 }
 
 #[test]
-fn ranks_may_hold_nothing() {
+fn ranks_with_empty_shards_are_read() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     let source = rank_files(&env, "a", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 2, 0]), Files::Torch);
     succeed("verify", &[&source, &truth], &format!("--src-mesh tp=4 {RULES}"));
 }
 
 #[test]
-fn other_splits_are_told_and_proven() {
+fn declared_splits_are_checked_against_the_shapes() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     let makani = rank_files(&env, "makani", &tensor_parallel(&[2, 2, 2, 2, 3], &[1, 1, 1, 1, 2]), Files::Torch);
     let options = format!("--src-mesh model=5 {RULES}");
     succeed("verify", &[&makani, &truth], &format!("{options} --src-split makani"));
-    refuse(&makani, &options);
+    inspect_refused(&makani, &options);
 
     let balanced = rank_files(&env, "balanced", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 1, 1]), Files::Safetensors);
     let options = format!("--src-mesh tp=4 {RULES}");
     succeed("verify", &[&balanced, &truth], &format!("{options} --src-split balanced"));
-    refuse(&balanced, &options);
+    inspect_refused(&balanced, &options);
 
     let own = rank_files(&env, "own", &tensor_parallel(&[1, 10], &[4, 2]), Files::Torch);
-    refuse(&own, &format!("--src-mesh tp=2 {RULES}"));
+    inspect_refused(&own, &format!("--src-mesh tp=2 {RULES}"));
     let layout = env.write(
         "layout.toml",
         "mesh = \"tp=2\"\nplacements = \"R\"\n\
@@ -174,33 +174,33 @@ fn other_splits_are_told_and_proven() {
     let options = format!("--src-layout {}", layout.display());
     succeed("verify", &[&own, &truth], &options);
     let other = env.write("other.toml", fs::read_to_string(&layout).unwrap().replace("[1, 10]", "[1, 9]"));
-    refuse(&own, &format!("--src-layout {}", other.display()));
+    inspect_refused(&own, &format!("--src-layout {}", other.display()));
 }
 
 #[test]
-fn a_job_goes_on_with_other_ranks() {
+fn plain_shards_are_resharded_to_other_ranks() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     let source = rank_files(&env, "mp5", &tensor_parallel(&[2, 2, 2, 2, 3], &[1, 1, 1, 1, 2]), Files::Torch);
-    let told = format!("--src-mesh model=5 {RULES} --src-split makani");
-    // Plain parts again, cut as before.
-    let made = env.make("reshard", &source, "mp4", &format!("{told} --mesh model=4 --verify"));
+    let declared = format!("--src-mesh model=5 {RULES} --src-split makani");
+    // The output has plain shards with the same split.
+    let made = env.make("reshard", &source, "mp4", &format!("{declared} --mesh model=4 --verify"));
     let sizes = |path: &Path, rank: usize| inspect(&path.join(format!("rank_{rank}.pt")), "")["tensors"].clone();
     let shape = |path: &Path, rank, name: &str| sizes(path, rank)[name]["shape"].to_string();
     assert_eq!(shape(&made.path, 3, "embed.weight"), "[2,4]");
     assert_eq!(shape(&made.path, 3, "down.weight"), "[4,3]");
     assert_eq!(shape(&made.path, 3, "norm.weight"), "[4]");
-    succeed("verify", &[&made.path, &truth], &told.replace("model=5", "model=4"));
-    // DTensors are cut by torch.chunk.
+    succeed("verify", &[&made.path, &truth], &declared.replace("model=5", "model=4"));
+    // DTensors are split by torch.chunk.
     let classes = "--tensor-class dtensor --mesh model=4 --split chunk";
-    let made = env.make("reshard", &source, "dtensors", &format!("{told} {classes}"));
+    let made = env.make("reshard", &source, "dtensors", &format!("{declared} {classes}"));
     succeed("verify", &[&made.path, &truth], "");
     assert_eq!(inspect(&made.path, "")["tensors"]["up.weight"]["placements"], "S(0)");
 }
 
-/// What `--tensor-class local` writes of a checkpoint of PyTorch says nothing of how it lies; told so, it is what it was.
+/// `--tensor-class local` writes files without a layout; with the layout declared, the values are the original ones.
 #[test]
-fn local_parts_of_any_layout_are_told_again() {
+fn local_tensors_of_any_layout_are_read_with_a_declared_layout() {
     let env = TestEnv::new();
     for (name, layout) in [
         ("a", "mesh dp=2,tp=2 --placements S(0),S(1)"),
@@ -214,16 +214,16 @@ fn local_parts_of_any_layout_are_told_again() {
         for source in ["fsdp4/ranks", "hsdp/ranks"] {
             let options = format!("--{layout} --tensor-class local");
             let made = env.make("reshard", source, &format!("{name}{}", source.len()), &options);
-            let told: Vec<String> = format!("--{layout}")
+            let declared: Vec<String> = format!("--{layout}")
                 .split_whitespace()
                 .map(|word| word.replacen("--", "--src-", usize::from(word.starts_with("--"))))
                 .collect();
-            succeed("verify", &[&made.path, &fixture(source)], &told.join(" "));
+            succeed("verify", &[&made.path, &fixture(source)], &declared.join(" "));
         }
     }
 }
 
-/// Parameters of the families by the names that transformers gives them: fused, transposed and stacked ones too.
+/// Returns parameters of the model families with the names of transformers: fused, transposed and stacked ones too.
 fn families() -> Vec<(&'static str, State<'static>)> {
     let model = |named: &[(&'static str, &[usize])]| {
         (1..).zip(named).map(|(first, (name, shape))| (*name, Array::new(shape, first))).collect()
@@ -248,7 +248,7 @@ fn families() -> Vec<(&'static str, State<'static>)> {
         ("transformer.h.0.mlp.c_fc.weight", &[4, 7]),
         ("transformer.h.0.mlp.c_fc.bias", &[7]),
         ("transformer.h.0.mlp.c_proj.weight", &[7, 4]),
-        // Blocks that are none: whole on every rank.
+        // These tensors are no blocks, and whole on every rank.
         ("transformer.h.1.attn.c_attn.weight", &[4, 7]),
         ("lm_head.weight", &[11, 4]),
     ]);
@@ -264,18 +264,18 @@ fn families() -> Vec<(&'static str, State<'static>)> {
     vec![("llama", llama), ("gpt2", gpt2), ("mixtral", mixtral)]
 }
 
-/// What a plan made plain parts of is put together by the same words.
+/// The same options combine the plain shards that a plan made.
 #[test]
-fn plans_tell_a_source_as_they_tell_a_target() {
+fn src_plan_reads_the_shards_that_plan_wrote() {
     let env = TestEnv::new();
     for (family, state) in families() {
-        let truth = whole(&env, &state);
+        let truth = write_whole(&env, &state);
         for (number, mesh) in ["tp=2", "tp=3", "dp=2,tp=2", "dp=1,tp=3", "dp_replicate=2,tp=2"].iter().enumerate() {
             let options = format!("--mesh {mesh} --plan {family}");
             let made = env.path(&format!("{family}{number}"));
             succeed("reshard", &[&truth, &made], &format!("{options} --tensor-class local --to torch-ranks"));
-            let told = format!("--src-mesh {mesh} --src-plan {family}");
-            succeed("verify", &[&made, &truth], &told);
+            let declared = format!("--src-mesh {mesh} --src-plan {family}");
+            succeed("verify", &[&made, &truth], &declared);
             let layout = format!("{family}{number}.toml");
             let layout = env.write(&layout, format!("mesh = \"{mesh}\"\nplan = \"{family}\"\n"));
             succeed("verify", &[&made, &truth], &format!("--src-layout {}", layout.display()));
@@ -284,7 +284,7 @@ fn plans_tell_a_source_as_they_tell_a_target() {
 }
 
 #[test]
-fn styles_tell_parameters_and_their_state() {
+fn styles_apply_to_parameters_and_their_optimizer_state() {
     let env = TestEnv::new();
     let styles = "[styles]\n\"blocks.*.w1\" = \"colwise\"\n\"blocks.*.w2\" = \"rowwise\"\n";
     let styles = env.write("styles.toml", styles);
@@ -293,13 +293,13 @@ fn styles_tell_parameters_and_their_state() {
         let plan = format!("plan {}", plan.display());
         let options = format!("--mesh {mesh} --{plan} --tensor-class local --overwrite");
         let made = env.make("reshard", "tp2/ranks", "made", &options).path;
-        let told = format!("--src-mesh {mesh} --src-{plan}");
-        let run = succeed("verify", &[&made, &fixture("tp2/ranks")], &told);
+        let declared = format!("--src-mesh {mesh} --src-{plan}");
+        let run = succeed("verify", &[&made, &fixture("tp2/ranks")], &declared);
         assert_eq!(run.stderr.contains("replicate = \"dp\""), mesh.starts_with("dp"), "{}", run.stderr);
-        let found = inspect(&made, &told);
+        let found = inspect(&made, &declared);
         assert!(found["tensors"]["optim.state.0.exp_avg"]["placements"].is_string());
     }
-    // Rules, and what is said on the command line, come first.
+    // Rules and options of the command line take precedence.
     let plan = format!("--src-mesh tp=3 --src-plan {}", pairs.display());
     let made = env.path("made");
     let placements = |options: &str| {
@@ -308,7 +308,7 @@ fn styles_tell_parameters_and_their_state() {
     };
     assert_eq!(placements("").as_deref(), Some("S(1)"));
     let run = expect(2, "inspect", &[&made], &format!("{plan} --src-placements **.w2.weight=S(0)"));
-    holds(&run.stderr, &["blocks.0.w2.weight", "--src-placements **.w2.weight=S(0)"]);
+    assert_contains(&run.stderr, &["blocks.0.w2.weight", "--src-placements **.w2.weight=S(0)"]);
 }
 
 #[test]
@@ -316,42 +316,42 @@ fn plans_that_do_not_fit_a_source_are_refused() {
     let env = TestEnv::new();
     let source = rank_files(&env, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
     let plan = |text: &str| env.write("plan.toml", text).display().to_string();
-    refuse(&source, "--src-mesh tp=2 --src-plan lama");
-    refuse(&source, "--src-mesh tp=2 --src-plan llama");
-    refuse(&source, "--src-mesh x=2 --src-plan llama");
+    inspect_refused(&source, "--src-mesh tp=2 --src-plan lama");
+    inspect_refused(&source, "--src-mesh tp=2 --src-plan llama");
+    inspect_refused(&source, "--src-mesh x=2 --src-plan llama");
     let styles = plan("[styles]\nupp = \"colwise\"\n");
-    refuse(&source, &format!("--src-mesh tp=2 --src-plan {styles}"));
+    inspect_refused(&source, &format!("--src-mesh tp=2 --src-plan {styles}"));
     let styles = plan("[styles]\nup = \"rowwise\"\nembed = \"rowwise-embedding\"\ndown = \"rowwise\"\n");
     let uneven = rank_files(&env, "b", &tensor_parallel(&[6, 5], &[4, 2]), Files::Torch);
-    refuse(&uneven, &format!("--src-mesh tp=2 --src-plan {styles}"));
+    inspect_refused(&uneven, &format!("--src-mesh tp=2 --src-plan {styles}"));
     let mesh = plan("mesh = \"tp=2\"\nplan = \"llama\"\n");
-    refuse(&source, &format!("--src-plan {mesh}"));
+    inspect_refused(&source, &format!("--src-plan {mesh}"));
     let pairs = plan("[styles]\n\".\" = \"pairwise\"\n");
-    refuse(&env.path("a.st"), &format!("--src-mesh tp=2 --src-plan {pairs}"));
+    inspect_refused(&env.path("a.st"), &format!("--src-mesh tp=2 --src-plan {pairs}"));
 }
 
 #[test]
-fn summands_and_a_plan_go_together() {
+fn reduce_and_src_plan_combine() {
     let env = TestEnv::new();
     let (_, state) = families().remove(0);
     let twice = |array: &Array| Array(array.0.clone(), array.1.iter().map(|value| value * 2.0).collect());
     let doubled = state.iter().map(|(name, array)| (*name, twice(array))).collect();
-    let truth = whole(&env, &doubled);
+    let truth = write_whole(&env, &doubled);
     let once = env.path("once.safetensors");
     safetensors_file(&once, &state);
     for (nest, root) in [("", ""), ("--nest grads", "--root grads")] {
         let out = env.path(&format!("ranks{}", nest.len()));
         let copies = "--mesh dp=2,tp=2 --plan llama --replicate dp --tensor-class local --to torch-ranks";
         succeed("reshard", &[&once, &out], &format!("{copies} {nest}"));
-        let told = format!("--src-mesh dp=2,tp=2 --src-plan llama --reduce dp {root} --verify --overwrite");
+        let declared = format!("--src-mesh dp=2,tp=2 --src-plan llama --reduce dp {root} --verify --overwrite");
         let sum = env.path("sum.safetensors");
-        succeed("consolidate", &[&out, &sum], &told);
+        succeed("consolidate", &[&out, &sum], &declared);
         succeed("verify", &[&sum, &truth], "");
     }
 }
 
 #[test]
-fn state_and_gradients_follow_their_parameter() {
+fn optimizer_state_and_gradients_get_the_layout_of_their_parameter() {
     let env = TestEnv::new();
     let weight = Array::new(&[6, 4], 1);
     let moment = Array::new(&[6, 4], 2);
@@ -365,37 +365,37 @@ fn state_and_gradients_follow_their_parameter() {
             ("optim.state.w.step", step.clone()),
         ]
     };
-    let truth = whole(&env, &state(&Array::clone));
+    let truth = write_whole(&env, &state(&Array::clone));
     let ranks: Vec<_> = (0..2).map(|rank| state(&move |array| array.cut(0, &[3, 3])[rank].clone())).collect();
     let source = env.path("ranks");
     for (rank, own) in ranks.iter().enumerate() {
         let flat = env.path(&format!("flat{rank}.safetensors"));
         safetensors_file(&flat, own);
-        // Names with dots become dicts in each other.
+        // Names with dots become nested dicts.
         succeed("unshard", &[&flat, &env.path(&format!("ranks/rank_{rank}.pt"))], "");
     }
     let verify =
         |options: &str, code| expect(code, "verify", &[&source, &truth], &format!("--src-mesh tp=2 {options}"));
-    // Of a flat state dict, state of another shape than its parameter needs a rule of its own.
+    // In a flat state dict, state of another shape than its parameter needs its own rule.
     verify("--src-placements model.w=S(0) --src-placements **.exp_avg=S(0) --src-placements **.row=S(0)", 0);
     let run = verify("--src-placements model.w=S(0)", 1);
-    holds(&run.stdout, &["optim.state.w"]);
+    assert_contains(&run.stdout, &["optim.state.w"]);
 }
 
 #[test]
-fn numbers_that_stand_for_nobody_knows_which_are_refused() {
+fn numbered_state_of_unknown_parameters_is_refused() {
     let env = TestEnv::new();
     let local = "--mesh tp=3 --placements **.weight=S(0) --placements R --tensor-class local";
     let source = env.make("reshard", "fsdp4/ranks", "out", local).path;
-    let told = "--src-mesh tp=3 --src-placements **.weight=S(0)";
-    // With the model beside it an optimizer's numbers are known, and what it has no state of is a buffer.
-    succeed("verify", &[&source, &fixture("fsdp4/ranks")], told);
+    let declared = "--src-mesh tp=3 --src-placements **.weight=S(0)";
+    // With the model beside it the parameter numbers are known, and tensors without optimizer state are buffers.
+    succeed("verify", &[&source, &fixture("fsdp4/ranks")], declared);
     let run = expect(0, "inspect", &[&source], "--src-mesh tp=3 --src-placements S(0) --src-placements *.freqs=R");
     assert!(!run.stderr.contains("buffers"), "{}", run.stderr);
     let rest = "--series optim,extra_state --src-mesh tp=3";
-    let run = refuse(&source, &format!("{rest} --src-placements **.weight=S(0)"));
-    holds(&run.stderr, &["--src-placements **.weight=S(0)"]);
-    refuse(&source, &format!("{rest} --src-placements S(0)"));
+    let run = inspect_refused(&source, &format!("{rest} --src-placements **.weight=S(0)"));
+    assert_contains(&run.stderr, &["--src-placements **.weight=S(0)"]);
+    inspect_refused(&source, &format!("{rest} --src-placements S(0)"));
 }
 
 #[test]
@@ -412,7 +412,7 @@ fn gradients_are_reduced_over_named_dims() {
             vec![("w", times(&part, by)), ("b", times(&bias, by)), ("n", Array::new(&[2], 9))]
         })
         .collect();
-    let told = "--src-mesh dp=2,cp=2,tp=2 --src-placements w=R,R,S(0)";
+    let declared = "--src-mesh dp=2,cp=2,tp=2 --src-placements w=R,R,S(0)";
     for (name, reduce, by) in [
         ("mean", "--reduce dp,cp=avg", 2.5_f32),
         ("sum", "--reduce dp,cp", 10.0),
@@ -425,38 +425,43 @@ fn gradients_are_reduced_over_named_dims() {
         let source = rank_files(&env, name, &ranks, Files::Torch);
         let out = env.path(&format!("{name}.out"));
         for to in ["dcp", "torch-ranks"] {
-            let run = succeed("reshard", &[&source, &out], &format!("--to {to} {told} {reduce} --overwrite --verify"));
-            holds(&run.stderr, &["3 plain tensors", "are summands: ", "over dp"]);
-            let again = if to == "dcp" { "" } else { told };
+            let run =
+                succeed("reshard", &[&source, &out], &format!("--to {to} {declared} {reduce} --overwrite --verify"));
+            assert_contains(&run.stderr, &["3 plain tensors", "are summands: ", "over dp"]);
+            let again = if to == "dcp" { "" } else { declared };
             succeed("verify", &[&out, &truth], again);
         }
-        succeed("consolidate", &[&source, &env.path(&format!("{name}.st.safetensors"))], &format!("{told} {reduce}"));
+        succeed(
+            "consolidate",
+            &[&source, &env.path(&format!("{name}.st.safetensors"))],
+            &format!("{declared} {reduce}"),
+        );
         succeed("verify", &[&env.path(&format!("{name}.st.safetensors")), &truth], "");
-        succeed("verify", &[&source, &truth], &format!("{told} {reduce}"));
+        succeed("verify", &[&source, &truth], &format!("{declared} {reduce}"));
     }
     let source = env.path("mean");
-    let shown = inspect(&source, &format!("{told} --reduce dp,cp=avg"));
+    let shown = inspect(&source, &format!("{declared} --reduce dp,cp=avg"));
     assert_eq!(shown["tensors"]["w"]["placements"], "P(avg),P(avg),S(0)");
-    // Without it they are taken for copies, and are none.
-    let run = expect(2, "unshard", &[&source, &env.path("x.pt")], told);
-    holds(&run.stderr, &["a plain tensor differs", "--reduce"]);
-    refuse(&source, &format!("{told} --reduce db"));
-    let run = refuse(&source, &format!("{told} --reduce model"));
+    // Without `--reduce` they are treated as replicas, which differ.
+    let run = expect(2, "unshard", &[&source, &env.path("x.pt")], declared);
+    assert_contains(&run.stderr, &["a plain tensor differs", "--reduce"]);
+    inspect_refused(&source, &format!("{declared} --reduce db"));
+    let run = inspect_refused(&source, &format!("{declared} --reduce model"));
     assert!(!run.stderr.contains("did you mean"));
-    refuse(&source, "--reduce dp");
-    refuse(&source, &format!("{told} --reduce dp --reduce dp=avg"));
-    refuse(&source, &format!("{told} --reduce dp --reduce cp=max"));
-    refuse(&source, &format!("{told} --reduce dp=mean"));
+    inspect_refused(&source, "--reduce dp");
+    inspect_refused(&source, &format!("{declared} --reduce dp --reduce dp=avg"));
+    inspect_refused(&source, &format!("{declared} --reduce dp --reduce cp=max"));
+    inspect_refused(&source, &format!("{declared} --reduce dp=mean"));
     let sharded = "--src-mesh dp=2,cp=2,tp=2 --src-placements *=R,R,S(0)";
-    refuse(&source, &format!("{sharded} --reduce tp"));
+    inspect_refused(&source, &format!("{sharded} --reduce tp"));
 }
 
 #[test]
-fn gradients_are_reduced_where_they_are_taken() {
+fn gradients_are_reduced_where_they_are_selected() {
     let env = TestEnv::new();
     let weight = Array::new(&[4, 2], 1);
     let part = |rank: usize| -> State<'_> { vec![("w", weight.part(0, rank, 1))] };
-    // A subtree of one file a rank, and a series of its own.
+    // Gradients are a subtree of the rank files, or a series of their own.
     for rank in 0..2 {
         let (model, grads) = (env.path("w.safetensors"), env.path("g.safetensors"));
         safetensors_file(&model, &part(0));
@@ -469,60 +474,66 @@ fn gradients_are_reduced_where_they_are_taken() {
     let copies = "--mesh dp=2 --tensor-class local --placements R --to torch-ranks";
     let options = format!("{copies} --flat-layout {}", known.display());
     let both = env.make("reshard", "flat_grads/views", "both", &options).path;
-    let told = "--src-mesh dp=2 --reduce dp=avg";
+    let declared = "--src-mesh dp=2 --reduce dp=avg";
     for (source, alone) in [(both, "--root grads"), (env.path("series"), "--series grads")] {
-        let run = expect(2, "unshard", &[&source, &env.path("out.pt")], told);
-        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", "--with-grads"]);
-        succeed("unshard", &[&source, &env.path("out.pt")], &format!("{told} --with-grads --overwrite"));
-        let run = expect(2, "consolidate", &[&source, &env.path("out.safetensors")], told);
-        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", alone]);
-        let options = format!("{told} {alone} --overwrite");
+        let run = expect(2, "unshard", &[&source, &env.path("out.pt")], declared);
+        assert_contains(&run.stderr, &["--reduce dp=avg: the gradients are left out", "--with-grads"]);
+        succeed("unshard", &[&source, &env.path("out.pt")], &format!("{declared} --with-grads --overwrite"));
+        let run = expect(2, "consolidate", &[&source, &env.path("out.safetensors")], declared);
+        assert_contains(&run.stderr, &["--reduce dp=avg: the gradients are left out", alone]);
+        let options = format!("{declared} {alone} --overwrite");
         let run = succeed("consolidate", &[&source, &env.path("out.safetensors")], &options);
-        holds(&run.stderr, &["are summands: avg over dp"]);
+        assert_contains(&run.stderr, &["are summands: avg over dp"]);
     }
-    // A model beside gradients is not one, whoever asks for it.
+    // The model beside gradients is never reduced.
     let options = "--src-mesh dp=2 --reduce dp --series model";
     let run = expect(2, "unshard", &[&env.path("series"), &env.path("out.pt")], options);
-    holds(&run.stderr, &["--reduce dp: the gradients are left out", "--series grads takes them alone"]);
-    let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], told);
-    holds(&run.stderr, &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"]);
+    assert_contains(&run.stderr, &["--reduce dp: the gradients are left out", "--series grads takes them alone"]);
+    let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], declared);
+    assert_contains(
+        &run.stderr,
+        &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"],
+    );
 }
 
 #[test]
-fn ranks_stand_in_any_order() {
+fn src_mesh_ranks_set_the_order_of_ranks() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     let parts = tensor_parallel(&[6, 5], &[3, 3]);
     let ranks = [0, 0, 1, 1].map(|part: usize| parts[part].clone());
     let source = rank_files(&env, "a", &ranks, Files::Torch);
     let rules = RULES.replace("=S", "=R,S");
     succeed("verify", &[&source, &truth], &format!("--src-mesh dp=2,tp=2 --src-mesh-ranks 0,2,1,3 {rules}"));
-    // In the other order replicas are none, and are told to be.
+    // In the other order the declared replicas differ.
     let run = expect(2, "inspect", &[&source], &format!("--src-mesh dp=2,tp=2 {rules}"));
-    holds(&run.stderr, &["embed.weight", "rank 2", "expected [6, 4]", "found [5, 4]"]);
+    assert_contains(&run.stderr, &["embed.weight", "rank 2", "expected [6, 4]", "found [5, 4]"]);
 }
 
 #[test]
-fn without_being_told_plain_tensors_are_copies() {
+fn plain_tensors_without_a_declared_layout_are_replicas() {
     let env = TestEnv::new();
     let uneven = rank_files(&env, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
-    let run = refuse(&uneven, "");
+    let run = inspect_refused(&uneven, "");
     assert!(!run.stderr.contains("damaged"));
     let even =
         rank_files(&env, "b", &[vec![("w", Array::new(&[2], 1))], vec![("w", Array::new(&[2], 2))]], Files::Torch);
     let run = expect(1, "verify", &[&even], "");
-    holds(
+    assert_contains(
         &run.stderr,
         &["1 finding in", "hint: plain tensors are taken for copies; where ranks hold parts", "--src-mesh"],
     );
     let run = expect(2, "unshard", &[&even, &env.path("x.pt")], "");
-    holds(&run.stderr, &["a plain tensor differs between rank 0 and rank 1", "--src-mesh and --src-placements"]);
-    let run = refuse(&env.path("b.st"), "");
-    holds(&run.stderr, &["model-rank-00001-of-00002.safetensors"]);
+    assert_contains(
+        &run.stderr,
+        &["a plain tensor differs between rank 0 and rank 1", "--src-mesh and --src-placements"],
+    );
+    let run = inspect_refused(&env.path("b.st"), "");
+    assert_contains(&run.stderr, &["model-rank-00001-of-00002.safetensors"]);
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn contradicting_declared_layouts_are_refused() {
     let env = TestEnv::new();
     let source = rank_files(&env, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
     for options in [
@@ -539,35 +550,35 @@ fn what_does_not_fit_is_refused() {
         "--src-mesh tp=2 --src-placements up=S(0)",
         "--src-mesh tp=2 --src-placements embed=S(1) --src-placements R",
     ] {
-        refuse(&source, options);
+        inspect_refused(&source, options);
     }
     let file = env.path("a/rank_0.pt");
-    refuse(&file, "--src-mesh tp=2 --src-placements S(0)");
-    refuse(&fixture("fsdp4/dcp"), "--src-mesh tp=2 --src-placements S(0)");
-    let whole = whole(&env, &model());
-    refuse(&whole, "--src-mesh tp=2 --src-placements S(0)");
+    inspect_refused(&file, "--src-mesh tp=2 --src-placements S(0)");
+    inspect_refused(&fixture("fsdp4/dcp"), "--src-mesh tp=2 --src-placements S(0)");
+    let whole = write_whole(&env, &model());
+    inspect_refused(&whole, "--src-mesh tp=2 --src-placements S(0)");
     let flat = env.write("flat.toml", "[flat]\n");
-    refuse(&source, &format!("--src-layout {}", flat.display()));
+    inspect_refused(&source, &format!("--src-layout {}", flat.display()));
 }
 
 #[test]
-fn what_is_said_has_an_effect() {
+fn declared_layout_without_effect_is_an_error_or_warning() {
     let env = TestEnv::new();
     let dtensors = fixture("fsdp_tp/ranks");
     let mesh = "--src-mesh dp=2,tp=2";
-    refuse(&dtensors, &format!("{mesh} --src-placements S(0),R"));
+    inspect_refused(&dtensors, &format!("{mesh} --src-placements S(0),R"));
     let plan = env.write("plan.toml", "[styles]\n\"**.w1\" = \"colwise\"\n");
-    refuse(&dtensors, &format!("{mesh} --src-plan {}", plan.display()));
+    inspect_refused(&dtensors, &format!("{mesh} --src-plan {}", plan.display()));
     let split = "--src-mesh dp=2 --src-split makani --src-placements";
     let copies = rank_files(&env, "c", &[self::model(), self::model()], Files::Torch);
-    refuse(&copies, &format!("{split} R"));
+    inspect_refused(&copies, &format!("{split} R"));
     let late = "--src-mesh dp=2 --src-placements **.weight=R --src-placements up.weight=S(0)";
     let run = succeed("inspect", &[&copies], late);
-    holds(&run.stderr, &["--src-placements up.weight=S(0): this rule has no effect, because earlier rules"]);
+    assert_contains(&run.stderr, &["--src-placements up.weight=S(0): this rule has no effect, because earlier rules"]);
 }
 
 #[test]
-fn ranks_may_lack_what_others_replicate_only() {
+fn rank_without_a_replicated_tensor_is_read_and_missing_shard_is_refused() {
     let env = TestEnv::new();
     let parts = tensor_parallel(&[6, 5], &[3, 3]);
     let without = |name: &str, rank: usize| -> State<'_> {
@@ -575,8 +586,8 @@ fn ranks_may_lack_what_others_replicate_only() {
     };
     let lacking = rank_files(&env, "a", &[parts[0].clone(), without("up.weight", 1)], Files::Torch);
     let options = format!("--src-mesh tp=2 {RULES}");
-    refuse(&lacking, &options);
-    // Stages of a pipeline have other layers.
+    inspect_refused(&lacking, &options);
+    // The stages of a pipeline have different layers.
     let [first, second] = [0, 1].map(|rank| parts[rank].clone());
     let stage = |state: &State<'static>, embed: bool| -> State<'static> {
         state.iter().filter(|(name, _)| name.starts_with("embed") == embed).cloned().collect()
@@ -584,31 +595,31 @@ fn ranks_may_lack_what_others_replicate_only() {
     let stages = [stage(&first, true), stage(&second, true), stage(&first, false), stage(&second, false)];
     let source = rank_files(&env, "b", &stages, Files::Torch);
     let options = format!("--src-mesh pp=2,tp=2 {}", RULES.replace("=S", "=R,S"));
-    succeed("verify", &[&source, &whole(&env, &model())], &options);
-    // A missing file is a missing part.
+    succeed("verify", &[&source, &write_whole(&env, &model())], &options);
+    // A missing file is a missing shard.
     let source = rank_files(&env, "c", &parts, Files::Torch);
     fs::remove_file(source.join("rank_0.pt")).unwrap();
     let run = expect(2, "inspect", &[&source], &format!("--src-mesh tp=2 {RULES} --allow-missing"));
-    holds(&run.stderr, &["rank 0 has no such tensor"]);
+    assert_contains(&run.stderr, &["rank 0 has no such tensor"]);
     let copies = rank_files(&env, "d", &[&parts[..], &parts[..]].concat(), Files::Torch);
     fs::remove_file(copies.join("rank_1.pt")).unwrap();
     let options = format!("--src-mesh dp=2,tp=2 {} --allow-missing", RULES.replace("=S", "=R,S"));
-    succeed("verify", &[&copies, &whole(&env, &model())], &options);
+    succeed("verify", &[&copies, &write_whole(&env, &model())], &options);
 }
 
 #[test]
-fn parts_may_not_make_up_more_than_there_is_room_for() {
+fn shards_of_an_overflowing_shape_are_refused() {
     let env = TestEnv::new();
     let empty = |len: usize| -> State<'static> { vec![("w", Array(vec![0, len], Vec::new()))] };
     let source = rank_files(&env, "a", &[empty(1 << 60), empty(1 << 60)], Files::Safetensors);
     let options = "--src-mesh tp=2 --src-placements S(1)";
-    refuse(&source, options);
+    inspect_refused(&source, options);
 }
 
 #[test]
-fn values_go_to_the_local_format_and_come_back() {
+fn plain_shards_are_converted_to_the_local_format() {
     let env = TestEnv::new();
-    let truth = whole(&env, &model());
+    let truth = write_whole(&env, &model());
     let source = rank_files(&env, "a", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 1, 1]), Files::Torch);
     let made =
         env.make("reshard", &source, "local", &format!("--src-mesh tp=4 {RULES} --src-split balanced --to local"));
@@ -616,10 +627,10 @@ fn values_go_to_the_local_format_and_come_back() {
 }
 
 #[test]
-fn dtensors_keep_their_own_layout() {
+fn declared_layout_keeps_the_layout_of_dtensors() {
     let env = TestEnv::new();
     let source = fixture("fsdp4/ranks");
-    // What is plain in them is the same on all ranks, whatever is said of the mesh.
+    // Plain tensors of these files are equal on all ranks, whatever mesh is declared.
     let made = env.make("reshard", &source, "out", "--src-placements R --to dcp");
     assert_eq!(read(&made.path), read(&env.make("reshard", &source, "plain", "--to dcp").path));
 }

@@ -1,0 +1,182 @@
+//! A process is killed: before it opens NCCL, while ranks connect, in a round, and before the commit. The others detect
+//! it by its lease in the work folder, whether NCCL reports it or not.
+
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::gpus::job::{Job, RANKS, Settings, VISIBILITIES, Visibility, assert_others_name, wait_all};
+use crate::nodes::{assert_succeeded, names, tree};
+
+const STAND_IN: &str = "GPU_STAND_IN_FAULT";
+const PROGRAM: &str = "DTSHARD_FAULT";
+/// NVLink and shared memory do not report a lost peer.
+const SILENT: Settings<'static> = &[("GPU_STAND_IN_LOST_PEERS", "silent")];
+
+/// Kills each of these ranks in turn at a fault point, if it reaches the point.
+#[track_caller]
+fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
+    let mut is_hit = false;
+    for &gone in ranks {
+        let outcomes = job.run_with_one_different(gone, "", &[fault]);
+        if outcomes[gone as usize].signal.is_none() {
+            outcomes.iter().for_each(assert_succeeded);
+            job.assert_made();
+            continue;
+        }
+        is_hit = true;
+        assert_eq!(outcomes[gone as usize].signal, Some(9), "{fault:?} {outcomes:?}");
+        assert_others_name(&outcomes, gone, &["its process ended"]);
+        // Nothing is left if no process had recorded anything.
+        let left = names(&job.nodes.dst_folder());
+        assert!(left.iter().all(|name| leaves.contains(&name.as_str())), "{fault:?}: {left:?}");
+        job.assert_done_with(if leaves.is_empty() { "" } else { "--resume" });
+    }
+    assert!(is_hit, "{fault:?}: nobody came by");
+}
+
+#[test]
+fn process_killed_before_opening_nccl_is_named_by_the_others() {
+    VISIBILITIES.iter().for_each(|visibility| {
+        assert_named_when_killed(&Job::new(*visibility), (STAND_IN, "dies-loading"), &[0, 2], &[]);
+    });
+}
+
+#[test]
+fn process_killed_while_connecting_nccl_is_named_by_the_others() {
+    VISIBILITIES.iter().for_each(|visibility| {
+        assert_named_when_killed(&Job::new(*visibility), (STAND_IN, "dies-meeting"), &[0, 1], &[]);
+    });
+}
+
+#[test]
+fn process_killed_in_a_round_is_named_by_the_others() {
+    for settings in [&[], SILENT] {
+        for visibility in VISIBILITIES {
+            let job = Job::with(visibility, settings);
+            for group in [1, visibility.group_of_a_round()] {
+                assert_named_when_killed(
+                    &job,
+                    (STAND_IN, &format!("dies-in-group:{group}")),
+                    &[0, 1, 2],
+                    &[".out.dtshard-partial"],
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn process_killed_after_a_record_is_named_by_the_others() {
+    VISIBILITIES.iter().for_each(|visibility| {
+        assert_named_when_killed(&Job::new(*visibility), (PROGRAM, "record-after"), &[0, 2], &[".out.dtshard-partial"]);
+    });
+}
+
+/// Rank 0 publishes the output of all processes.
+#[test]
+fn process_killed_before_the_commit_publishes_nothing() {
+    for visibility in VISIBILITIES {
+        let job = Job::new(visibility);
+        for point in ["seal-leased", "seal-summed", "commit-marked", "commit-synced"] {
+            assert_named_when_killed(&job, (PROGRAM, point), &[0], &[".out.dtshard-partial"]);
+        }
+    }
+}
+
+/// DST keeps the old checkpoint.
+#[test]
+fn process_killed_with_overwrite_leaves_the_old_checkpoint() {
+    let job = Job::new(Visibility::PerProcess);
+    let in_a_round = format!("dies-in-group:{}", Visibility::PerProcess.group_of_a_round());
+    for (fault, gone) in [((STAND_IN, "dies-meeting"), 1), ((STAND_IN, &*in_a_round), 2), ((PROGRAM, "seal-summed"), 0)]
+    {
+        let old = job.put_old_checkpoint();
+        let outcomes = job.run_with_one_different(gone, "--overwrite", &[fault]);
+        assert_others_name(&outcomes, gone, &["its process ended"]);
+        assert!(tree(&job.nodes.dst_folder().join("out")) == old, "{fault:?}");
+        job.run_each(|_| ("--overwrite --resume".to_owned(), &[])).iter().for_each(assert_succeeded);
+        job.assert_made();
+    }
+}
+
+/// The process is killed at varying times.
+#[test]
+fn process_killed_at_any_time_publishes_all_or_nothing() {
+    for (number, visibility) in (0..16_u64).zip(VISIBILITIES.into_iter().cycle()) {
+        let settings: Settings<'static> = if number % 4 < 2 { &[] } else { SILENT };
+        let job = Job::with(visibility, settings);
+        let mut processes: Vec<Child> = (0..RANKS).map(|rank| job.command(rank, "", &[]).spawn().unwrap()).collect();
+        sleep(Duration::from_millis(20 + 13 * number));
+        let gone = u32::try_from(number).unwrap() % RANKS;
+        processes[gone as usize].kill().unwrap();
+        let outcomes = wait_all(processes);
+        if job.nodes.dst_folder().join("out").exists() {
+            // The output was published; a process that detects the kill in time reports it.
+            let others = (0..).zip(&outcomes).filter(|(rank, _)| *rank != gone);
+            others.for_each(|(_, outcome)| assert!(matches!(outcome.code, Some(0 | 2)), "{outcome:?}"));
+            // Rank 0 may have been the last process, and left files: the next run finds DST complete, and removes them.
+            job.run_each(|_| ("--resume".to_owned(), &[])).iter().for_each(assert_succeeded);
+            job.assert_made();
+        } else {
+            assert_others_name(&outcomes, gone, &[]);
+            job.assert_done_with("--resume");
+        }
+    }
+}
+
+/// One process gets TERM; all can be started again.
+#[test]
+fn process_stopped_by_term_ends_all_and_resume_completes() {
+    let mut stopped = 0;
+    for (number, visibility) in (0..8_u64).zip(VISIBILITIES.into_iter().cycle()) {
+        let job = Job::new(visibility);
+        let processes: Vec<Child> = (0..RANKS).map(|rank| job.command(rank, "", &[]).spawn().unwrap()).collect();
+        let plan = job.nodes.dst_folder().join(".out.dtshard-partial/plan.json");
+        let begun = Instant::now();
+        while !plan.exists() && begun.elapsed() < Duration::from_secs(10) {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(4 * number));
+        let signalled = usize::try_from(number % 3).unwrap();
+        Command::new("kill").args(["-s", "TERM", &processes[signalled].id().to_string()]).status().unwrap();
+        let outcomes = wait_all(processes);
+        if job.nodes.dst_folder().join("out").exists() {
+            continue;
+        }
+        stopped += 1;
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            // A process that had not reached DST does not know that work is kept.
+            assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
+            let whose = if rank == signalled {
+                "stopped by TERM; ".to_owned()
+            } else {
+                format!("stopped by TERM at process {signalled} of 3")
+            };
+            outcome.assert_mentions(&[&whose]);
+        }
+        job.assert_done_with("--resume");
+    }
+    assert!(stopped > 0);
+}
+
+/// One process stops answering, and is alive: a lost node looks like this.
+#[test]
+fn hanging_process_is_named_by_the_others() {
+    let job = Job::new(Visibility::PerProcess);
+    let mut processes: Vec<Child> = (0..RANKS).map(|rank| job.command(rank, "", &[]).spawn().unwrap()).collect();
+    let partial = job.nodes.dst_folder().join(".out.dtshard-partial");
+    let begun = Instant::now();
+    while !partial.exists() && begun.elapsed() < Duration::from_secs(10) {
+        sleep(Duration::from_millis(1));
+    }
+    let mut hung = processes.remove(1);
+    Command::new("kill").args(["-s", "STOP", &hung.id().to_string()]).status().unwrap();
+    let outcomes = wait_all(processes);
+    hung.kill().unwrap();
+    hung.wait().unwrap();
+    for outcome in &outcomes {
+        outcome.assert_refused(&["error: process 1 of 3 (", "has not moved for 15 s"]);
+    }
+    job.assert_done_with("--resume");
+}
