@@ -12,7 +12,7 @@ mod support;
 
 use std::time::Duration;
 
-use dtshard::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, ReductionMethod, Rounds, Topology};
+use dtshard::exchange::{FileOwners, FileVisibility, Load, Moves, ReductionMethod, ReplicaChoice, Rounds, Topology};
 use dtshard::exec::division::even_share;
 use dtshard::launch::Part;
 use support::cost::{peak_mb, timed};
@@ -60,9 +60,9 @@ fn main() {
         let owners = FileOwners::new(&reservation.files, &todos);
         let nodes = (0..of).map(|rank| rank / 8).collect();
         let topology = Topology {
-            sight: FileVisibility::Shared,
+            visibility: FileVisibility::Shared,
             nodes,
-            counting: Counting::Any,
+            replica_choice: ReplicaChoice::Any,
             reducing: ReductionMethod::InRankOrder,
         };
         let mut spent = Duration::ZERO;
@@ -73,8 +73,8 @@ fn main() {
             for round in Rounds::new(&catalog, &reservation.tensors, &owners, &topology, BUCKET_BYTES) {
                 let round = round.expect("a plan");
                 let moves = Moves::new(&round, 0);
-                copies += moves.first.packs.iter().map(Vec::len).sum::<usize>();
-                copies += moves.landings().iter().map(|landing| landing.copies.len()).sum::<usize>();
+                copies += moves.first_phase.packs.iter().map(Vec::len).sum::<usize>();
+                copies += moves.copy_destinations().iter().map(|landing| landing.copies.len()).sum::<usize>();
                 read += busiest(&round.loads, |load| load.read);
                 sent += busiest(&round.loads, Load::sent);
                 received += busiest(&round.loads, Load::received);

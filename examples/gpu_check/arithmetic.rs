@@ -118,11 +118,17 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
         memory.resize(summands, 0);
         (0..parts).for_each(|_| memory.extend(elements(reducer.dtype(), count, random)));
         end = target + count * size(reducer.dtype());
-        jobs.push(ReductionJob { reducer, parts: u32::try_from(parts).expect("few"), numel, summands, target });
+        jobs.push(ReductionJob {
+            reducer,
+            partial_count: u32::try_from(parts).expect("few"),
+            numel,
+            partial_values: summands,
+            target,
+        });
         checked.elements += numel * parts as u64;
     }
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), end)?;
-    trial.bring(&memory)?;
+    trial.upload(&memory)?;
     let outcome = trial.reduce(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; end];
     trial.fetch(&mut got)?;
@@ -131,8 +137,8 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
     for (nth, job) in jobs.iter().enumerate() {
         let len = usize::try_from(job.numel).expect("few") * size(job.reducer.dtype());
         let (mut sums, value) = (vec![0; len * job.reducer.widening()], job.target..job.target + len);
-        for part in 0..job.parts as usize {
-            job.reducer.add(part == 0, &memory[job.summands + part * len..][..len], &mut sums);
+        for part in 0..job.partial_count as usize {
+            job.reducer.add(part == 0, &memory[job.partial_values + part * len..][..len], &mut sums);
         }
         if let Err(fault) = job.reducer.finish(&mut sums, &mut expected[value.clone()]) {
             expected_outcome = expected_outcome.and(Err((nth, fault)));
@@ -165,8 +171,8 @@ fn casts(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Chec
         checked.elements += numel;
     }
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), memory.len(), expected.len())?;
-    trial.bring(&memory)?;
-    let got_counts = trial.convert(arithmetic, &jobs, 1)?;
+    trial.upload(&memory)?;
+    let got_counts = trial.cast(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; expected.len()];
     trial.fetch(&mut got)?;
     if let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) {

@@ -95,7 +95,7 @@ fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random)
         placed.push((shape.copy.clone(), base));
     }
     let mut trial = TransferTrial::new(&gpu.device, packer.clone(), source.len(), expected.len())?;
-    trial.bring(&source)?;
+    trial.upload(&source)?;
     trial.copy(&placed, 1)?;
     let mut got = vec![0xA5; expected.len()];
     trial.fetch(&mut got)?;
@@ -113,7 +113,7 @@ pub fn large(gpu: &Gpu) -> Verdict {
     let mut is_right = true;
     for (name, packer) in packers(gpu) {
         let mut trial = TransferTrial::new(&gpu.device, packer, source.len(), source.len())?;
-        trial.bring(&source)?;
+        trial.upload(&source)?;
         for start in [0, 1] {
             let copy = StridedCopy { source: start, target: 0, run_bytes, levels: [].into_iter().collect() };
             trial.copy(&[(copy, 0)], 1)?;

@@ -102,20 +102,20 @@ fn figure(name: &str, bytes_per_second: f64, of: Option<f64>) {
 fn about(gpu: &Gpu) -> Verdict {
     let why = match &gpu.packer {
         Packer::Kernel(_) => None,
-        Packer::Copies(why) => Some(why),
+        Packer::Driver(why) => Some(why),
     };
     // An NCCL without a version cannot be used.
     let nccl = gpu.nccl().map_err(str::to_owned).and_then(|nccl| nccl.version().map_err(|error| error.to_string()));
-    let (devices, device) = (Device::visible()?, gpu.device.name());
+    let (devices, device) = (Device::count_visible()?, gpu.device.name());
     line(&json!({ "devices": devices, "device": device, "no_nccl": nccl.err(), "no_kernel": why }));
     Ok(true)
 }
 
 /// Returns the ways to copy, by name: the kernel if there is one, and the driver.
 fn packers(gpu: &Gpu) -> Vec<(&'static str, Packer)> {
-    let driver = ("driver", Packer::Copies("the driver copies".into()));
+    let driver = ("driver", Packer::Driver("the driver copies".into()));
     match &gpu.packer {
         Packer::Kernel(_) => vec![("kernel", gpu.packer.clone()), driver],
-        Packer::Copies(_) => vec![driver],
+        Packer::Driver(_) => vec![driver],
     }
 }

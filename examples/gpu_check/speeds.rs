@@ -13,7 +13,8 @@ use dtshard::catalog::Dtype;
 use dtshard::comm::{Communicator, Local};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
-    Counting, FileOwners, FileVisibility, Moves, PooledBuffer, ReductionMethod, Rounds, Shuffle, StridedCopy, Topology,
+    FileOwners, FileVisibility, Moves, PooledBuffer, ReductionMethod, ReplicaChoice, Rounds, Shuffle, StridedCopy,
+    Topology,
 };
 use dtshard::exec::cast::Cast;
 use dtshard::exec::division::even_share;
@@ -103,20 +104,20 @@ fn rates<const N: usize>(mut works: [Work<'_>; N]) -> Result<[f64; N]> {
 
 /// Returns random bytes in host memory that the device can access.
 fn random(gpu: &Gpu, len: usize) -> Result<PooledBuffer<Pinned>> {
-    let mut bytes = Pinned::rooms(&gpu.device).buffer(len)?;
+    let mut bytes = Pinned::pool(&gpu.device).buffer(len)?;
     Random::new(4).fill(&mut bytes);
     Ok(bytes)
 }
 
 fn trial(gpu: &Gpu, packer: Packer, bytes: &[u8]) -> Result<TransferTrial> {
     let mut trial = TransferTrial::new(&gpu.device, packer, bytes.len(), bytes.len())?;
-    trial.bring(bytes).map(|()| trial)
+    trial.upload(bytes).map(|()| trial)
 }
 
 /// Returns the reference for all copies within the device: the driver copies everything at once.
 fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(TransferTrial, Copies)> {
     let whole = StridedCopy { source: 0, target: 0, run_bytes: bytes.len() as u64, levels: [].into_iter().collect() };
-    Ok((trial(gpu, Packer::Copies("reference copy by the driver".into()), bytes)?, vec![(whole, 0)]))
+    Ok((trial(gpu, Packer::Driver("reference copy by the driver".into()), bytes)?, vec![(whole, 0)]))
 }
 
 /// Measures pack and unpack, each against a copy of the same size.
@@ -147,14 +148,14 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
     let len = len as u64;
     let moved = |read: u64, written: u64| len / read * (read + written) / 2;
     let reducer = Reducer::new(Dtype::Bf16, ReduceOp::Sum, 1).expect("a sum of floats");
-    let sum = ReductionJob { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
+    let sum = ReductionJob { reducer, partial_count: 4, numel: len / 8, partial_values: 0, target: 0 };
     // The sum is of random bits: float sums cannot fail.
     let sums = Work::many(moved(4, 1), |times| trial.reduce(arithmetic, &[sum], times).map(drop))?;
     let [copy, rate] = rates([Work::copies(&mut plain, whole.clone())?, sums])?;
     figure("sum of 4 parts in bf16", rate, Some(copy));
     let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("floats");
     let cast = [CastJob { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 }];
-    let casts = Work::many(moved(2, 1), |times| trial.convert(arithmetic, &cast, times).map(drop))?;
+    let casts = Work::many(moved(2, 1), |times| trial.cast(arithmetic, &cast, times).map(drop))?;
     let [copy, rate] = rates([Work::copies(&mut plain, whole)?, casts])?;
     figure("cast of f32 to bf16", rate, Some(copy));
     Ok(true)
@@ -163,17 +164,17 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
 /// Measures transfers between pinned memory and the device: to it, from it, and both at once.
 pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut target = Pinned::rooms(&gpu.device).buffer(len)?;
+    let mut target = Pinned::pool(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let len = len as u64;
-    let works = [Work::new(len, || one.bring(&bytes)), Work::new(len, || two.fetch(&mut target))];
+    let works = [Work::new(len, || one.upload(&bytes)), Work::new(len, || two.fetch(&mut target))];
     let [up, down] = rates(works)?;
     figure("from pinned memory to the device", up, None);
     figure("from the device to pinned memory", down, None);
     let both = || {
         thread::scope(|scope| {
             let down = scope.spawn(|| two.fetch(&mut target));
-            one.bring(&bytes)?;
+            one.upload(&bytes)?;
             down.join().expect("no panic")
         })
     };
@@ -211,23 +212,23 @@ fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
 /// transfer back, one round after the other, against the transfers alone.
 pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
-    let mut target = Pinned::rooms(&gpu.device).buffer(len)?;
+    let mut target = Pinned::pool(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
     let peers = Nccl::meet(gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0)))?;
     // The first two tensors are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = FileOwners::new(&reservation.files, &[even_share(&reservation.files, Part { index: 0, of: 1 })]);
     let topology = Topology {
-        sight: FileVisibility::Shared,
+        visibility: FileVisibility::Shared,
         nodes: vec![0],
-        counting: Counting::Any,
+        replica_choice: ReplicaChoice::Any,
         reducing: ReductionMethod::InRankOrder,
     };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &topology, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers, None)?;
-        let rooms = shuffle.rooms();
+        let rooms = shuffle.buffer_pool();
         let mut run = |moves: &[Arc<Moves>]| {
             let mut given = 0;
             let mut in_flight = None;
@@ -251,7 +252,7 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
         let given = run(moves)?;
         let len = len as u64;
         let works = [
-            Work::new(len, || one.bring(&bytes)),
+            Work::new(len, || one.upload(&bytes)),
             Work::new(len, || two.fetch(&mut target)),
             Work::new(given, || run(moves).map(drop)),
         ];

@@ -108,7 +108,7 @@ impl Meeting {
                 (own, nccl)
             }
             Backend::Auto => {
-                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(rounds.bytes()));
+                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_memory_for(rounds.bytes()));
                 let own = match linking.all_have(&**control, own)? {
                     Ok(own) => own,
                     Err(lack) => return Ok(self.without_devices(&format!("not nccl: {lack}"), progress)),
@@ -129,7 +129,7 @@ impl Meeting {
         let version = own.nccl().ok().and_then(|nccl| nccl.version().ok());
         let version = version.map_or_else(String::new, |version| format!(" {version}"));
         progress.detail(&format!("backend nccl: bytes go by NCCL{version}, here from {:?}", own.device));
-        progress.detail(&match own.packer.lack() {
+        progress.detail(&match own.packer.missing_kernel() {
             None => String::from("a kernel packs them"),
             Some(why) => format!("no kernel packs them, the driver copies, a call a copy: {why}"),
         });

@@ -30,7 +30,8 @@ use crate::exchange::HostShuffle;
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::{Amount, SourceCopy};
 use crate::exchange::{
-    Counting, Exchange, FileOwners, FileVisibility, Load, ReductionMethod, Topology, agree, differing, differing_pair,
+    Exchange, FileOwners, FileVisibility, Load, ReductionMethod, ReplicaChoice, Topology, agree, differing_pair,
+    differing_replicas,
 };
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
@@ -62,7 +63,7 @@ pub struct Peers {
     /// For each rank its node.
     nodes: Vec<u32>,
     roster: ProcessTable,
-    counting: Counting,
+    counting: ReplicaChoice,
     reducing: ReductionMethod,
     bucket: Bucket,
     /// Process 0 holds it while the copy of SRC is in use.
@@ -135,7 +136,7 @@ impl Peers {
         }
         let agreed =
             option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, &deciding));
-        let nodes = agreed.and_then(|()| Topology::meet(&link)).map_err(|error| roster.name(error))?;
+        let nodes = agreed.and_then(|()| Topology::gather_nodes(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
         let linking = LinkRequest {
@@ -148,7 +149,7 @@ impl Peers {
         let chosen = link.choose(&linking).map_err(|error| roster.name(error));
         chosen.inspect_err(|error| link.fail(error))?;
         // What a user has decided on may be what differs, compared or not.
-        let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
+        let counting = if args.checks.on_conflict.is_some() { ReplicaChoice::LowestRank } else { ReplicaChoice::Any };
         let reducing = match link.way() {
             Transport::Nccl(..) if args.exchange.fast_reduce => ReductionMethod::Nccl,
             _ => ReductionMethod::InRankOrder,
@@ -342,7 +343,7 @@ impl Peers {
         progress: &Task<'_>,
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-        differing(&self.link, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
+        differing_replicas(&self.link, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
     }
 
     /// How two tensors differ that should be the same and are not. Collective.
@@ -360,12 +361,21 @@ impl Peers {
 
     /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
-        if self.see_apart() { FileVisibility::of(&checkpoint.files, self.link.size()) } else { FileVisibility::Shared }
+        if self.see_apart() {
+            FileVisibility::from_files(&checkpoint.files, self.link.size())
+        } else {
+            FileVisibility::Shared
+        }
     }
 
     fn parties(&self, checkpoint: &Checkpoint) -> Topology {
         let sight = self.sight(checkpoint);
-        Topology { sight, nodes: self.nodes.clone(), counting: self.counting, reducing: self.reducing }
+        Topology {
+            visibility: sight,
+            nodes: self.nodes.clone(),
+            replica_choice: self.counting,
+            reducing: self.reducing,
+        }
     }
 
     /// Fill what is to be done, with the others. Collective.
@@ -496,7 +506,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
         return meet_by_mpi(work, run);
     }
     let installed = match args.exchange.backend {
-        Backend::Nccl => gpu::look(&gpu::Settings::new(&process_environment)),
+        Backend::Nccl => gpu::check_installed(&gpu::Settings::new(&process_environment)),
         _ => Ok(()),
     };
     let mut limit = meet_within();

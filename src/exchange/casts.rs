@@ -1,52 +1,51 @@
-//! Casts: what a round gives, in the dtypes that are written.
-//!
-//! A shuffle whose values are in the memory of a device casts them there, so that fewer bytes come from it. What a cast
-//! makes wider comes as it is, and is cast as it is written: so is all that the shuffle in host memory gives.
-//!
-//! Counts elements of what arrives of a tile, and bytes of places. Invariant: of the elements that a cast does not keep
-//! each counts once, in the first replica of its tile, for whoever writes its first byte there.
+//! Casts in the shuffle: a GPU casts values to a dtype of at most the same size before it copies them to the host, so that
+//! fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are written.
+//! Counts elements of a tile, and bytes of ranges. Invariant: an element whose value a cast loses counts once, in the first
+//! replica of its tile, on the rank that writes its first byte there.
 
 use std::iter;
 use std::ops::Range;
 
 use crate::exec::cast::Cast;
 
-/// Where values become those of the dtype that is written.
+/// The step that casts values to the dtype of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Casting {
-    /// Where they are put together to be written.
-    InStrips,
-    /// In the shuffle, as [`Casts`] say.
+    /// The writer casts when it assembles the blocks to write.
+    InWriter,
+    /// The shuffle casts, as described by [`Casts`].
     InShuffle,
 }
 
-/// How what a round gives is laid out where it is cast.
+/// The layout of the output of a round after casts.
 #[derive(Debug)]
 pub struct Casts {
-    /// One for each tile that arrives.
+    /// The layout of each arriving tile.
     pub tiles: Vec<CastTile>,
-    /// Of what is given.
+    /// The length of the output, in bytes.
     pub len: usize,
 }
 
-/// A tile among what is given.
+/// The range and the cast of one tile.
 #[derive(Debug)]
 pub struct CastTile {
-    pub place: Range<usize>,
-    /// `None` where it stays as it is.
+    /// The range of the output.
+    pub range: Range<usize>,
+    /// The cast with its portions; `None` if the tile is not cast.
     pub cast: Option<(Cast, Vec<Portion>)>,
 }
 
-/// Elements that are cast together, one portion behind the other.
+/// A range of elements that is cast in one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portion {
+    /// All elements of the portion.
     pub elements: Range<u64>,
-    /// Of these those that are counted.
+    /// The elements whose losses are counted.
     pub counted: Range<u64>,
 }
 
 impl Portion {
-    /// All elements, with at most one stretch of those that are counted in each portion.
+    /// Splits all elements of a tile into portions with at most one counted range each.
     pub fn all(numel: u64, counted: impl Iterator<Item = Range<u64>>) -> Vec<Self> {
         let mut counted: Vec<_> = counted.collect();
         if counted.is_empty() {
@@ -64,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn portions_are_all_elements() {
+    fn portions_cover_all_elements() {
         let of = |counted: &[(u64, u64)]| {
             let portions = Portion::all(10, counted.iter().map(|(start, end)| *start..*end));
             portions.into_iter().map(|Portion { elements, counted }| (elements, counted)).collect::<Vec<_>>()

@@ -1,7 +1,6 @@
-//! Demand: which process needs what of a tensor.
-//!
-//! Counts elements of local tensors. Ranks are those of the processes that exchange, not those of either layout. Invariant:
-//! what a process needs of a tile is listed once, in however many files it writes that.
+//! Demand: which process needs which elements of a tensor. Counts elements of local tensors (`DTensor.to_local()` in
+//! PyTorch). A rank is the number of a process of this conversion, not a rank of the source or target layout. Invariant: if
+//! a process writes a tile to several files, its elements are listed once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -19,88 +18,96 @@ use crate::layout::partial::Share;
 use crate::layout::{Dims, Tile};
 use crate::plan::{SourceTensor, TilePlan};
 
-/// What is to be done of the output files, and by whom: no byte is to be done by two.
+/// The owner of each byte range of the output files. No byte has two owners.
 #[derive(Debug)]
 pub struct FileOwners {
-    /// For each file the stretches of it, ascending.
+    /// For each file, its byte ranges and their owners, ascending.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
 impl FileOwners {
-    /// Of what each rank has to do.
+    /// Collects the owners from the byte ranges that each rank has to write.
     #[must_use]
     pub fn new(files: &[OutputFile], todos: &[Extents]) -> Self {
         let mut owned: Vec<Vec<(Range<u64>, u32)>> = vec![Vec::new(); files.len()];
         for (rank, todo) in (0..).zip(todos) {
             todo.iter().for_each(|(file, range)| owned[file as usize].push((range, rank)));
         }
-        owned.iter_mut().for_each(|stretches| stretches.sort_unstable_by_key(|(range, _)| range.start));
+        owned.iter_mut().for_each(|ranges| ranges.sort_unstable_by_key(|(range, _)| range.start));
         Self { files: owned }
     }
 
-    /// Who is to do what of a range of a file.
-    fn of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
-        let stretches = &self.files[file as usize];
-        let first = stretches.partition_point(|(stretch, _)| stretch.end <= range.start);
-        let met = stretches[first..].iter().take_while(move |(stretch, _)| stretch.start < range.end);
-        met.map(move |(stretch, rank)| (*rank, stretch.start.max(range.start)..stretch.end.min(range.end)))
+    /// Returns the owners of the parts of a range of a file.
+    fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
+        let ranges = &self.files[file as usize];
+        let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);
+        let overlapping = ranges[first..].iter().take_while(move |(owned, _)| owned.start < range.end);
+        overlapping.map(move |(owned, rank)| (*rank, owned.start.max(range.start)..owned.end.min(range.end)))
     }
 }
 
-/// A target tensor of which something is to be done.
+/// A target tensor with the elements that ranks need of it.
 pub struct Demand<'a> {
+    /// The target tensor.
     pub tensor: &'a Reserved,
+    /// The source tensor.
     pub source: &'a TensorEntry,
-    pub tiles: Vec<Arc<WantedTile>>,
-    /// The chunks of the source that hold the same, ascending by the first, which plans name.
+    /// The tiles of which ranks need elements.
+    pub tiles: Vec<Arc<NeededTile>>,
+    /// The groups of source chunks with the same elements (replicas), ascending by the first chunk, which tile plans name.
     holders: SmallVec<[Holders; 2]>,
 }
 
-/// A tile that goes into one file or more.
+/// A tile that is written to one or more files.
 #[derive(Debug)]
-pub struct WantedTile {
-    /// Of the source's tensor.
+pub struct NeededTile {
+    /// The name of the source tensor.
     pub fqn: Fqn,
+    /// The position of the tile in the tensor.
     pub tile: Tile,
-    /// What it gets of the source's summands; `None` where ranks hold values.
+    /// The partial values that make up the tile; `None` if the source has no partial values.
     pub share: Option<Arc<Share>>,
-    /// Its chunks in the target's table.
+    /// The chunks of this tile in the target's chunk table.
     pub chunks: Chunks,
-    /// What is needed of it, ascending and disjoint.
+    /// The elements that ranks need, ascending and disjoint.
     pub needs: Needs,
-    /// One a summand that it is made of.
-    pub parts: Vec<SourceElements>,
-    /// How they become one; `None` where one is taken as it is.
+    /// The source of each partial value, or the one source of the values.
+    pub sources: Vec<SourceElements>,
+    /// The reduction of the partial values; `None` if the values are copied.
     pub reducer: Option<Reducer>,
 }
 
-/// Some elements of a tile, all of which the same ranks need.
+/// A range of elements that the same ranks need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
+    /// The elements, in the tile's local tensor.
     pub elements: Range<u64>,
+    /// The ranks that need all of them.
     pub ranks: Ranks,
 }
 
-/// There is one, where tensors are small.
+/// Indices of chunks. A small tensor has one.
 pub type Chunks = SmallVec<[usize; 1]>;
+/// Needs of a tile. A small tensor has one.
 pub type Needs = SmallVec<[Need; 1]>;
 
-/// Ascending.
+/// Ranks, ascending.
 pub type Ranks = SmallVec<[u32; 4]>;
 
-/// Where the elements of a tile are in the source, as if every chunk were contiguous.
+/// The elements of a tile in the source chunks. The strides are those of contiguous chunks.
 #[derive(Debug)]
 pub struct SourceElements {
+    /// The overlaps of the tile with the source chunks.
     pub plan: TilePlan,
-    /// One an overlap.
+    /// The strides of the source chunk, for each overlap of the plan.
     pub strides: Vec<Dims>,
 }
 
 impl<'a> Demand<'a> {
-    /// Prove and plan a tensor. What is to be done of it may be nothing.
+    /// Checks that the source chunks cover the tensor, and plans its tiles. The result is empty if no rank needs it.
     ///
     /// # Errors
-    /// As [`Source::new`]; `Unsupported` where summands have no value.
+    /// Returns the errors of [`SourceTensor::new`], and `Unsupported` if the partial values cannot be reduced.
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &FileOwners) -> Result<Self> {
         let source = SourceTensor::new(entry)?;
         let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Chunks, RandomState> = IndexMap::default();
@@ -108,37 +115,46 @@ impl<'a> Demand<'a> {
             let share = tensor.shares.get(index).map(Arc::clone);
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
         }
-        let whole = entry.partial_values.as_ref().map(|summands| Arc::new(summands.reduction.full_reduction()));
-        let mut wanted = Vec::with_capacity(tiles.len());
+        let whole =
+            entry.partial_values.as_ref().map(|partial_values| Arc::new(partial_values.reduction.full_reduction()));
+        let mut needed_tiles = Vec::with_capacity(tiles.len());
         for ((tile, share), chunks) in tiles {
-            let needs = needs(tensor, &chunks, owners);
+            let needs = find_needs(tensor, &chunks, owners);
             if needs.is_empty() {
                 continue;
             }
             let share = share.or_else(|| whole.clone());
-            let (parts, reducer) = match &share {
+            let (sources, reducer) = match &share {
                 None => (vec![SourceElements::new(entry, source.plan(&tile, 0, None))], None),
                 Some(share) => {
                     let of =
-                        |summand: &u64| SourceElements::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
+                        |partial: &u64| SourceElements::new(entry, source.plan(&tile, *partial, share.within.as_ref()));
                     (share.partial_values.iter().map(of).collect(), Reducer::for_share(entry, share)?)
                 }
             };
-            wanted.push(Arc::new(WantedTile { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
+            needed_tiles.push(Arc::new(NeededTile {
+                fqn: entry.fqn.clone(),
+                tile,
+                share,
+                chunks,
+                needs,
+                sources,
+                reducer,
+            }));
         }
         let mut holders: SmallVec<[Holders; 2]> = source.holders().cloned().collect();
         holders.sort_unstable_by_key(|holders| holders[0]);
-        Ok(Self { tensor, source: entry, tiles: wanted, holders })
+        Ok(Self { tensor, source: entry, tiles: needed_tiles, holders })
     }
 
-    /// The chunks that hold what this one holds, itself included.
+    /// Returns the chunks with the same elements as this chunk, including itself.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
         let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
-        &self.holders[found.expect("a chunk that plans name")]
+        &self.holders[found.expect("tile plans name the first chunk of a group")]
     }
 
-    /// Whether anybody needs anything.
+    /// Returns whether no rank needs any element.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tiles.is_empty()
@@ -153,66 +169,67 @@ impl SourceElements {
     }
 }
 
-/// Whole elements that hold what each rank has to do of chunks of one tile.
-fn needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
+/// Finds the elements of a tile that each rank needs: the elements whose bytes the rank writes, in any chunk of the tile. An
+/// element that a rank writes in part counts as a whole.
+fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
         let Some((file, offset)) = tensor.file_offset(chunk) else { continue };
-        let owned = owners.of(file, offset..offset + tensor.chunk_bytes(chunk));
+        let owned = owners.owners_of(file, offset..offset + tensor.chunk_bytes(chunk));
         all.extend(owned.map(|(rank, bytes)| {
             let elements = (bytes.start - offset) / itemsize..(bytes.end - offset).div_ceil(itemsize);
             (rank, elements)
         }));
     }
-    // A small tensor is one rank's.
+    // One rank writes a small tensor.
     if let [(rank, elements)] = &all[..] {
         return Needs::from_iter([Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }]);
     }
-    let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
-    all.into_iter().for_each(|(rank, elements)| of_ranks.entry(rank).or_default().push(elements));
-    // Who begins or ends where.
-    let mut turns: BTreeMap<u64, SmallVec<[(u32, Turn); 4]>> = BTreeMap::new();
-    for (rank, mut ranges) in of_ranks {
+    let mut rank_ranges: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
+    all.into_iter().for_each(|(rank, elements)| rank_ranges.entry(rank).or_default().push(elements));
+    // The ranks whose ranges begin or end at each element.
+    let mut boundaries: BTreeMap<u64, SmallVec<[(u32, Boundary); 4]>> = BTreeMap::new();
+    for (rank, mut ranges) in rank_ranges {
         ranges.sort_unstable_by_key(|range| range.start);
-        for range in joined(ranges) {
-            turns.entry(range.start).or_default().push((rank, Turn::Begin));
-            turns.entry(range.end).or_default().push((rank, Turn::End));
+        for range in merge_adjacent(ranges) {
+            boundaries.entry(range.start).or_default().push((rank, Boundary::Begin));
+            boundaries.entry(range.end).or_default().push((rank, Boundary::End));
         }
     }
     let mut needs = Needs::new();
     let (mut ranks, mut start) = (BTreeSet::new(), 0);
-    for (at, turns) in turns {
+    for (at, boundaries) in boundaries {
         if !ranks.is_empty() {
             needs.push(Need { elements: start..at, ranks: ranks.iter().copied().collect() });
         }
         start = at;
-        for (rank, turn) in turns {
-            match turn {
-                Turn::Begin => ranks.insert(rank),
-                Turn::End => ranks.remove(&rank),
+        for (rank, boundary) in boundaries {
+            match boundary {
+                Boundary::Begin => ranks.insert(rank),
+                Boundary::End => ranks.remove(&rank),
             };
         }
     }
     needs
 }
 
-/// What happens to a rank's need at an element.
-enum Turn {
+/// One end of a range that a rank needs.
+enum Boundary {
     Begin,
     End,
 }
 
-/// Ascending ranges, those that touch as one.
-fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    let mut joined: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
+/// Merges adjacent and overlapping ranges of an ascending list.
+fn merge_adjacent(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    let mut merged: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
     for range in ranges {
-        match joined.last_mut() {
+        match merged.last_mut() {
             Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => joined.push(range),
+            _ => merged.push(range),
         }
     }
-    joined
+    merged
 }
 
 #[cfg(test)]
@@ -224,8 +241,8 @@ mod tests {
     use crate::storage::FileId;
 
     #[test]
-    fn needs_are_cut_where_ranks_begin_and_end() {
-        // Replicas of 10 elements in two files, each of which two ranks do; an element is 4 bytes.
+    fn overlapping_ranks_split_needs() {
+        // Replicas of 10 elements of 4 bytes in two files; two ranks write each file.
         let mut entry = TensorEntry::new("t".into(), Dtype::F32, [10].as_slice().into());
         let mut files = Vec::new();
         for file in 0..2 {
@@ -236,15 +253,15 @@ mod tests {
             entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
             files.push(output);
         }
-        let todo = |stretches: &[(u32, Range<u64>)]| {
+        let todo = |ranges: &[(u32, Range<u64>)]| {
             let mut todo = Extents::new();
-            stretches.iter().for_each(|(file, range)| todo.insert(*file, range.clone()));
+            ranges.iter().for_each(|(file, range)| todo.insert(*file, range.clone()));
             todo
         };
         let todos = [todo(&[(0, 0..18)]), todo(&[(0, 18..40), (1, 0..8)]), todo(&[(1, 8..16), (1, 16..36)])];
         let owners = FileOwners::new(&files, &todos);
         let tensor = Reserved::new(TensorId(0), entry);
-        let found = needs(&tensor, &[0, 1], &owners);
+        let found = find_needs(&tensor, &[0, 1], &owners);
         let need = |elements, ranks| Need { elements, ranks };
         assert_eq!(
             found[..],

@@ -1,94 +1,110 @@
-//! Load: what a round, or a part of it, takes of each process.
-//!
-//! Counts bytes. Invariant: all processes know the loads of all, so they decide alike what follows from them.
+//! Load: the memory that a round, or a part of it, needs on each process. Counts bytes. Invariant: all processes know the
+//! loads of all processes, so they make the same decisions from them.
 
-/// What goes over the wire in one hop.
+/// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wire {
-    /// What is told all others is sent once.
+pub struct WireBytes {
+    /// All sent bytes. The bytes of an all-gather count once.
     pub sent: u64,
-    /// Of what is sent: it lies with what is received.
-    pub told: u64,
+    /// The part of the sent bytes that goes by an all-gather. It takes space in the incoming buffer.
+    pub all_gathered: u64,
+    /// All received bytes.
     pub received: u64,
 }
 
-impl Wire {
+impl WireBytes {
     fn plus(self, other: Self) -> Self {
-        Self { sent: self.sent + other.sent, told: self.told + other.told, received: self.received + other.received }
+        Self {
+            sent: self.sent + other.sent,
+            all_gathered: self.all_gathered + other.all_gathered,
+            received: self.received + other.received,
+        }
     }
 
-    fn less(self, other: Self) -> Self {
-        Self { sent: self.sent - other.sent, told: self.told - other.told, received: self.received - other.received }
+    fn minus(self, other: Self) -> Self {
+        Self {
+            sent: self.sent - other.sent,
+            all_gathered: self.all_gathered - other.all_gathered,
+            received: self.received - other.received,
+        }
     }
 }
 
-/// What one process has in memory for a round.
+/// The memory that one process needs for a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
+    /// The bytes that are read into the stage.
     pub read: u64,
-    /// By hop.
-    pub first: Wire,
-    pub second: Wire,
-    /// Values, and the summands of those that are made here.
+    /// The bytes of the first phase, including NCCL reductions.
+    pub first_phase: WireBytes,
+    /// The bytes of the second phase.
+    pub second_phase: WireBytes,
+    /// Values, and the partial values that this process reduces.
     pub unpacked: u64,
-    /// Of summands that NCCL reduces those for values that come here: they lie with what is sent.
-    pub kept: u64,
+    /// This process's own partial values of NCCL reductions whose root it is. They take space in the outgoing buffer.
+    pub own_partial_values: u64,
 }
 
 impl Load {
+    /// Returns the bytes that are sent in both phases.
     #[must_use]
     pub fn sent(&self) -> u64 {
-        self.first.sent + self.second.sent
+        self.first_phase.sent + self.second_phase.sent
     }
 
+    /// Returns the bytes that are received in both phases.
     #[must_use]
     pub fn received(&self) -> u64 {
-        self.first.received + self.second.received
+        self.first_phase.received + self.second_phase.received
     }
 
-    /// The longest buffer that it takes.
+    /// Returns the length of the largest buffer.
     #[must_use]
-    pub fn largest(&self) -> u64 {
-        let Wire { sent, told, received } = self.first.plus(self.second);
-        self.read.max(sent + self.kept).max(received + told).max(self.unpacked)
+    pub fn largest_buffer(&self) -> u64 {
+        let WireBytes { sent, all_gathered, received } = self.first_phase.plus(self.second_phase);
+        self.read.max(sent + self.own_partial_values).max(received + all_gathered).max(self.unpacked)
     }
 
+    /// Returns the sum of two loads.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
             read: self.read + other.read,
-            first: self.first.plus(other.first),
-            second: self.second.plus(other.second),
+            first_phase: self.first_phase.plus(other.first_phase),
+            second_phase: self.second_phase.plus(other.second_phase),
             unpacked: self.unpacked + other.unpacked,
-            kept: self.kept + other.kept,
+            own_partial_values: self.own_partial_values + other.own_partial_values,
         }
     }
 
     fn less(self, other: Self) -> Self {
         Self {
             read: self.read - other.read,
-            first: self.first.less(other.first),
-            second: self.second.less(other.second),
+            first_phase: self.first_phase.minus(other.first_phase),
+            second_phase: self.second_phase.minus(other.second_phase),
             unpacked: self.unpacked - other.unpacked,
-            kept: self.kept - other.kept,
+            own_partial_values: self.own_partial_values - other.own_partial_values,
         }
     }
 }
 
-/// Loads of all ranks. There is one of a round.
+/// The loads of all ranks. A round has one such list.
 #[derive(Debug)]
 pub struct Loads(Vec<Load>);
 
-/// Loads of the ranks that have any, ascending. There are as many as drafts, in each of which few take part.
+/// The loads of the ranks that take part in a plan, ascending. A round has one such list per plan, and few ranks take part
+/// in a plan.
 #[derive(Debug, Default)]
 pub struct PartLoads(Box<[(u32, Load)]>);
 
 impl Loads {
+    /// Returns loads of 0 bytes.
     #[must_use]
-    pub fn none(ranks: usize) -> Self {
+    pub fn zero(ranks: usize) -> Self {
         Self(vec![Load::default(); ranks])
     }
 
+    /// Adds the loads of a plan.
     pub fn add(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -96,21 +112,21 @@ impl Loads {
         }
     }
 
-    /// Undo [`Loads::add`].
-    pub fn take_away(&mut self, part: &PartLoads) {
+    /// Subtracts the loads of a plan that was added.
+    pub fn subtract(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
             *sum = sum.less(*load);
         }
     }
 
-    /// The longest buffer that anybody takes.
+    /// Returns the length of the largest buffer of any rank.
     #[must_use]
-    pub fn longest(&self) -> u64 {
-        self.0.iter().map(Load::largest).max().unwrap_or(0)
+    pub fn largest_buffer(&self) -> u64 {
+        self.0.iter().map(Load::largest_buffer).max().unwrap_or(0)
     }
 
-    /// By rank.
+    /// Returns the load of each rank.
     #[must_use]
     pub fn into_ranks(self) -> Vec<Load> {
         self.0
@@ -118,15 +134,15 @@ impl Loads {
 }
 
 impl PartLoads {
-    /// Those of all ranks that have any.
+    /// Keeps the loads that are not zero.
     #[must_use]
     pub fn new(all: &[Load]) -> Self {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())
     }
 
-    /// As [`Loads::longest`].
+    /// Returns the length of the largest buffer of any rank.
     #[must_use]
-    pub fn longest(&self) -> u64 {
-        self.0.iter().map(|(_, load)| load.largest()).max().unwrap_or(0)
+    pub fn largest_buffer(&self) -> u64 {
+        self.0.iter().map(|(_, load)| load.largest_buffer()).max().unwrap_or(0)
     }
 }

@@ -41,16 +41,16 @@ pub use crate::exec::reduce::ReductionMethod;
 pub use buffers::{BufferPool, HostMemory, PooledBuffer};
 pub use casts::{CastTile, Casting, Casts, Portion};
 pub use demand::FileOwners;
-pub use load::{Load, Loads, Wire};
-pub use moves::{Arriving, ByteOrigin, Landing, Making, Moves, SourceRead};
+pub use load::{Load, Loads, WireBytes};
+pub use moves::{ArrivingTile, ByteOrigin, CopyDestination, Moves, SourceRead, ValueSource};
 pub use nccl_reduce::{NcclReduction, ReductionKind};
 pub use partial_replicas::partial_replicas;
 pub use phase::TransferPhase;
-pub use readers::{Counting, FileVisibility, Topology};
+pub use readers::{FileVisibility, ReplicaChoice, Topology};
 pub use reduced::reduce;
-pub use replicas::{differing, differing_pair};
+pub use replicas::{differing_pair, differing_replicas};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
-pub use shuffle::{Given, HostShuffle, Shuffle};
+pub use shuffle::{HostShuffle, Shuffle, ShuffleOutput};
 pub use strided::StridedCopy;
 
 use staged::{Stage, Staged};
@@ -112,7 +112,7 @@ impl<'a> Exchange<'a> {
             stop.check()?;
             let round = round?;
             sums.iter_mut().zip(&round.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-            stats.runs += round.drafts.iter().map(|draft| draft.stretches.len() as u64).sum::<u64>();
+            stats.runs += round.plans.iter().map(|draft| draft.source_ranges.len() as u64).sum::<u64>();
         }
         stats.bytes_read = sums.iter().map(|load| load.read).sum();
         Ok((stats, sums))
@@ -132,14 +132,14 @@ impl<'a> Exchange<'a> {
         let casting = shuffle.casting();
         let (staged, to_shuffle) = sync_channel(0);
         let (shuffled, to_write) = sync_channel(0);
-        let rooms = shuffle.rooms();
+        let rooms = shuffle.buffer_pool();
         let before = communicator.traffic();
         std::thread::scope(|scope| {
             let read = || {
                 let moves = |round: &Round<'_>| {
                     let moves = Moves::new(round, communicator.rank());
                     match casting {
-                        Casting::InStrips => moves,
+                        Casting::InWriter => moves,
                         Casting::InShuffle => moves.with_casts(self.input.catalog, self.reservation, todo),
                     }
                 };
@@ -196,7 +196,7 @@ impl<'a> Exchange<'a> {
             let batch = match begun.transpose() {
                 Ok(begun) => {
                     // All ranks take these turns alike, whatever comes sooner: each waits for the others in both.
-                    let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::UNDER_WAY;
+                    let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::ROUNDS_IN_FLIGHT;
                     under_way.extend(begun);
                     if is_next_wanted {
                         continue;
@@ -219,7 +219,7 @@ impl<'a> Exchange<'a> {
         communicator: &C,
         shuffle: &mut S,
         moves: &Moves,
-        begun: S::Begun,
+        begun: S::PendingRound,
         is_checked: bool,
     ) -> Result<Arrived> {
         let given = shuffle.finish(moves, begun)?;
@@ -229,24 +229,31 @@ impl<'a> Exchange<'a> {
     }
 
     /// What is given, as tiles to write.
-    fn batch<M: HostMemory>(&self, moves: &Moves, given: Given<M>, is_checked: bool) -> Result<Arrived> {
-        let Given { values, lost } = given;
+    fn batch<M: HostMemory>(&self, moves: &Moves, given: ShuffleOutput<M>, is_checked: bool) -> Result<Arrived> {
+        let ShuffleOutput { values, cast_losses: lost } = given;
         let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(values);
         let mut lost = lost.into_iter();
         let taken = Stats {
             bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,
-            nccl_reduced_bytes: moves.folds.iter().flat_map(|fold| &fold.value).map(|value| value.len() as u64).sum(),
+            nccl_reduced_bytes: moves
+                .nccl_reductions
+                .iter()
+                .flat_map(|fold| &fold.value_range)
+                .map(|value| value.len() as u64)
+                .sum(),
             ..Stats::default()
         };
         let (mut slots, mut payloads) = (Vec::new(), Vec::new());
-        for (number, Arriving { tensor, wanted, elements, place, .. }) in moves.arriving.iter().enumerate() {
+        for (number, ArrivingTile { tensor, needed: wanted, elements, value_range: place, .. }) in
+            moves.arriving_tiles.iter().enumerate()
+        {
             let tensor = &self.reservation.tensors[*tensor];
             let source = self.input.catalog.tensor(tensor.source);
             let pair = (source.dtype, tensor.dtype());
             let numel = elements.end - elements.start;
             let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
-            let place = laid.map_or(place, |laid| &laid.place);
+            let place = laid.map_or(place, |laid| &laid.range);
             let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
                 None => (pair.0, CastCounter::WhileWriting(pair)),
                 Some((cast, portions)) => {

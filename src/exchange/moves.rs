@@ -1,30 +1,30 @@
-//! Moves: what one process does in a round, as reads and strided copies between four buffers.
+//! Moves: the work of one process in one round, as reads and strided copies between four buffers. Counts bytes; all
+//! offsets are within the buffers. Invariant: all ranks know whether the round has a second phase.
 //!
 //! ```text
 //!     files --reads--> stage --packs--> outgoing --wire--> incoming --+
 //!                        |                                            +--copies--> unpacked
 //!                        +--------------------------------------------+
 //!
-//!     unpacked = | given: values, which become tiles to write | summands |
+//!     unpacked = | output: values of tiles to write           | partial values |
 //!                      ^   |        ^                             |
 //!                      |   +-packs--|--> outgoing --wire--> incoming --+
 //!                      +------------+---reduced-------------------+    |
-//!                      +------------------------------passed on -------+
+//!                      +------------------------second phase ----------+
 //! ```
 //!
-//! What stays with its reader goes from the stage to its place without being packed. Values that others need as well take a
-//! second [hop](Hop), where they were made of summands. Summands that NCCL reduces are
-//! packed into what is outgoing, too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the
-//! buffers. Invariant: whether there is a second hop all ranks know alike.
+//! Bytes that the reading rank itself needs are copied from the stage to the unpacked buffer directly. Reduced values that
+//! several ranks need are sent in a second [phase](TransferPhase). Partial values that NCCL reduces are packed into the
+//! outgoing buffer too, and NCCL writes the result to the output ([`NcclReduction`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::casts::{CastTile, Casts, Portion};
-use super::demand::WantedTile;
+use super::demand::NeededTile;
 use super::nccl_reduce::NcclReduction;
-use super::phase::{PhaseSchedule, TransferPhase, range};
+use super::phase::{PhaseSchedule, TransferPhase, buffer_range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
 use super::transfer_plan::TransferPlan;
@@ -34,294 +34,335 @@ use crate::exec::Extents;
 use crate::exec::cast::Cast;
 use crate::exec::reduce::Reducer;
 
-/// Stretches begin at multiples of this in the stage, and tiles in what is unpacked: the widest element, and the widest
-/// access of a device.
+/// The alignment of source ranges in the stage and of tiles in the unpacked buffer: the size of the largest element and of
+/// the widest memory access of a GPU.
 const ALIGNMENT: u64 = 16;
 
-/// A stretch of a source chunk to read.
+/// A range of a source chunk to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceRead {
+    /// The source tensor.
     pub tensor: TensorId,
+    /// The index of the chunk.
     pub chunk: u32,
-    /// Of the chunk's local tensor.
-    pub first: u64,
-    /// In the stage.
+    /// The first element, in the chunk's local tensor.
+    pub first_element: u64,
+    /// The range of the stage that the bytes are read into.
     pub stage: Range<usize>,
 }
 
-/// Where bytes of a tile come from.
+/// The buffer that bytes of a tile are copied from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByteOrigin {
+    /// The stage, with the bytes that this process read.
     Stage,
+    /// The incoming buffer, with the bytes that other processes sent.
     Incoming,
 }
 
-/// Part of a target tile that this process gets.
+/// A part of a target tile that this process writes to its output files.
 #[derive(Clone, Debug)]
-pub struct Arriving {
-    /// Of the reservation's tensors.
+pub struct ArrivingTile {
+    /// The index of the tensor in the reservation.
     pub tensor: usize,
-    pub wanted: Arc<WantedTile>,
-    /// Of the tile's local tensor.
+    /// The tile.
+    pub needed: Arc<NeededTile>,
+    /// The elements of this part, in the tile's local tensor.
     pub elements: Range<u64>,
-    /// Of its values, in what is given.
-    pub place: Range<usize>,
-    pub making: Making,
-    /// From what the second hop brings to the start of that place.
-    pub passed: Vec<StridedCopy>,
+    /// The range of the output that holds the values of this part.
+    pub value_range: Range<usize>,
+    /// The source of the values.
+    pub value_source: ValueSource,
+    /// Copies from the incoming buffer of the second phase to `value_range`. Targets count from its start.
+    pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// How values come to their place.
+/// The source of the values of a tile.
 #[derive(Clone, Debug)]
-pub enum Making {
-    /// They are copied there, what the second hop does not bring.
-    Copied(Copies),
-    /// Their summands are copied to a place of what is unpacked, one behind the other, and become values.
-    Reduced { summands: Range<usize>, copies: Copies, reducer: Reducer },
-    /// NCCL puts them there, see [`Moves::folds`].
-    Folded,
+pub enum ValueSource {
+    /// Copies from the stage and from the first phase. Empty if the second phase brings the values.
+    Copied(OriginCopies),
+    /// Partial values, which are copied one after the other to a range of the unpacked buffer and then reduced.
+    Reduced { partial_range: Range<usize>, copies: OriginCopies, reducer: Reducer },
+    /// An NCCL reduction writes the values; see [`Moves::nccl_reductions`].
+    ReducedByNccl,
 }
 
-/// Targets are counted from the start of where they go.
-pub type Copies = Vec<(ByteOrigin, StridedCopy)>;
+/// Copies with the buffer they read. Targets count from the start of the destination's range.
+pub type OriginCopies = Vec<(ByteOrigin, StridedCopy)>;
 
-/// Where copies go.
+/// The destination of the copies of one tile.
 #[derive(Clone, Copy, Debug)]
-pub struct Landing<'a> {
-    /// In what is unpacked.
-    pub place: &'a Range<usize>,
+pub struct CopyDestination<'a> {
+    /// The range of the unpacked buffer.
+    pub range: &'a Range<usize>,
+    /// The copies, with the buffer that each reads.
     pub copies: &'a [(ByteOrigin, StridedCopy)],
-    /// Whether they may leave out some of it, which is 0.
+    /// True if the copies may leave parts of the range unwritten, which must be 0.
     pub has_gaps: bool,
 }
 
-impl Arriving {
-    fn landing(&self) -> Option<Landing<'_>> {
-        let (place, copies) = match &self.making {
-            Making::Copied(copies) => (&self.place, copies),
-            Making::Reduced { summands, copies, .. } => (summands, copies),
-            Making::Folded => return None,
+impl ArrivingTile {
+    /// Returns the destination of copies, unless NCCL writes the values.
+    fn copy_destination(&self) -> Option<CopyDestination<'_>> {
+        let (range, copies) = match &self.value_source {
+            ValueSource::Copied(copies) => (&self.value_range, copies),
+            ValueSource::Reduced { partial_range, copies, .. } => (partial_range, copies),
+            ValueSource::ReducedByNccl => return None,
         };
-        let has_gaps = self.wanted.share.as_ref().is_some_and(|share| share.within.is_some());
-        Some(Landing { place, copies, has_gaps })
+        let has_gaps = self.needed.share.as_ref().is_some_and(|share| share.within.is_some());
+        Some(CopyDestination { range, copies, has_gaps })
     }
 
-    fn copies(&mut self) -> &mut Copies {
-        match &mut self.making {
-            Making::Copied(copies) | Making::Reduced { copies, .. } => copies,
-            Making::Folded => unreachable!("a target that this rank takes from the source"),
+    /// Returns the copies from the stage and from the first phase.
+    fn copies(&mut self) -> &mut OriginCopies {
+        match &mut self.value_source {
+            ValueSource::Copied(copies) | ValueSource::Reduced { copies, .. } => copies,
+            ValueSource::ReducedByNccl => unreachable!("NCCL reductions have no copies"),
         }
     }
 }
 
-/// What a process does in a round.
+/// The work of one process in one round.
 #[derive(Debug, Default)]
 pub struct Moves {
+    /// The ranges of source chunks to read.
     pub reads: Vec<SourceRead>,
+    /// The length of the stage.
     pub stage_len: usize,
-    /// From the stage.
-    pub first: TransferPhase,
-    /// Of all ranks, in the same order, beside the first hop; their summands are outgoing behind its messages.
-    pub folds: Vec<NcclReduction>,
-    pub arriving: Vec<Arriving>,
-    /// Of what is unpacked the values, which come first.
-    pub given_len: usize,
+    /// The first phase, which packs bytes of the stage.
+    pub first_phase: TransferPhase,
+    /// The NCCL reductions of all ranks, in the same order on each rank, which run next to the first phase. Their partial
+    /// values follow the messages of the first phase in the outgoing buffer.
+    pub nccl_reductions: Vec<NcclReduction>,
+    /// The tiles that this process writes.
+    pub arriving_tiles: Vec<ArrivingTile>,
+    /// The length of the output: the values, which are at the beginning of the unpacked buffer.
+    pub output_len: usize,
+    /// The length of the unpacked buffer: the output, and the partial values that this rank reduces.
     pub unpacked_len: usize,
-    /// From what is given; `None` where nothing is passed on, whoever's.
-    pub second: Option<TransferPhase>,
-    /// How all that is given is laid out behind the last hop; `None` where it stays as it is.
+    /// The second phase, which packs bytes of the output. `None` if no rank sends anything in it.
+    pub second_phase: Option<TransferPhase>,
+    /// The layout of the output after casts; `None` if no value is cast in this round.
     pub casts: Option<Casts>,
-    /// See [`Round::ends_whole`].
-    pub ends_whole: bool,
+    /// See [`Round::completes_tensors`].
+    pub completes_tensors: bool,
 }
 
 impl Moves {
-    /// Those of `rank`.
+    /// Returns the moves of `rank` in a round.
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.loads.len();
-        let passings = || round.drafts.iter().flat_map(TransferPlan::passings);
-        let mut first = PhaseSchedule::new(round.drafts.iter().flat_map(TransferPlan::sendings), rank, ranks);
-        let mut second = PhaseSchedule::new(passings(), rank, ranks);
-        let mut moves = Self { ends_whole: round.ends_whole, ..Self::default() };
-        let (mut summands_len, mut outgoing_len) = (0, first.hop.outgoing_len());
-        for draft in &round.drafts {
-            let staged = moves.stage(draft, rank);
-            let mut arriving = moves.arriving(draft, rank, &mut summands_len, &mut second);
-            bring(draft, rank, &staged, &mut arriving, &mut first);
-            moves.folds.extend(folds(draft, rank, &staged, &arriving, &mut outgoing_len));
-            moves.arriving.extend(arriving.into_values());
+        let second_phase_messages = || round.plans.iter().flat_map(TransferPlan::second_phase_messages);
+        let mut first =
+            PhaseSchedule::new(round.plans.iter().flat_map(TransferPlan::first_phase_messages), rank, ranks);
+        let mut second = PhaseSchedule::new(second_phase_messages(), rank, ranks);
+        let mut moves = Self { completes_tensors: round.completes_tensors, ..Self::default() };
+        let (mut partial_values_len, mut outgoing_len) = (0, first.phase.outgoing_len());
+        for plan in &round.plans {
+            let offsets = moves.plan_reads(plan, rank);
+            let mut arriving = moves.plan_arriving_tiles(plan, rank, &mut partial_values_len, &mut second);
+            plan_transfers(plan, rank, &offsets, &mut arriving, &mut first);
+            moves.nccl_reductions.extend(plan_nccl_reductions(plan, rank, &offsets, &arriving, &mut outgoing_len));
+            moves.arriving_tiles.extend(arriving.into_values());
         }
-        // Summands are behind all values.
-        let behind = moves.given_len.next_multiple_of(usize::try_from(ALIGNMENT).expect("a few bytes"));
-        for tile in &mut moves.arriving {
-            if let Making::Reduced { summands, .. } = &mut tile.making {
-                *summands = behind + summands.start..behind + summands.end;
+        // Partial values follow all values.
+        let partial_start = moves.output_len.next_multiple_of(usize::try_from(ALIGNMENT).expect("a few bytes"));
+        for tile in &mut moves.arriving_tiles {
+            if let ValueSource::Reduced { partial_range, .. } = &mut tile.value_source {
+                *partial_range = partial_start + partial_range.start..partial_start + partial_range.end;
             }
         }
-        moves.unpacked_len = if summands_len == 0 { moves.given_len } else { behind + summands_len };
-        moves.first = first.hop;
-        moves.second = passings().next().is_some().then_some(second.hop);
+        moves.unpacked_len =
+            if partial_values_len == 0 { moves.output_len } else { partial_start + partial_values_len };
+        moves.first_phase = first.phase;
+        moves.second_phase = second_phase_messages().next().is_some().then_some(second.phase);
         moves
     }
 
-    /// Have what is given cast, if anything is, where this rank has `todo` to write.
+    /// Adds the casts of the output, if there are any. `todo` are the bytes that this rank writes: it decides which
+    /// elements are counted as lost.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;
-        let laid = |tile: &Arriving| {
+        let cast_tile = |tile: &ArrivingTile| {
             let tensor = &reservation.tensors[tile.tensor];
             let (from, to) = (catalog.tensor(tensor.source).dtype, tensor.dtype());
             let cast = Cast::new(from, to).filter(|_| to.itemsize() <= from.itemsize());
             let numel = tile.elements.end - tile.elements.start;
             let itemsize = cast.map_or(from, |cast| cast.to()).itemsize();
-            let place = next(&mut len, numel * itemsize);
-            CastTile { place, cast: cast.map(|cast| (cast, Portion::all(numel, counted(tensor, tile, todo)))) }
+            let range = allocate(&mut len, numel * itemsize);
+            CastTile {
+                range,
+                cast: cast.map(|cast| (cast, Portion::all(numel, elements_to_count(tensor, tile, todo)))),
+            }
         };
-        let tiles: Vec<_> = self.arriving.iter().map(laid).collect();
+        let tiles: Vec<_> = self.arriving_tiles.iter().map(cast_tile).collect();
         let casts = tiles.iter().any(|tile| tile.cast.is_some()).then_some(Casts { tiles, len });
         Self { casts, ..self }
     }
 
-    /// The longer message of the hops, and what comes by the longer of them.
+    /// Returns the lengths of the outgoing and the incoming buffer, which both phases use.
     #[must_use]
-    pub fn wire_lens(&self) -> (usize, usize) {
-        let hops = || std::iter::once(&self.first).chain(&self.second);
-        let longest = |of: fn(&TransferPhase) -> usize| hops().map(of).max().unwrap_or(0);
-        let folded = self.folds.last().map_or(0, |fold| fold.summand.end);
-        (longest(TransferPhase::outgoing_len).max(folded), longest(TransferPhase::incoming_len))
+    pub fn wire_buffer_lens(&self) -> (usize, usize) {
+        let phases = || std::iter::once(&self.first_phase).chain(&self.second_phase);
+        let longest = |of: fn(&TransferPhase) -> usize| phases().map(of).max().unwrap_or(0);
+        let reductions_end = self.nccl_reductions.last().map_or(0, |reduction| reduction.partial_range.end);
+        (longest(TransferPhase::outgoing_len).max(reductions_end), longest(TransferPhase::incoming_len))
     }
 
-    /// Where the copies out of stage and first hop go, ascending.
+    /// Returns the destinations of copies from the stage and from the first phase, ascending.
     #[must_use]
-    pub fn landings(&self) -> Vec<Landing<'_>> {
-        let mut landings: Vec<_> = self.arriving.iter().filter_map(Arriving::landing).collect();
-        landings.sort_unstable_by_key(|landing| landing.place.start);
-        landings
+    pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
+        let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
+        destinations.sort_unstable_by_key(|destination| destination.range.start);
+        destinations
     }
 
-    /// Whether values are to be made here of summands.
+    /// Returns whether this rank reduces partial values itself.
     #[must_use]
-    pub fn is_reduced(&self) -> bool {
-        self.unpacked_len > self.given_len
+    pub fn has_reductions(&self) -> bool {
+        self.unpacked_len > self.output_len
     }
 
-    /// What this rank gets of a draft, by target, without the copies; what it makes of that is packed for the others.
-    fn arriving(
+    /// Returns the tiles that this rank gets by a plan, by the index of the target, without their copies. Schedules the
+    /// messages of the second phase.
+    fn plan_arriving_tiles(
         &mut self,
-        draft: &TransferPlan<'_>,
+        plan: &TransferPlan<'_>,
         rank: u32,
-        summands_len: &mut usize,
+        partial_values_len: &mut usize,
         second: &mut PhaseSchedule,
-    ) -> BTreeMap<usize, Arriving> {
+    ) -> BTreeMap<usize, ArrivingTile> {
         let mut arriving = BTreeMap::new();
-        for (index, target) in draft.targets.iter().enumerate() {
+        for (index, target) in plan.targets.iter().enumerate() {
             let is_needed = target.ranks.contains(&rank);
-            let place = if is_needed { next(&mut self.given_len, target.part_bytes) } else { 0..0 };
-            let value = place.start as u64;
-            let passed = target
-                .passing()
-                .and_then(|sending| second.go(&sending, |at| StridedCopy::run(value, at, target.part_bytes)));
+            let range = if is_needed { allocate(&mut self.output_len, target.part_bytes) } else { 0..0 };
+            let value = range.start as u64;
+            let second_phase_copies = target.second_phase_message().and_then(|message| {
+                second.schedule(&message, |at| StridedCopy::contiguous(value, at, target.part_bytes))
+            });
             if !is_needed {
                 continue;
             }
-            let passed: Vec<_> = passed.map(|at| StridedCopy::run(at, 0, target.part_bytes)).into_iter().collect();
-            let making = match target.wanted.reducer.filter(|_| passed.is_empty()) {
-                // Most take one.
-                None => Making::Copied(Vec::with_capacity(usize::from(passed.is_empty()))),
-                Some(_) if target.folding.is_some() => Making::Folded,
+            let second_phase_copies: Vec<_> =
+                second_phase_copies.map(|at| StridedCopy::contiguous(at, 0, target.part_bytes)).into_iter().collect();
+            let value_source = match target.needed.reducer.filter(|_| second_phase_copies.is_empty()) {
+                // Most tiles need one copy.
+                None => ValueSource::Copied(Vec::with_capacity(usize::from(second_phase_copies.is_empty()))),
+                Some(_) if target.nccl_reduction.is_some() => ValueSource::ReducedByNccl,
                 Some(reducer) => {
-                    let summands = next(summands_len, target.summands_bytes());
-                    Making::Reduced { summands, copies: Vec::new(), reducer }
+                    let partial_range = allocate(partial_values_len, target.partial_values_bytes());
+                    ValueSource::Reduced { partial_range, copies: Vec::new(), reducer }
                 }
             };
-            let (wanted, elements) = (Arc::clone(&target.wanted), target.elements.clone());
-            arriving.insert(index, Arriving { tensor: target.tensor, wanted, elements, place, making, passed });
+            let (needed, elements) = (Arc::clone(&target.needed), target.elements.clone());
+            arriving.insert(
+                index,
+                ArrivingTile {
+                    tensor: target.tensor,
+                    needed,
+                    elements,
+                    value_range: range,
+                    value_source,
+                    second_phase_copies,
+                },
+            );
         }
         arriving
     }
 
-    /// Give the stretches that this rank reads their places in the stage. What is added to an offset in a chunk to have
-    /// the one in the stage may be less than nothing: it wraps around.
-    fn stage(&mut self, draft: &TransferPlan<'_>, rank: u32) -> StagedAt {
-        let itemsize = draft.unit.demand.source.dtype.itemsize();
-        let mut staged = BTreeMap::new();
-        for (stretch, bytes) in draft.stretches.iter().filter(|(stretch, _)| stretch.reader.rank == rank) {
-            let stage = next(&mut self.stage_len, bytes.end - bytes.start);
-            staged.insert(*stretch, (stage.start as u64).wrapping_sub(bytes.start));
-            let tensor = draft.unit.demand.tensor.source;
-            let first = bytes.start / itemsize;
-            self.reads.push(SourceRead { tensor, chunk: stretch.reader.chunk, first, stage });
+    /// Reserves space in the stage for the source ranges that this rank reads. The difference between an offset in the
+    /// stage and the offset in the chunk may be negative, so it is a wrapping number.
+    fn plan_reads(&mut self, plan: &TransferPlan<'_>, rank: u32) -> StageOffsets {
+        let itemsize = plan.unit.demand.source.dtype.itemsize();
+        let mut offsets = BTreeMap::new();
+        for (source_range, bytes) in
+            plan.source_ranges.iter().filter(|(source_range, _)| source_range.reader.rank == rank)
+        {
+            let stage = allocate(&mut self.stage_len, bytes.end - bytes.start);
+            offsets.insert(*source_range, (stage.start as u64).wrapping_sub(bytes.start));
+            let tensor = plan.unit.demand.tensor.source;
+            let first_element = bytes.start / itemsize;
+            self.reads.push(SourceRead { tensor, chunk: source_range.reader.chunk, first_element, stage });
         }
-        staged
+        offsets
     }
 }
 
-/// What is added to the offset in a stretch's chunk to have the one in the stage.
-type StagedAt = BTreeMap<SourceRange, u64>;
+/// For each source range, the (wrapping) number to add to an offset in the chunk to get the offset in the stage.
+type StageOffsets = BTreeMap<SourceRange, u64>;
 
-/// Pack and copy what the transfers of a draft say.
-fn bring(
-    draft: &TransferPlan<'_>,
+/// Adds the copies of the first phase: into messages, and into the tiles of this rank.
+fn plan_transfers(
+    plan: &TransferPlan<'_>,
     rank: u32,
-    staged: &StagedAt,
-    arriving: &mut BTreeMap<usize, Arriving>,
+    offsets: &StageOffsets,
+    arriving: &mut BTreeMap<usize, ArrivingTile>,
     first: &mut PhaseSchedule,
 ) {
-    for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
-        let Transfer { from, takers, to, part, piece, .. } = transfer;
-        let source = || staged[from].wrapping_add(piece.source);
-        let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
-        if !takers.contains(&rank) {
+    for transfer in plan.transfers.iter().filter(|transfer| plan.targets[transfer.target].nccl_reduction.is_none()) {
+        let Transfer { from, receivers, target, partial_index, piece, .. } = transfer;
+        let source = || offsets[from].wrapping_add(piece.source);
+        let incoming = first.schedule(&transfer.message(), |at| StridedCopy::packed(piece, source(), at));
+        if !receivers.contains(&rank) {
             continue;
         }
-        let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
-        let tile = arriving.get_mut(to).expect("a target of this rank");
-        tile.copies().push(match arrived {
-            Some(at) => (ByteOrigin::Incoming, StridedCopy::unpacked(piece, at, place)),
-            None => (ByteOrigin::Stage, StridedCopy::of(piece, source(), place)),
+        let range = plan.targets[*target].part_bytes * *partial_index as u64 + piece.target;
+        let tile = arriving.get_mut(target).expect("a target of this rank");
+        tile.copies().push(match incoming {
+            Some(at) => (ByteOrigin::Incoming, StridedCopy::unpacked(piece, at, range)),
+            None => (ByteOrigin::Stage, StridedCopy::from_piece(piece, source(), range)),
         });
     }
 }
 
-/// What NCCL makes of a draft's summands: this rank's share of each.
-fn folds(
-    draft: &TransferPlan<'_>,
+/// Returns the NCCL reductions of a plan, with the copies of this rank's partial values.
+fn plan_nccl_reductions(
+    plan: &TransferPlan<'_>,
     rank: u32,
-    staged: &StagedAt,
-    arriving: &BTreeMap<usize, Arriving>,
+    offsets: &StageOffsets,
+    arriving: &BTreeMap<usize, ArrivingTile>,
     outgoing_len: &mut usize,
 ) -> impl Iterator<Item = NcclReduction> {
-    let mut folds = BTreeMap::new();
-    for (index, target) in draft.targets.iter().enumerate() {
-        let Some((root, folding)) = target.folded() else { continue };
-        let summand = next(outgoing_len, target.part_bytes);
-        let value = (root == rank).then(|| arriving[&index].place.clone());
-        folds.insert(index, NcclReduction { folding, root, summand, packs: Vec::new(), value });
+    let mut reductions = BTreeMap::new();
+    for (index, target) in plan.targets.iter().enumerate() {
+        let Some((root, kind)) = target.nccl_root() else { continue };
+        let partial_range = allocate(outgoing_len, target.part_bytes);
+        let value_range = (root == rank).then(|| arriving[&index].value_range.clone());
+        reductions.insert(index, NcclReduction { kind, root, partial_range, packs: Vec::new(), value_range });
     }
-    for Transfer { from, to, piece, .. } in draft.transfers.iter().filter(|one| one.from.reader.rank == rank) {
-        if let Some(fold) = folds.get_mut(to) {
-            fold.packs.push(StridedCopy::of(piece, staged[from].wrapping_add(piece.source), piece.target));
+    for Transfer { from, target, piece, .. } in
+        plan.transfers.iter().filter(|transfer| transfer.from.reader.rank == rank)
+    {
+        if let Some(reduction) = reductions.get_mut(target) {
+            reduction.packs.push(StridedCopy::from_piece(
+                piece,
+                offsets[from].wrapping_add(piece.source),
+                piece.target,
+            ));
         }
     }
-    folds.into_values()
+    reductions.into_values()
 }
 
-/// Elements whose first bytes are to be done in the first replica, ascending.
-fn counted(tensor: &Reserved, tile: &Arriving, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
+/// Returns the elements of a tile whose losses this rank counts, ascending: the elements whose first byte this rank writes
+/// in the first replica.
+fn elements_to_count(tensor: &Reserved, tile: &ArrivingTile, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
     let itemsize = tensor.dtype().itemsize();
-    let place = tile.wanted.chunks.first().and_then(|first| tensor.file_offset(*first));
-    let stretches = place.into_iter().flat_map(move |(file, offset)| {
+    let range = tile.needed.chunks.first().and_then(|first| tensor.file_offset(*first));
+    let bytes = range.into_iter().flat_map(move |(file, offset)| {
         let [start, end] = [tile.elements.start, tile.elements.end].map(|element| offset + element * itemsize);
         todo.within(file, start..end).map(move |bytes| bytes.start - start..bytes.end - start)
     });
-    let elements = stretches.map(move |bytes| bytes.start.div_ceil(itemsize)..bytes.end.div_ceil(itemsize));
+    let elements = bytes.map(move |bytes| bytes.start.div_ceil(itemsize)..bytes.end.div_ceil(itemsize));
     elements.filter(|elements| !elements.is_empty())
 }
 
-/// The next place of a buffer that is so long up to now.
-fn next(len: &mut usize, bytes: u64) -> Range<usize> {
-    let place = range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
-    *len = place.end;
-    place
+/// Returns the next aligned range of a buffer whose current length is `len`, and increases `len`.
+fn allocate(len: &mut usize, bytes: u64) -> Range<usize> {
+    let range = buffer_range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
+    *len = range.end;
+    range
 }

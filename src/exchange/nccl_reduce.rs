@@ -1,57 +1,58 @@
-//! Folds: reductions that NCCL makes itself, on the way.
-//!
-//! Where a tile has as many summands as there are ranks, and each of them has read another one, `ncclReduce` takes them
-//! all and puts the value where it is wanted: no rank has summands of others in memory. It adds in an order of its own and
-//! rounds to the dtype at each step, so a value is near what [`crate::exec::reduce`] makes, and not the same bits.
+//! NCCL reductions: if a tile has one partial value per rank, and each rank reads another one, `ncclReduce` can reduce it
+//! while it is sent, so no rank holds partial values of other ranks in memory. NCCL adds in its own order and rounds to the
+//! dtype at each step, so a result is close to the result of [`crate::exec::reduce`], but may have different bits. Counts
+//! bytes. Invariant: all ranks queue the same reductions in the same order.
 //!
 //! ```text
-//!     in the order of ranks    stage --packs--> outgoing --messages--> incoming --> summands --reduce--> value
-//!     by NCCL                  stage --packs--> outgoing --------------ncclReduce----------------------> value
+//!     in rank order    stage --packs--> outgoing --messages--> incoming --> partial values --reduce--> value
+//!     by NCCL          stage --packs--> outgoing --------------ncclReduce----------------------------> value
 //! ```
 //!
-//! All ranks must call the same ones in the same order. Parts of a tile that go to several ranks are folds of several
-//! roots in one group, as for `reduce_scatter` of uneven lengths in PyTorch's `ProcessGroupNCCL.cpp`. Counts bytes.
+//! If several ranks need parts of a tile, each part is a reduction with its own root, and all are in one NCCL group: as for
+//! `reduce_scatter` of uneven lengths in PyTorch's `ProcessGroupNCCL.cpp`.
 
 use std::ops::Range;
 
-use super::demand::WantedTile;
+use super::demand::NeededTile;
 use super::load::Load;
 use super::strided::StridedCopy;
 use crate::catalog::Dtype;
 use crate::layout::ReduceOp;
 
-/// What NCCL is to do with one summand a rank.
+/// The dtype and operation of an NCCL reduction of one partial value per rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionKind {
+    /// The dtype of the partial values and of the result.
     pub dtype: Dtype,
-    /// `Avg` is the sum divided by the number of ranks.
+    /// The operation. `Avg` is the sum divided by the number of ranks.
     pub op: ReduceOp,
 }
 
-/// A reduction in which all ranks take part.
+/// An NCCL reduction, in which all ranks take part.
 #[derive(Clone, Debug)]
 pub struct NcclReduction {
-    pub folding: ReductionKind,
-    /// Who gets the value.
+    /// The dtype and operation.
+    pub kind: ReductionKind,
+    /// The rank that gets the result.
     pub root: u32,
-    /// This rank's summand, in what is outgoing.
-    pub summand: Range<usize>,
-    /// From the stage to the start of the summand.
+    /// The range of the outgoing buffer that holds this rank's partial value.
+    pub partial_range: Range<usize>,
+    /// The copies from the stage to `partial_range`. Targets count from its start.
     pub packs: Vec<StridedCopy>,
-    /// Where it comes to, in what is unpacked, if this rank gets it.
-    pub value: Option<Range<usize>>,
+    /// The range of the unpacked buffer for the result, if this rank is the root.
+    pub value_range: Option<Range<usize>>,
 }
 
 impl ReductionKind {
-    /// How a tile would be folded by so many ranks; `None` where NCCL has no such reduction, or none that keeps zeros where
-    /// something is left out.
-    pub fn of(wanted: &WantedTile, ranks: usize) -> Option<Self> {
+    /// Returns the NCCL reduction of a tile by `ranks` ranks. Returns `None` if NCCL does not support the reduction, or if
+    /// some elements of the tile have no partial value and must stay 0.
+    pub fn for_tile(needed: &NeededTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
-        let reducer = wanted.reducer?;
-        let has_gaps = wanted.share.as_ref().is_some_and(|share| share.within.is_some());
+        let reducer = needed.reducer?;
+        let has_gaps = needed.share.as_ref().is_some_and(|share| share.within.is_some());
         let dtype = reducer.dtype();
         let is_known = matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64);
-        if ranks < 2 || wanted.parts.len() != ranks || has_gaps || !is_known {
+        if ranks < 2 || needed.sources.len() != ranks || has_gaps || !is_known {
             return None;
         }
         let op = match (reducer.op(), reducer.divisor()) {
@@ -64,12 +65,13 @@ impl ReductionKind {
     }
 }
 
-/// Count what a fold takes of everybody. NCCL hands sums on from rank to rank, the last of which is the root.
-pub fn weigh(root: u32, len: u64, loads: &mut [Load]) {
+/// Adds the bytes of an NCCL reduction to the loads of all ranks. NCCL passes partial sums from rank to rank; the last rank
+/// is the root.
+pub fn add_loads(root: u32, len: u64, loads: &mut [Load]) {
     let root = root as usize;
     let first = (root + 1) % loads.len();
     for (rank, load) in loads.iter_mut().enumerate() {
-        *if rank == root { &mut load.kept } else { &mut load.first.sent } += len;
-        load.first.received += if rank == first { 0 } else { len };
+        *if rank == root { &mut load.own_partial_values } else { &mut load.first_phase.sent } += len;
+        load.first_phase.received += if rank == first { 0 } else { len };
     }
 }

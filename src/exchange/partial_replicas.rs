@@ -1,16 +1,15 @@
-//! Torn replicas: what is done of some copies of a value and not of others.
-//!
-//! Values that NCCL makes are another run's only nearly. A run that goes on makes what is missing; where ranks have copies
-//! of that, those that are done are made again with it, or they would differ.
-//!
-//! Counts bytes. Invariant: where no copy is missing, nothing is made again.
+//! Partial replicas: values of which an interrupted run wrote some replicas but not others. Two runs of an NCCL reduction
+//! may give different bits. So if a resumed run has to write a missing replica, it also writes the completed replicas of the
+//! same elements again; otherwise replicas would differ. Counts bytes. Invariant: if no replica is missing, nothing is
+//! written again.
 
 use indexmap::IndexMap;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::exec::Extents;
 
-/// All copies of what is missing of reduced tensors where `done` is done.
+/// Returns all replicas of the elements of reduced tensors that are missing in at least one replica. `done` are the
+/// completed bytes.
 #[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();
@@ -23,7 +22,7 @@ pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Ext
             copies.entry(key).or_default().push(place);
         }
         for ((tile, _), places) in copies.into_iter().filter(|(_, places)| places.len() > 1) {
-            // Tensors are as long as their tables say, which was checked when they were laid out.
+            // This product fits in 64 bits: it was checked when the output files were laid out.
             let len = tile.numel() * tensor.dtype().itemsize();
             for (file, offset) in &places {
                 let mut all = Extents::new();

@@ -1,190 +1,205 @@
-//! Hop: one step of a round over the wire.
+//! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need go by an all-gather
+//! (as in `torch.distributed.all_gather_into_tensor`): they are packed once, and sent once if the network or the devices
+//! can do so. All other bytes go by point-to-point messages. Counts bytes; all offsets are within the buffers. Invariant:
+//! all ranks process the same messages in the same order, so no message needs a header.
 //!
 //! ```text
 //!     outgoing   | to rank 0 | to rank 1 | ..        exchange
-//!     incoming   | from rank 0 | from rank 1 | ..    | told by rank 0 | told by rank 1 | ..
+//!     incoming   | from rank 0 | from rank 1 | ..    | gathered from rank 0 | gathered from rank 1 | ..
 //!                                                      all-gather, in place
 //! ```
-//!
-//! What all others need alike is told: packed once, and sent once where the network or the devices can do that. Counts
-//! bytes; all offsets are within the buffers. Invariant: all ranks go through the same sendings in the same order, so what
-//! is in a message or is told needs no description.
 
 use std::ops::Range;
 
-use super::load::{Load, Wire};
+use super::load::{Load, WireBytes};
 use super::strided::StridedCopy;
 
-/// Some bytes that one rank has and others get.
+/// Bytes that one rank sends to other ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
-    pub from: u32,
-    /// Who gets them; the sender may be among them.
-    pub takers: &'a [u32],
+    /// The rank that sends the bytes.
+    pub sender: u32,
+    /// The ranks that get the bytes. The sender may be one of them.
+    pub receivers: &'a [u32],
+    /// The number of bytes.
     pub len: u64,
 }
 
-/// How bytes go to others.
+/// The operation that sends a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Addressing {
-    /// In the message to each of them.
-    Messages,
-    /// To all at once.
-    Told,
+    /// One message to each receiver.
+    PointToPoint,
+    /// One all-gather to all other ranks.
+    AllGather,
 }
 
 impl<'a> Message<'a> {
-    fn others(&self) -> impl Iterator<Item = usize> + use<'a> {
-        let Self { from, takers, .. } = *self;
-        takers.iter().filter(move |taker| **taker != from).map(|taker| *taker as usize)
+    /// Returns the receivers without the sender.
+    fn other_receivers(&self) -> impl Iterator<Item = usize> + use<'a> {
+        let Self { sender, receivers, .. } = *self;
+        receivers.iter().filter(move |receiver| **receiver != sender).map(|receiver| *receiver as usize)
     }
 
-    /// For two ranks a message is the same, and needs no room of its own at the sender's.
-    fn way(&self, ranks: usize) -> Addressing {
-        if ranks > 2 && self.others().count() == ranks - 1 { Addressing::Told } else { Addressing::Messages }
+    /// Chooses the operation. With two ranks, a point-to-point message sends as much and needs no space in the sender's
+    /// incoming buffer.
+    fn addressing(&self, ranks: usize) -> Addressing {
+        if ranks > 2 && self.other_receivers().count() == ranks - 1 {
+            Addressing::AllGather
+        } else {
+            Addressing::PointToPoint
+        }
     }
 
-    /// Strided copies that it takes of one process, at the most. To say who gets it takes memory as well, where those are
-    /// many.
-    pub fn copies(&self, ranks: usize) -> usize {
-        const TAKERS_A_COPY: usize = 1 << 6;
-        let packs = match self.way(ranks) {
-            Addressing::Told => 1,
-            Addressing::Messages => self.others().count().max(1),
+    /// Returns the maximum number of strided copies that one process makes for this message. A long list of receivers takes
+    /// memory as well, so it counts as copies.
+    pub fn max_copies(&self, ranks: usize) -> usize {
+        const RECEIVERS_PER_COPY: usize = 1 << 6;
+        let packs = match self.addressing(ranks) {
+            Addressing::AllGather => 1,
+            Addressing::PointToPoint => self.other_receivers().count().max(1),
         };
-        packs + self.takers.len() / TAKERS_A_COPY
+        packs + self.receivers.len() / RECEIVERS_PER_COPY
     }
 
-    /// Count what it takes of everybody in a hop.
-    pub fn weigh(&self, loads: &mut [Load], hop: fn(&mut Load) -> &mut Wire) {
-        let way = self.way(loads.len());
-        let sender = hop(&mut loads[self.from as usize]);
-        let times = match way {
-            Addressing::Told => {
-                sender.told += self.len;
+    /// Adds the bytes of this message to the loads of its sender and receivers, in one phase.
+    pub fn add_load(&self, loads: &mut [Load], phase: fn(&mut Load) -> &mut WireBytes) {
+        let addressing = self.addressing(loads.len());
+        let sender = phase(&mut loads[self.sender as usize]);
+        let times = match addressing {
+            Addressing::AllGather => {
+                sender.all_gathered += self.len;
                 1
             }
-            Addressing::Messages => self.others().count() as u64,
+            Addressing::PointToPoint => self.other_receivers().count() as u64,
         };
         sender.sent += self.len * times;
-        self.others().for_each(|taker| hop(&mut loads[taker]).received += self.len);
+        self.other_receivers().for_each(|receiver| phase(&mut loads[receiver]).received += self.len);
     }
 }
 
-/// What a process does in one step.
+/// The copies and byte ranges of one process in one phase.
 #[derive(Debug, Default)]
 pub struct TransferPhase {
-    /// By rank: to the start of the message.
+    /// For each rank, the copies that pack the message to it. Targets count from the start of the message.
     pub packs: Vec<Vec<StridedCopy>>,
-    /// By rank: the message to it, within what is outgoing, and the one from it, within what is incoming.
-    pub to: Vec<Range<usize>>,
-    pub from: Vec<Range<usize>>,
-    /// To the start of what this rank tells.
-    pub tells: Vec<StridedCopy>,
-    /// By rank: what it tells all others, within what is incoming, this rank's own as well. The same lengths on all ranks.
-    pub told: Vec<Range<usize>>,
+    /// For each rank, the range of the outgoing buffer that is sent to it.
+    pub send_ranges: Vec<Range<usize>>,
+    /// For each rank, the range of the incoming buffer that is received from it.
+    pub receive_ranges: Vec<Range<usize>>,
+    /// The copies that pack this rank's part of the all-gather. Targets count from the start of that part.
+    pub all_gather_packs: Vec<StridedCopy>,
+    /// For each rank, the range of the incoming buffer that holds its part of the all-gather, including this rank's own
+    /// part. All ranks know the same lengths.
+    pub all_gather_ranges: Vec<Range<usize>>,
 }
 
 impl TransferPhase {
-    /// Bytes of messages that this process sends.
+    /// Returns the number of bytes that this process sends by point-to-point messages.
     #[must_use]
     pub fn outgoing_len(&self) -> usize {
-        self.to.last().map_or(0, |range| range.end)
+        self.send_ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Bytes that it receives, and its own that it tells.
+    /// Returns the number of bytes that this process receives, plus its own part of the all-gather.
     #[must_use]
     pub fn incoming_len(&self) -> usize {
-        self.told.last().map_or(0, |range| range.end)
+        self.all_gather_ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Whether anybody tells anything, which all ranks know alike.
+    /// Returns whether the phase has an all-gather. All ranks get the same result.
     #[must_use]
-    pub fn is_told(&self) -> bool {
-        self.told.iter().any(|range| !range.is_empty())
+    pub fn has_all_gather(&self) -> bool {
+        self.all_gather_ranges.iter().any(|range| !range.is_empty())
     }
 }
 
-/// A hop of which all sendings are known, and some have been dealt with.
+/// Builds a phase. The lengths of all messages are known from the beginning; the copies are added message by message.
 pub struct PhaseSchedule {
-    pub hop: TransferPhase,
+    /// The phase of this rank, as scheduled so far.
+    pub phase: TransferPhase,
     rank: usize,
-    /// By rank: how much of the message to it, of the one from it, and of what it tells.
-    to: Vec<u64>,
-    from: Vec<u64>,
-    told: Vec<u64>,
+    /// For each rank, the bytes scheduled so far: sent to it, received from it, and gathered from it.
+    sent: Vec<u64>,
+    received: Vec<u64>,
+    gathered: Vec<u64>,
 }
 
 impl PhaseSchedule {
-    /// That of `rank`, by which these go.
-    pub fn new<'a>(sendings: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
+    /// Starts the phase of `rank`, in which all of these messages are sent.
+    pub fn new<'a>(messages: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
         let rank = rank as usize;
-        let nothing = || vec![0; ranks];
-        let (mut to, mut from, mut told) = (nothing(), nothing(), nothing());
-        for sending in sendings {
-            let (sender, len) = (sending.from as usize, sending.len);
-            match sending.way(ranks) {
-                Addressing::Told => told[sender] += len,
-                Addressing::Messages if sender == rank => sending.others().for_each(|taker| to[taker] += len),
-                Addressing::Messages if sending.others().any(|taker| taker == rank) => from[sender] += len,
-                Addressing::Messages => {}
+        let zeros = || vec![0; ranks];
+        let (mut to, mut from, mut gathered) = (zeros(), zeros(), zeros());
+        for message in messages {
+            let (sender, len) = (message.sender as usize, message.len);
+            match message.addressing(ranks) {
+                Addressing::AllGather => gathered[sender] += len,
+                Addressing::PointToPoint if sender == rank => {
+                    message.other_receivers().for_each(|receiver| to[receiver] += len)
+                }
+                Addressing::PointToPoint if message.other_receivers().any(|receiver| receiver == rank) => {
+                    from[sender] += len
+                }
+                Addressing::PointToPoint => {}
             }
         }
-        let incoming = behind(&[&from[..], &told].concat());
-        let (from, told) = incoming.split_at(ranks);
-        let hop = TransferPhase {
+        let incoming = consecutive_ranges(&[&from[..], &gathered].concat());
+        let (from, gathered) = incoming.split_at(ranks);
+        let phase = TransferPhase {
             packs: vec![Vec::new(); ranks],
-            to: behind(&to),
-            from: from.to_vec(),
-            tells: Vec::new(),
-            told: told.to_vec(),
+            send_ranges: consecutive_ranges(&to),
+            receive_ranges: from.to_vec(),
+            all_gather_packs: Vec::new(),
+            all_gather_ranges: gathered.to_vec(),
         };
-        Self { hop, rank, to: nothing(), from: nothing(), told: nothing() }
+        Self { phase, rank, sent: zeros(), received: zeros(), gathered: zeros() }
     }
 
-    /// Deal with the next sending, `pack` being the copy of its bytes to a place in a message. Gives where in what is
-    /// incoming this rank gets them, if it does.
-    pub fn go(&mut self, sending: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
-        let (rank, sender) = (self.rank, sending.from as usize);
-        match sending.way(self.to.len()) {
-            Addressing::Told => {
-                let at = advance(&mut self.told[sender], sending.len);
+    /// Schedules the next message; `pack` returns the copy of its bytes to an offset of the outgoing message. If this rank
+    /// receives the message, returns its offset in the incoming buffer.
+    pub fn schedule(&mut self, message: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
+        let (rank, sender) = (self.rank, message.sender as usize);
+        match message.addressing(self.sent.len()) {
+            Addressing::AllGather => {
+                let at = advance(&mut self.gathered[sender], message.len);
                 if sender == rank {
-                    self.hop.tells.push(pack(at));
+                    self.phase.all_gather_packs.push(pack(at));
                     return None;
                 }
-                Some(self.hop.told[sender].start as u64 + at)
+                Some(self.phase.all_gather_ranges[sender].start as u64 + at)
             }
-            Addressing::Messages if sender == rank => {
-                for taker in sending.others() {
-                    let at = advance(&mut self.to[taker], sending.len);
-                    self.hop.packs[taker].push(pack(at));
+            Addressing::PointToPoint if sender == rank => {
+                for receiver in message.other_receivers() {
+                    let at = advance(&mut self.sent[receiver], message.len);
+                    self.phase.packs[receiver].push(pack(at));
                 }
                 None
             }
-            Addressing::Messages => {
-                sending.others().find(|taker| *taker == rank)?;
-                let at = advance(&mut self.from[sender], sending.len);
-                Some(self.hop.from[sender].start as u64 + at)
+            Addressing::PointToPoint => {
+                message.other_receivers().find(|receiver| *receiver == rank)?;
+                let at = advance(&mut self.received[sender], message.len);
+                Some(self.phase.receive_ranges[sender].start as u64 + at)
             }
         }
     }
 }
 
+/// Adds `len` to `done`, and returns its previous value.
 fn advance(done: &mut u64, len: u64) -> u64 {
     let at = *done;
     *done += len;
     at
 }
 
-/// Ranges of these lengths, one behind the other.
-fn behind(lens: &[u64]) -> Vec<Range<usize>> {
-    let place = |end: &mut u64, len: &u64| Some(range(advance(end, *len), *len));
-    lens.iter().scan(0, place).collect()
+/// Returns consecutive ranges of these lengths, from 0.
+fn consecutive_ranges(lens: &[u64]) -> Vec<Range<usize>> {
+    let next = |end: &mut u64, len: &u64| Some(buffer_range(advance(end, *len), *len));
+    lens.iter().scan(0, next).collect()
 }
 
-/// So many bytes of a buffer.
-pub fn range(start: u64, len: u64) -> Range<usize> {
+/// Returns the range of a buffer that has this start and length.
+pub fn buffer_range(start: u64, len: u64) -> Range<usize> {
     let at = |offset: u64| usize::try_from(offset).expect("a round fits memory");
     at(start)..at(start + len)
 }

@@ -1,8 +1,6 @@
-//! Looking ahead: whole tensors are proven, planned and drafted some at a time, by as many threads as there are.
-//!
-//! A round of small tensors has thousands of them, and whoever moves the round before waits for it.
-//!
-//! Counts tiles. Invariant: tensors come in their order, and so do their faults.
+//! Prefetch: plans whole tensors in advance, a batch at a time, on all threads. A round of small tensors has thousands of
+//! tensors, and the rounds before it must not wait for their plans. Counts tiles. Invariant: the iterator yields tensors,
+//! and errors, in the order of the reservation.
 
 use std::iter::{Enumerate, Peekable};
 use std::slice;
@@ -13,69 +11,80 @@ use rayon::prelude::*;
 
 use super::demand::{Demand, FileOwners};
 use super::readers::Topology;
-use super::transfer_plan::{MOST_COPIES, SizedPlan, TransferPlan};
+use super::transfer_plan::{MAX_COPIES, SizedPlan, TransferPlan};
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 
-/// Tensors that are looked at together: some for each of many threads, and few beside those of a round. However many the
-/// threads, their drafts together take no more than those of a round.
-const MOST_TENSORS: usize = 1 << 10;
+/// The maximum number of tensors in a batch: several for each of many threads, but few compared with a round. The plans
+/// of a batch never take more memory than the plans of a round, however many threads there are.
+const MAX_TENSORS: usize = 1 << 10;
 
-/// A unit, with its moves where those are not too many.
+/// A unit, with its transfer plan unless that has too many copies.
 pub struct PlannedUnit<'a> {
+    /// The unit.
     pub unit: Unit<'a>,
-    pub draft: Option<SizedPlan<'a>>,
+    /// The plan; `None` if it has too many copies.
+    pub plan: Option<SizedPlan<'a>>,
 }
 
 impl<'a> PlannedUnit<'a> {
+    /// Plans a unit.
+    ///
     /// # Errors
-    /// As [`Draft::weighed`].
-    pub fn new(unit: Unit<'a>, parties: &Topology) -> Result<Self> {
-        let draft = TransferPlan::weighed(unit.clone(), parties, MOST_COPIES)?;
-        Ok(Self { unit, draft })
+    /// Returns the errors of [`TransferPlan::build`].
+    pub fn new(unit: Unit<'a>, topology: &Topology) -> Result<Self> {
+        let plan = TransferPlan::build(unit.clone(), topology, MAX_COPIES)?;
+        Ok(Self { unit, plan })
     }
 }
 
-/// An iterator over the tensors of which something is to be done, each in one range.
+/// An iterator over the tensors that some rank has to write, each as one range.
 pub struct Prefetch<'a> {
     catalog: &'a Catalog,
-    rest: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
+    remaining: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
     owners: &'a FileOwners,
-    parties: &'a Topology,
-    drafted: vec::IntoIter<Result<Option<PlannedUnit<'a>>>>,
+    topology: &'a Topology,
+    planned: vec::IntoIter<Result<Option<PlannedUnit<'a>>>>,
 }
 
 impl<'a> Prefetch<'a> {
+    /// Returns the tensors to write, planned in advance.
     #[must_use]
-    pub fn new(catalog: &'a Catalog, tensors: &'a [Reserved], owners: &'a FileOwners, parties: &'a Topology) -> Self {
-        Self { catalog, rest: tensors.iter().enumerate().peekable(), owners, parties, drafted: Vec::new().into_iter() }
+    pub fn new(catalog: &'a Catalog, tensors: &'a [Reserved], owners: &'a FileOwners, topology: &'a Topology) -> Self {
+        Self {
+            catalog,
+            remaining: tensors.iter().enumerate().peekable(),
+            owners,
+            topology,
+            planned: Vec::new().into_iter(),
+        }
     }
 
-    /// Look at the next tensors. False where there are none.
-    fn look(&mut self) -> bool {
-        let (mut few, mut copies) = (Vec::new(), 0_usize);
-        while let Some((number, tensor)) = self.rest.peek().copied() {
-            copies = copies.saturating_add(most_copies(tensor, self.catalog.tensor(tensor.source)));
-            if !few.is_empty() && (few.len() == MOST_TENSORS || copies > MOST_COPIES) {
+    /// Plans the next batch of tensors. Returns false if there are none.
+    fn plan_next_tensors(&mut self) -> bool {
+        let (mut batch, mut copies) = (Vec::new(), 0_usize);
+        while let Some((number, tensor)) = self.remaining.peek().copied() {
+            copies = copies.saturating_add(max_copies(tensor, self.catalog.tensor(tensor.source)));
+            if !batch.is_empty() && (batch.len() == MAX_TENSORS || copies > MAX_COPIES) {
                 break;
             }
-            few.push((number, tensor));
-            self.rest.next();
+            batch.push((number, tensor));
+            self.remaining.next();
         }
-        let drafted: Vec<_> = few.into_par_iter().map(|(number, tensor)| self.drafted(number, tensor)).collect();
-        self.drafted = drafted.into_iter();
-        self.drafted.len() > 0
+        let planned: Vec<_> = batch.into_par_iter().map(|(number, tensor)| self.plan_tensor(number, tensor)).collect();
+        self.planned = planned.into_iter();
+        self.planned.len() > 0
     }
 
-    /// `None` where nothing of it is to be done.
-    fn drafted(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
+    /// Plans a tensor. Returns `None` if no rank has to write any of it.
+    fn plan_tensor(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
         let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
         if demand.is_empty() {
             return Ok(None);
         }
         let ranges = std::iter::once(0..demand.source.numel()).collect();
-        PlannedUnit::new(Unit { demand: Arc::new(demand), number, ranges }, self.parties).map(Some)
+        PlannedUnit::new(Unit { demand: Arc::new(demand), number, ranges }, self.topology).map(Some)
     }
 }
 
@@ -84,21 +93,21 @@ impl<'a> Iterator for Prefetch<'a> {
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
-            match self.drafted.next() {
-                Some(drafted) => {
-                    if let Some(drafted) = drafted.transpose() {
-                        return Some(drafted);
+            match self.planned.next() {
+                Some(planned) => {
+                    if let Some(planned) = planned.transpose() {
+                        return Some(planned);
                     }
                 }
-                None if self.look() => {}
+                None if self.plan_next_tensors() => {}
                 None => return None,
             }
         }
     }
 }
 
-/// What a tensor may be copied in: each target chunk has something of each chunk of the source, of one of its summands.
-fn most_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
+/// Returns the maximum number of copies of a tensor: each target chunk overlaps each source chunk, of one partial value.
+fn max_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
     tensor.entry.chunks.len().saturating_mul(source.chunks.len()).max(tensor.tiles_read(source))
 }
 
@@ -106,7 +115,7 @@ fn most_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
 mod tests {
     use std::ops::Range;
 
-    use super::super::readers::{Counting, FileVisibility};
+    use super::super::readers::{FileVisibility, ReplicaChoice};
     use super::*;
     use crate::catalog::{Chunk, Dtype, FileLocation, OutputFile, TensorId};
     use crate::exec::Extents;
@@ -114,8 +123,8 @@ mod tests {
     use crate::layout::Tile;
     use crate::storage::FileId;
 
-    /// How many tensors are looked at together, the first time, of so many that come from so many chunks each into one.
-    fn looked_at(tensors: u32, chunks: u64) -> usize {
+    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target chunk.
+    fn first_batch_len(tensors: u32, chunks: u64) -> usize {
         let mut catalog = Catalog::empty();
         let (mut output, mut reserved) = (OutputFile::new("out"), Vec::new());
         let of_bytes = |range: Range<u64>, file, offset| {
@@ -132,20 +141,20 @@ mod tests {
         }
         let files = [output];
         let owners = FileOwners::new(&files, &[Extents::of_files(&files), Extents::new()]);
-        let (sight, reducing) = (FileVisibility::Shared, ReductionMethod::InRankOrder);
-        let parties = Topology { sight, nodes: vec![0, 0], counting: Counting::Any, reducing };
-        let mut ahead = Prefetch::new(&catalog, &reserved, &owners, &parties);
-        assert!(ahead.next().unwrap().unwrap().unit.number == 0);
-        let first = ahead.drafted.len() + 1;
-        assert_eq!(ahead.count() + 1, tensors as usize);
+        let (visibility, reducing) = (FileVisibility::Shared, ReductionMethod::InRankOrder);
+        let topology = Topology { visibility, nodes: vec![0, 0], replica_choice: ReplicaChoice::Any, reducing };
+        let mut prefetch = Prefetch::new(&catalog, &reserved, &owners, &topology);
+        assert!(prefetch.next().unwrap().unwrap().unit.number == 0);
+        let first = prefetch.planned.len() + 1;
+        assert_eq!(prefetch.count() + 1, tensors as usize);
         first
     }
 
     #[test]
-    fn what_is_looked_at_is_no_more_than_a_round() {
-        // Small ones are enough for many threads.
-        assert_eq!([1, 8].map(|chunks| looked_at(3000, chunks)), [MOST_TENSORS; 2]);
+    fn first_batch_is_at_most_one_round() {
+        // A batch of small tensors has the maximum length.
+        assert_eq!([1, 8].map(|chunks| first_batch_len(3000, chunks)), [MAX_TENSORS; 2]);
         let many = [(130, 64), (10, 1000), (2, 5000), (2, 9000)];
-        assert_eq!(many.map(|(tensors, chunks)| looked_at(tensors, chunks)), [128, 8, 1, 1]);
+        assert_eq!(many.map(|(tensors, chunks)| first_batch_len(tensors, chunks)), [128, 8, 1, 1]);
     }
 }

@@ -1,8 +1,7 @@
-//! Readers: who reads what others need.
-//!
-//! Where all processes see all files, a stretch is read once, by the one that needs most of it: that much never goes
-//! over the wire. Where each sees only its own, whoever holds what it needs reads that itself, a replica as well, and
-//! the others get it from one on their own node, if there is one.
+//! Readers: the choice of the process that reads each source range. If all processes see all files, each range is read
+//! once, by the process that needs most of it, because those bytes need not be sent. If each process sees only its own files,
+//! a process that sees the bytes it needs (in any replica) reads them itself. The other processes get them from a process
+//! on their own node, if possible.
 
 use smallvec::SmallVec;
 
@@ -12,19 +11,20 @@ use crate::error::{CommError, Error, Result};
 use crate::exec::reduce::ReductionMethod;
 use crate::storage::{FileId, Files};
 
-/// Which processes can read which files.
+/// The files that each process can read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FileVisibility {
-    /// All can read all.
+    /// All processes can read all files.
     Shared,
-    /// For each file the ranks that can read it, ascending.
+    /// For each file, the ranks that can read it, ascending.
     PerRank(Vec<SmallVec<[u32; 2]>>),
 }
 
 impl FileVisibility {
-    /// That of files that were read from a twin by so many ranks. What is not of the twin is seen by all.
+    /// Returns the visibility of files that were opened through a metadata mirror by `ranks` ranks. All ranks see the files
+    /// that are not part of the mirror.
     #[must_use]
-    pub fn of(files: &Files, ranks: u32) -> Self {
+    pub fn from_files(files: &Files, ranks: u32) -> Self {
         let all: SmallVec<[u32; 2]> = (0..ranks).collect();
         Self::PerRank(
             files.ids().map(|id| files.seen_by(id).map_or_else(|| all.clone(), SmallVec::from_slice)).collect(),
@@ -32,120 +32,130 @@ impl FileVisibility {
     }
 }
 
-/// The processes that exchange, as far as it matters who reads and who reduces. All know the same.
+/// The facts about the processes of an exchange that decide which of them reads and reduces. All processes have the same
+/// value.
 #[derive(Clone, Debug)]
 pub struct Topology {
-    pub sight: FileVisibility,
-    /// For each rank its node.
+    /// The files that each rank can read.
+    pub visibility: FileVisibility,
+    /// The node of each rank.
     pub nodes: Vec<u32>,
-    pub counting: Counting,
+    /// The replica to read.
+    pub replica_choice: ReplicaChoice,
+    /// The method of reducing partial values.
     pub reducing: ReductionMethod,
 }
 
-/// Which of several replicas is read.
+/// The rule for choosing one of several replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Counting {
-    /// They are the same.
+pub enum ReplicaChoice {
+    /// Any replica: replicas are equal.
     Any,
-    /// They may differ: the lowest rank's is what is meant.
-    First,
+    /// The replica of the lowest source rank: replicas may differ.
+    LowestRank,
 }
 
-impl Counting {
+impl ReplicaChoice {
+    /// Returns the chunks that may be read, of chunks with equal elements, ascending by source rank.
     #[must_use]
-    pub fn holders(self, holders: &[u32]) -> &[u32] {
-        if self == Self::First { &holders[..1] } else { holders }
+    pub fn allowed_holders(self, holders: &[u32]) -> &[u32] {
+        if self == Self::LowestRank { &holders[..1] } else { holders }
     }
 }
 
-/// A rank that reads a chunk.
+/// A rank, and the chunk that it reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reader {
+    /// The rank that reads.
     pub rank: u32,
+    /// The index of the chunk.
     pub chunk: u32,
 }
 
 impl Topology {
-    /// Hear from all on which node they are: the nodes of all ranks. Collective.
+    /// Gathers the node of each rank. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::gather`].
-    pub fn meet(communicator: &impl Communicator) -> Result<Vec<u32>> {
-        // Containers of one node may have hosts' names of their own, and nodes started from one image the same.
+    /// Returns the errors of [`Communicator::gather`].
+    pub fn gather_nodes(communicator: &impl Communicator) -> Result<Vec<u32>> {
+        // Containers on one node may have different host names, and nodes started from one image may have the same one.
         let host = node::this_host().unwrap_or_default();
         let boot = node::this_boot().unwrap_or_default();
-        let said = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
-        Ok(number(&said))
+        let identities = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
+        Ok(number_nodes(&identities))
     }
 
-    /// Which of the ranks of its node a rank is, from 0. `nodes` has the node of each.
+    /// Returns the number of a rank among the ranks of its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` has the node of
+    /// each rank.
     #[must_use]
     pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
         let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
         u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
     }
 
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
     }
 
-    /// Who reads for each of those that need some of a chunk: rank and bytes, in the order of ranks. `holders` hold the
-    /// same, and `turn` is another number for each stretch, so that what anybody could do is done in turn.
+    /// Returns the reader for each rank that needs bytes of a chunk. `needs` has ranks and numbers of bytes, in the order of
+    /// ranks; `holders` are the chunks with the same elements. `turn` differs for each source range, so that equally good
+    /// readers take turns.
     ///
     /// # Errors
-    /// `Missing` where nobody sees a file that holds it.
-    pub fn readers(
+    /// Returns `Comm` if no process sees a file with the chunk.
+    pub fn choose_readers(
         &self,
         entry: &TensorEntry,
         holders: &[u32],
         needs: &[(u32, u64)],
         turn: usize,
     ) -> Result<SmallVec<[Reader; 4]>> {
-        let FileVisibility::PerRank(seen) = &self.sight else {
-            let most = needs.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+        let FileVisibility::PerRank(visible_to) = &self.visibility else {
+            let max_bytes = needs.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
             let first: SmallVec<[u32; 8]> =
-                needs.iter().filter(|(_, bytes)| *bytes == most).map(|(rank, _)| *rank).collect();
+                needs.iter().filter(|(_, bytes)| *bytes == max_bytes).map(|(rank, _)| *rank).collect();
             let reader = Reader { rank: first[turn % first.len()], chunk: holders[0] };
             return Ok(needs.iter().map(|_| reader).collect());
         };
-        let seen_by = |chunk: &u32| {
+        let readers_of_chunk = |chunk: &u32| {
             let file = entry.chunks.location(*chunk as usize).file();
-            let ranks: &[u32] = file.map_or(&[], |FileId(file)| &seen[file as usize]);
+            let ranks: &[u32] = file.map_or(&[], |FileId(file)| &visible_to[file as usize]);
             let chunk = *chunk;
             ranks.iter().map(move |&rank| Reader { rank, chunk })
         };
-        let all: SmallVec<[Reader; 8]> = holders.iter().flat_map(seen_by).collect();
+        let all: SmallVec<[Reader; 8]> = holders.iter().flat_map(readers_of_chunk).collect();
         if all.is_empty() {
             return Err(Error::Comm(CommError {
                 rank: needs.first().map_or(0, |(rank, _)| *rank).into(),
                 op: "read",
-                detail: format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(holders[0])),
+                detail: format!("{}: no process sees a file with {}", entry.fqn, entry.chunk_name(holders[0])),
                 hint: Some(
-                    "with options::source per-rank every file of SRC has to be seen by one of the processes".into(),
+                    "start enough processes that each file of SRC is visible to one of them: options::source per-rank reads no other files".into(),
                 ),
             }));
         }
         let reader_of = |&(rank, _): &(u32, u64)| {
             let node = self.nodes[rank as usize];
-            let nearness = |reader: &Reader| (reader.rank == rank, self.nodes[reader.rank as usize] == node);
-            let nearest = all.iter().map(nearness).max().expect("not empty");
-            let near: SmallVec<[&Reader; 8]> = all.iter().filter(|reader| nearness(reader) == nearest).collect();
-            *near[turn % near.len()]
+            let proximity = |reader: &Reader| (reader.rank == rank, self.nodes[reader.rank as usize] == node);
+            let nearest = all.iter().map(proximity).max().expect("not empty");
+            let closest: SmallVec<[&Reader; 8]> = all.iter().filter(|reader| proximity(reader) == nearest).collect();
+            *closest[turn % closest.len()]
         };
         Ok(needs.iter().map(reader_of).collect())
     }
 }
 
-/// Equal words have equal numbers, which count up from 0 in the order in which words first come. Who says nothing is like
-/// nobody else.
-fn number(said: &[Vec<u8>]) -> Vec<u32> {
+/// Numbers the nodes from 0, in the order of the lowest rank on each. Ranks with equal identities are on one node. A rank
+/// with an empty identity is on a node of its own.
+fn number_nodes(identities: &[Vec<u8>]) -> Vec<u32> {
     let mut known: Vec<&[u8]> = Vec::new();
-    let mut numbers = Vec::with_capacity(said.len());
-    for words in said {
-        let found = known.iter().position(|other| *other == words && words != b"\n");
+    let mut numbers = Vec::with_capacity(identities.len());
+    for identity in identities {
+        let found = known.iter().position(|other| *other == identity && identity != b"\n");
         if found.is_none() {
-            known.push(words);
+            known.push(identity);
         }
         let number = found.unwrap_or(known.len() - 1);
         numbers.push(u32::try_from(number).expect("fewer than 2^32 ranks"));
@@ -158,8 +168,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nodes_are_told_apart_by_what_they_say() {
-        let said = ["a\n1", "b\n2", "a\n1", "a\n2", "\n", "\n"].map(|words| words.as_bytes().to_vec());
-        assert_eq!(number(&said), [0, 1, 0, 2, 3, 4]);
+    fn equal_host_and_boot_id_is_the_same_node() {
+        let identities = ["a\n1", "b\n2", "a\n1", "a\n2", "\n", "\n"].map(|identity| identity.as_bytes().to_vec());
+        assert_eq!(number_nodes(&identities), [0, 1, 0, 2, 3, 4]);
     }
 }

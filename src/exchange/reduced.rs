@@ -1,35 +1,40 @@
-//! Reduction: what is made of summands that have arrived.
-//!
-//! Summands are in the order of ranks, and become what [`Reducer`] makes of them: so a value is the same, bit for bit,
-//! whoever makes it, of rounds of whatever size. Counts bytes.
+//! Reduction of partial values on the host. [`Reducer`] takes the partial values in the order of ranks, so the result has
+//! the same bits on every process and with every bucket size. Counts bytes.
 
 use rayon::prelude::*;
 
-use super::buffers::pieces;
-use super::moves::{Making, Moves};
+use super::buffers::disjoint_slices;
+use super::moves::{Moves, ValueSource};
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 
-/// Make the values of a round of their summands; both are in what is unpacked, of [`Moves::unpacked_len`] bytes.
+/// Reduces all partial values of a round. The partial values and the results are in the unpacked buffer, of
+/// [`Moves::unpacked_len`] bytes.
 ///
 /// # Errors
-/// `Unsupported` where summands have no value.
+/// Returns `Unsupported` if the target dtype cannot hold a result.
 pub fn reduce(moves: &Moves, unpacked: &mut [u8]) -> Result<()> {
-    let (given, behind) = unpacked.split_at_mut(moves.given_len);
-    let made = || moves.arriving.iter().filter(|tile| matches!(tile.making, Making::Reduced { .. }));
-    let values = pieces(given, made().map(|tile| (tile.place.start, tile.place.len())));
-    values.into_par_iter().zip(made().collect::<Vec<_>>()).try_for_each(|(values, tile)| {
-        let Making::Reduced { summands, reducer, .. } = &tile.making else { return Ok(()) };
-        let summands = &behind[summands.start - moves.given_len..summands.end - moves.given_len];
-        reduce_tile(*reducer, summands, values).map_err(|fault| fault.for_tensor(&tile.wanted.fqn))
+    let (output, partial_values) = unpacked.split_at_mut(moves.output_len);
+    let reduced =
+        || moves.arriving_tiles.iter().filter(|tile| matches!(tile.value_source, ValueSource::Reduced { .. }));
+    let values = disjoint_slices(output, reduced().map(|tile| (tile.value_range.start, tile.value_range.len())));
+    values.into_par_iter().zip(reduced().collect::<Vec<_>>()).try_for_each(|(values, tile)| {
+        let ValueSource::Reduced { partial_range, reducer, .. } = &tile.value_source else { return Ok(()) };
+        let partial_values =
+            &partial_values[partial_range.start - moves.output_len..partial_range.end - moves.output_len];
+        reduce_tile(*reducer, partial_values, values).map_err(|error| error.for_tensor(&tile.needed.fqn))
     })
 }
 
-/// Summands lie one behind the other, each as long as the values.
-fn reduce_tile(reducer: Reducer, summands: &[u8], values: &mut [u8]) -> Result<(), crate::exec::reduce::ReduceError> {
+/// Reduces one tile. The partial values follow each other, and each is as long as the values.
+fn reduce_tile(
+    reducer: Reducer,
+    partial_values: &[u8],
+    values: &mut [u8],
+) -> Result<(), crate::exec::reduce::ReduceError> {
     let (len, block) = (values.len(), reducer.block_bytes());
     values.par_chunks_mut(block).enumerate().try_for_each_init(Vec::new, |sums, (number, values)| {
         let own = number * block..number * block + values.len();
-        reducer.reduce(summands.chunks(len).map(|summand| &summand[own.clone()]), values, sums)
+        reducer.reduce(partial_values.chunks(len).map(|partial| &partial[own.clone()]), values, sums)
     })
 }

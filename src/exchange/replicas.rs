@@ -1,10 +1,7 @@
-//! Replicas that no process sees all of, compared by hashes.
-//!
-//! Each chunk is read once, by a rank that sees its file, and all hear a hash of it. Where two that should be equal are
-//! not, their readers tell the hashes of their blocks, and then the first block that differs. So what is found is what one
-//! process finds that reads both, for 32 bytes a chunk on the wire.
-//!
-//! Counts bytes. Invariant: all ranks ask and answer in the same order, and come to the same result.
+//! Replica comparison for sources that no process sees completely. Each chunk is read once, by a rank that sees its file,
+//! and all ranks gather its hash: 32 bytes per chunk. If two replicas differ, their readers send the hashes of their
+//! blocks, and then the first block that differs. So the result is the same as if one process had read both replicas.
+//! Counts bytes. Invariant: all ranks call the same collectives in the same order, and get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -17,64 +14,68 @@ use crate::exec::compare::{Difference, ReplicaDifference, Values};
 use crate::exec::{Input, Reporter, Scratch, Silent, Stop};
 use crate::layout::Tile;
 
-/// What is hashed at a time, and told where it differs.
+/// The bytes of a block, which has one hash and is sent as a whole if it differs.
 const BLOCK_BYTES: u64 = 256 << 10;
 
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// The first difference between the replicas of each of the tensors that has one, as
+/// Returns the first difference between replicas, for each tensor that has one, as
 /// [`replica_difference`](crate::exec::compare::replica_difference) finds it. Collective.
 ///
 /// # Errors
-/// As reading, and `Comm` naming the rank that cannot.
-pub fn differing(
+/// Returns the errors of reading, and `Comm` with the rank that failed.
+pub fn differing_replicas(
     communicator: &impl Communicator,
-    sight: &FileVisibility,
+    visibility: &FileVisibility,
     input: Input<'_>,
     tensors: &[TensorId],
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-    let mut lists = ReplicaLists { sight, ranks: communicator.size(), replicas: Vec::new() };
-    for (subject, id) in tensors.iter().enumerate() {
+    let mut lists = ReplicaLists { visibility, ranks: communicator.size(), replicas: Vec::new() };
+    for (tensor_index, id) in tensors.iter().enumerate() {
         let entry = input.catalog.tensor(*id);
         for holders in entry.tilings()?.iter().flat_map(|tiling| &tiling.holders).filter(|holders| holders.len() > 1) {
             let list: Vec<_> = holders.iter().map(|chunk| (entry, *chunk)).collect();
-            lists.push(subject, &list)?;
+            lists.push(tensor_index, &list)?;
         }
     }
     let found = first_differences(communicator, input, &lists.replicas, reporter, stop)?;
     let of_tensor = |found: DifferingPair| {
         let [first, second] = found.between.map(|index| lists.replicas[index].chunk);
-        (tensors[found.subject], ReplicaDifference { first, second, element: found.element })
+        (tensors[found.tensor_index], ReplicaDifference { first, second, element: found.element })
     };
     Ok(found.into_iter().map(of_tensor).collect())
 }
 
-/// The first chunk in which two tensors differ that lie in files in the same way, and the element of it. Collective.
+/// Returns the first chunk in which two tensors with the same tiles differ, and the first different element in it.
+/// Collective.
 ///
 /// # Errors
-/// `Unsupported` where they do not lie in the same way; as [`differing`].
+/// Returns `Unsupported` if the tensors have different tiles, and the errors of [`differing_replicas`].
 pub fn differing_pair(
     communicator: &impl Communicator,
-    sight: &FileVisibility,
+    visibility: &FileVisibility,
     input: Input<'_>,
     pair: [TensorId; 2],
     stop: &Stop,
 ) -> Result<Option<(u32, u64)>> {
     let [left, right] = pair.map(|id| input.catalog.tensor(id));
-    let mut lists = ReplicaLists { sight, ranks: communicator.size(), replicas: Vec::new() };
-    let lying = |entry: &TensorEntry| -> Result<IndexMap<Tile, u32>> {
+    let mut lists = ReplicaLists { visibility, ranks: communicator.size(), replicas: Vec::new() };
+    let chunks_by_tile = |entry: &TensorEntry| -> Result<IndexMap<Tile, u32>> {
         let tilings = entry.tilings()?;
-        let held = tilings.iter().flat_map(|tiling| &tiling.holders).map(|holders| holders[0]);
-        Ok(held.map(|chunk| (entry.chunks.tile(chunk as usize), chunk)).collect())
+        let first_holders = tilings.iter().flat_map(|tiling| &tiling.holders).map(|holders| holders[0]);
+        Ok(first_holders.map(|chunk| (entry.chunks.tile(chunk as usize), chunk)).collect())
     };
-    let (ours, theirs) = (lying(left)?, lying(right)?);
+    let (ours, theirs) = (chunks_by_tile(left)?, chunks_by_tile(right)?);
     let is_plain = left.partial_values.is_none() && right.partial_values.is_none() && left.dtype == right.dtype;
     if !is_plain || ours.len() != theirs.len() || !ours.keys().all(|tile| theirs.contains_key(tile)) {
         return Err(Error::unsupported(
-            format!("{} and {} have to be the same, and no process sees all of both", left.fqn, right.fqn),
-            "convert with one process that sees all of SRC, or options::exclude one of them",
+            format!(
+                "cannot compare {} with {}, which must be equal: no process sees all files of both",
+                left.fqn, right.fqn
+            ),
+            "convert with one process that sees all files of SRC, or drop one of them with options::exclude",
         ));
     }
     for (tile, chunk) in &ours {
@@ -84,33 +85,35 @@ pub fn differing_pair(
     Ok(found.first().map(|found| (lists.replicas[found.between[0]].chunk, found.element)))
 }
 
-/// What should be equal, and who reads it.
+/// The chunks that should be equal, with their readers.
 struct ReplicaLists<'a> {
-    sight: &'a FileVisibility,
+    visibility: &'a FileVisibility,
     ranks: u32,
     replicas: Vec<Replica<'a>>,
 }
 
 impl<'a> ReplicaLists<'a> {
-    fn push(&mut self, subject: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
+    /// Adds chunks that should be equal, and chooses their readers.
+    fn push(&mut self, tensor_index: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
         let first = self.replicas.len();
         for &(entry, chunk) in equal {
-            let reader = reader(self.sight, self.ranks, entry, chunk, self.replicas.len())?;
-            self.replicas.push(Replica { subject, entry, first, chunk, reader });
+            let reader = choose_reader(self.visibility, self.ranks, entry, chunk, self.replicas.len())?;
+            self.replicas.push(Replica { tensor_index, entry, first, chunk, reader });
         }
         Ok(())
     }
 }
 
-/// Two replicas that differ, by their numbers.
+/// Two replicas that differ, by their indices.
 struct DifferingPair {
-    subject: usize,
+    tensor_index: usize,
+    /// The indices of the two replicas.
     between: [usize; 2],
-    /// Of the chunk.
+    /// The first different element, in the chunk's local tensor.
     element: u64,
 }
 
-/// The first difference of each subject that has one.
+/// Returns the first difference of each tensor that has one.
 fn first_differences(
     communicator: &impl Communicator,
     input: Input<'_>,
@@ -122,44 +125,45 @@ fn first_differences(
     let read: Result<Vec<Option<Vec<u8>>>> = replicas
         .par_iter()
         .map(|replica| {
-            let hashes = (replica.reader == rank).then(|| replica.hashes(input, reporter, stop));
+            let hashes = (replica.reader == rank).then(|| replica.block_hashes(input, reporter, stop));
             hashes.transpose()
         })
         .collect();
     let own = communicator.settle(read)?;
-    let said: Vec<u8> = own.iter().flatten().flat_map(|blocks| *blake3::hash(blocks).as_bytes()).collect();
-    let mut heard: Vec<std::vec::IntoIter<u8>> = communicator.gather(&said)?.into_iter().map(Vec::into_iter).collect();
+    let own_hashes: Vec<u8> = own.iter().flatten().flat_map(|blocks| *blake3::hash(blocks).as_bytes()).collect();
+    let mut gathered: Vec<std::vec::IntoIter<u8>> =
+        communicator.gather(&own_hashes)?.into_iter().map(Vec::into_iter).collect();
     let hashes: Vec<Vec<u8>> =
-        replicas.iter().map(|replica| heard[replica.reader as usize].by_ref().take(HASH_BYTES).collect()).collect();
+        replicas.iter().map(|replica| gathered[replica.reader as usize].by_ref().take(HASH_BYTES).collect()).collect();
 
     let mut found: Vec<DifferingPair> = Vec::new();
     for (index, replica) in replicas.iter().enumerate() {
-        let Replica { subject, first, .. } = *replica;
-        let is_known = found.last().is_some_and(|found| found.subject == subject);
+        let Replica { tensor_index, first, .. } = *replica;
+        let is_known = found.last().is_some_and(|found| found.tensor_index == tensor_index);
         if is_known || hashes[index] == hashes[first] {
             continue;
         }
         let pair = Pair { communicator, input, left: &replicas[first], right: replica };
         let element = pair.first_element([own[first].as_deref(), own[index].as_deref()])?;
-        found.push(DifferingPair { subject, between: [first, index], element });
+        found.push(DifferingPair { tensor_index, between: [first, index], element });
     }
     Ok(found)
 }
 
-/// A chunk that others should be equal to.
+/// A chunk to compare.
 struct Replica<'a> {
-    /// What it is looked at for.
-    subject: usize,
+    /// The index of the tensor that is checked.
+    tensor_index: usize,
     entry: &'a TensorEntry,
-    /// The number of the one that it is compared with.
+    /// The index of the replica that this one is compared with.
     first: usize,
     chunk: u32,
     reader: u32,
 }
 
 impl Replica<'_> {
-    /// Those of its blocks, one behind the other.
-    fn hashes(&self, input: Input<'_>, reporter: &dyn Reporter, stop: &Stop) -> Result<Vec<u8>> {
+    /// Returns the hashes of all blocks, one after the other.
+    fn block_hashes(&self, input: Input<'_>, reporter: &dyn Reporter, stop: &Stop) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let blocks: Vec<(u64, u64)> = values.blocks(BLOCK_BYTES).collect();
         let hashes: Result<Vec<[u8; HASH_BYTES]>> = blocks
@@ -174,7 +178,8 @@ impl Replica<'_> {
         Ok(hashes?.concat())
     }
 
-    fn block(&self, input: Input<'_>, number: usize) -> Result<Vec<u8>> {
+    /// Reads one block.
+    fn read_block(&self, input: Input<'_>, number: usize) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let mut buffer = Vec::new();
         if let Some((first, len)) = values.blocks(BLOCK_BYTES).nth(number) {
@@ -193,42 +198,43 @@ struct Pair<'a, C> {
 }
 
 impl<C: Communicator> Pair<'_, C> {
-    /// The first element that differs; `blocks` are the hashes of each side that this rank read.
+    /// Finds the first different element. `blocks` are the block hashes of each side, if this rank read it.
     fn first_element(&self, blocks: [Option<&[u8]>; 2]) -> Result<u64> {
-        let [left, right] = self.hear(blocks)?;
+        let [left, right] = self.gather_pair(blocks)?;
         let (left, right) = (left.as_chunks::<HASH_BYTES>().0, right.as_chunks::<HASH_BYTES>().0);
         let number = left.iter().zip(right).take_while(|(left, right)| left == right).count();
         let rank = self.communicator.rank();
-        let read =
-            |replica: &Replica<'_>| (replica.reader == rank).then(|| replica.block(self.input, number)).transpose();
+        let read = |replica: &Replica<'_>| {
+            (replica.reader == rank).then(|| replica.read_block(self.input, number)).transpose()
+        };
         let own = read(self.left).and_then(|left| Ok([left, read(self.right)?]));
         let own = self.communicator.settle(own)?;
-        let [left, right] = self.hear([own[0].as_deref(), own[1].as_deref()])?;
+        let [left, right] = self.gather_pair([own[0].as_deref(), own[1].as_deref()])?;
         let dtype = self.left.entry.dtype;
         let elements = BLOCK_BYTES / dtype.itemsize() * number as u64;
         let difference = Difference::between(dtype, elements, &left, &right);
-        // Equal only where a file changes under the hands of its reader, which is found out before publishing.
+        // The blocks are equal only if a file changed after it was hashed. A later check of the files finds that.
         Ok(difference.map_or(elements, |difference| difference.element))
     }
 
-    /// What the readers of both sides have; each has its own, or both.
-    fn hear(&self, own: [Option<&[u8]>; 2]) -> Result<[Vec<u8>; 2]> {
+    /// Gathers the bytes of the readers of both sides. `own` are the sides that this rank has.
+    fn gather_pair(&self, own: [Option<&[u8]>; 2]) -> Result<[Vec<u8>; 2]> {
         let [left, right] = own.map(|own| self.communicator.gather(own.unwrap_or_default()));
-        let take = |mut heard: Vec<Vec<u8>>, replica: &Replica<'_>| heard.swap_remove(replica.reader as usize);
+        let take = |mut gathered: Vec<Vec<u8>>, replica: &Replica<'_>| gathered.swap_remove(replica.reader as usize);
         Ok([take(left?, self.left), take(right?, self.right)])
     }
 }
 
-/// Who reads a chunk: those that see it do so in turn.
-fn reader(sight: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
+/// Chooses the rank that reads a chunk. The ranks that see the file take turns.
+fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
-    let seen_by: &[u32] = match (sight, file) {
+    let seen_by: &[u32] = match (visibility, file) {
         (FileVisibility::PerRank(seen), Some(file)) => &seen[file.0 as usize],
         _ => return Ok(u32::try_from(turn % ranks as usize).expect("fewer than 2^32 ranks")),
     };
     let reader = seen_by.get(turn % seen_by.len().max(1)).copied();
     reader.ok_or_else(|| {
-        let what = format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(chunk));
+        let what = format!("{}: no process sees a file with {}", entry.fqn, entry.chunk_name(chunk));
         Error::comm(0, "compare", what)
     })
 }

@@ -1,16 +1,15 @@
-//! Rounds: the order in which tensors go through the processes, in steps that fit memory.
+//! Rounds: the exchange in steps that fit the memory limit of every process. Each process computes the same rounds from
+//! the same catalogs, without communication. A round has many small tensors, or a few ranges of one large tensor. Counts
+//! elements, and bytes where a name says so. Invariant: the ranges of all rounds together contain each element once.
 //!
-//! Every process makes the same rounds from the same catalogs, so nobody has to be asked. A round takes as many elements
-//! as fit the bound of every process: many small tensors, or a few ranges of a large one. Those begin at equal distances,
-//! one a process, so that all have something to do whether rows or columns are whose: of
+//! The ranges of a large tensor start at equal distances, one for each process, so that all processes have work, however
+//! the tensor is sharded:
 //!
 //! ```text
-//!     S(0) to S(0)     each range is one reader's and one writer's, which are another pair for each
-//!     S(0) to S(1)     each range is one reader's, and all writers take some of it
-//!     S(1) to S(0)     all readers have some of each range, which is one writer's
+//!     Shard(0) to Shard(0)     each range has one reader and one writer, and each range has another pair
+//!     Shard(0) to Shard(1)     each range has one reader, and all ranks write a part of it
+//!     Shard(1) to Shard(0)     all ranks read a part of each range, which has one writer
 //! ```
-//!
-//! Counts elements, and bytes where a name says so. Invariant: the ranges of all rounds together are all elements, once.
 
 use std::ops::Range;
 
@@ -18,104 +17,109 @@ use super::demand::FileOwners;
 use super::load::{Load, Loads};
 use super::prefetch::{PlannedUnit, Prefetch};
 use super::readers::Topology;
-use super::transfer_plan::{MOST_COPIES, SizedPlan, TransferPlan};
+use super::transfer_plan::{MAX_COPIES, SizedPlan, TransferPlan};
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// Memory of the plans of tensors that are looked at and of rounds that are being made, staged, moved and written. A strided
-/// copy is one as a transfer, in the maps that choose its reader, as a move and as a slot with its payload, in lists that
-/// have grown to hold it, and a draft is a proof, a plan of each tile and its targets.
-pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
+/// The memory for plans, in bytes: of tensors that are planned in advance, and of the rounds that are being built, read,
+/// sent and written. A strided copy is stored several times: as a transfer, in the maps that choose its reader, as a move,
+/// and as a planned tile with its output range, in lists with spare capacity. A transfer plan also has the check of the
+/// source chunks, and a plan of each tile with its targets.
+pub const PLAN_BYTES: u64 = 4 * MAX_COPIES as u64 * 1024;
 
-/// What is moved in one go: whole tensors, or ranges of one.
+/// One step of the exchange: whole tensors, or ranges of one tensor.
 pub struct Round<'a> {
-    pub drafts: Vec<TransferPlan<'a>>,
-    /// By rank.
+    /// The transfer plans of the round.
+    pub plans: Vec<TransferPlan<'a>>,
+    /// The memory needs of each rank.
     pub loads: Vec<Load>,
-    /// Whether the next round is of other tensors.
-    pub ends_whole: bool,
+    /// True if this round completes its tensors: the next round has other tensors.
+    pub completes_tensors: bool,
 }
 
 /// An iterator over the rounds of a conversion.
 pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
-    parties: &'a Topology,
+    topology: &'a Topology,
     bucket_bytes: u64,
-    /// Units of the tensor that was begun, the next one last.
-    rest: Vec<Unit<'a>>,
-    /// What did not fit the round before.
-    left: Option<SizedPlan<'a>>,
+    /// The remaining units of the current tensor. The last one is the next.
+    pending_units: Vec<Unit<'a>>,
+    /// The plan that did not fit the previous round.
+    deferred: Option<SizedPlan<'a>>,
 }
 
 impl<'a> Rounds<'a> {
-    /// `bucket_bytes` is how much each process reads, sends, receives and unpacks at most in a round, both of its hops
-    /// together; what it tells others lies with what it receives, and summands with what is unpacked.
+    /// Returns the rounds of all `tensors`. `bucket_bytes` limits, for each process, how many bytes a round reads, sends,
+    /// receives and unpacks, in both phases together. Bytes that a process contributes to an all-gather count as received,
+    /// and partial values count as unpacked.
     #[must_use]
     pub fn new(
         catalog: &'a Catalog,
         tensors: &'a [Reserved],
         owners: &'a FileOwners,
-        parties: &'a Topology,
+        topology: &'a Topology,
         bucket_bytes: u64,
     ) -> Self {
-        let tensors = Prefetch::new(catalog, tensors, owners, parties);
-        Self { tensors, parties, bucket_bytes, rest: Vec::new(), left: None }
+        let tensors = Prefetch::new(catalog, tensors, owners, topology);
+        Self { tensors, topology, bucket_bytes, pending_units: Vec::new(), deferred: None }
     }
 
-    /// The moves of the next unit that fits a round of its own.
-    fn draft(&mut self) -> Result<Option<SizedPlan<'a>>> {
-        if let Some(left) = self.left.take() {
-            return Ok(Some(left));
+    /// Plans the next unit that fits in one round.
+    fn next_plan(&mut self) -> Result<Option<SizedPlan<'a>>> {
+        if let Some(deferred) = self.deferred.take() {
+            return Ok(Some(deferred));
         }
         loop {
-            let PlannedUnit { unit, draft } = match self.rest.pop() {
-                Some(unit) => PlannedUnit::new(unit, self.parties)?,
+            let PlannedUnit { unit, plan } = match self.pending_units.pop() {
+                Some(unit) => PlannedUnit::new(unit, self.topology)?,
                 None => match self.tensors.next() {
-                    Some(drafted) => drafted?,
+                    Some(planned) => planned?,
                     None => return Ok(None),
                 },
             };
-            let ranks = u64::from(self.parties.size());
-            let halves = match draft {
-                Some(weighed) if self.fits(weighed.loads.longest(), weighed.draft.copies) => return Ok(Some(weighed)),
-                Some(weighed) => less(weighed.draft.unit, ranks),
-                None => fewer(&unit).or_else(|| less(unit.clone(), ranks)),
+            let ranks = u64::from(self.topology.size());
+            let halves = match plan {
+                Some(sized) if self.fits(sized.loads.largest_buffer(), sized.plan.copies) => return Ok(Some(sized)),
+                Some(sized) => split_unit(sized.plan.unit, ranks),
+                None => split_range_list(&unit).or_else(|| split_unit(unit.clone(), ranks)),
             };
             match halves {
-                Some((first, second)) => self.rest.extend([second, first]),
-                // As small as it can be.
-                None => return TransferPlan::weighed(unit, self.parties, usize::MAX),
+                Some((first, second)) => self.pending_units.extend([second, first]),
+                // The unit is one element, which cannot be split.
+                None => return TransferPlan::build(unit, self.topology, usize::MAX),
             }
         }
     }
 
-    fn fits(&self, longest: u64, copies: usize) -> bool {
-        copies <= MOST_COPIES && longest <= self.bucket_bytes
+    /// Returns whether a round may have these numbers: the length of the largest buffer, and the number of copies.
+    fn fits(&self, largest_buffer: u64, copies: usize) -> bool {
+        copies <= MAX_COPIES && largest_buffer <= self.bucket_bytes
     }
 
+    /// Plans the next round: adds plans while they fit together.
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
-        let mut drafts: Vec<TransferPlan<'_>> = Vec::new();
-        let mut sum = Loads::none(self.parties.nodes.len());
+        let mut plans: Vec<TransferPlan<'_>> = Vec::new();
+        let mut sum = Loads::zero(self.topology.nodes.len());
         let mut copies = 0;
-        while let Some(SizedPlan { draft, loads }) = self.draft()? {
-            let goes_along = |last: &TransferPlan<'_>| {
-                let is_same = last.unit.number == draft.unit.number;
-                is_same || last.unit.is_whole() && draft.unit.is_whole()
+        while let Some(SizedPlan { plan, loads }) = self.next_plan()? {
+            let fits_beside = |last: &TransferPlan<'_>| {
+                let is_same = last.unit.number == plan.unit.number;
+                is_same || last.unit.is_whole() && plan.unit.is_whole()
             };
             sum.add(&loads);
-            copies += draft.copies;
-            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(sum.longest(), copies)) {
-                sum.take_away(&loads);
-                self.left = Some(SizedPlan { draft, loads });
+            copies += plan.copies;
+            if plans.last().is_some_and(|last| !fits_beside(last) || !self.fits(sum.largest_buffer(), copies)) {
+                sum.subtract(&loads);
+                self.deferred = Some(SizedPlan { plan, loads });
                 break;
             }
-            drafts.push(draft);
+            plans.push(plan);
         }
-        let left = self.left.as_ref().map(|left| left.draft.unit.number);
-        let next = left.or(self.rest.last().map(|unit| unit.number));
-        let Some(last) = drafts.last().map(|last| last.unit.number) else { return Ok(None) };
-        Ok(Some(Round { drafts, loads: sum.into_ranks(), ends_whole: next != Some(last) }))
+        let deferred = self.deferred.as_ref().map(|deferred| deferred.plan.unit.number);
+        let next = deferred.or(self.pending_units.last().map(|unit| unit.number));
+        let Some(last) = plans.last().map(|last| last.unit.number) else { return Ok(None) };
+        Ok(Some(Round { plans, loads: sum.into_ranks(), completes_tensors: next != Some(last) }))
     }
 }
 
@@ -127,21 +131,21 @@ impl<'a> Iterator for Rounds<'a> {
     }
 }
 
-/// A unit in two, with half of its ranges each. `None` where there is only one.
-fn fewer<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
+/// Splits the list of ranges of a unit in two halves. Returns `None` if the unit has only one range.
+fn split_range_list<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let (first, second) = unit.ranges.split_at(unit.ranges.len() / 2);
     let half = |ranges: &[Range<u64>]| Unit { ranges: ranges.to_vec(), ..unit.clone() };
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// A unit in two, of shorter ranges, or of fewer where they are of an element each. `None` where it is one element.
-fn less(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
-    let unit = spread(unit, ranks);
-    shorter(&unit).or_else(|| fewer(&unit))
+/// Splits a unit in two: halves each range, or else splits the list of ranges. Returns `None` if the unit is one element.
+fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
+    let unit = spread_over_ranks(unit, ranks);
+    halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// A whole tensor as a range a rank; any other unit is as it was.
-fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
+/// Splits a whole tensor into one range for each rank. Returns any other unit unchanged.
+fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
     }
@@ -154,14 +158,14 @@ fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// A unit in two: the first half of each of its ranges, and the rest. `None` where there is nothing to cut.
-fn shorter<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
+/// Splits each range of a unit in two halves. Returns `None` if no range can be split.
+fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
-    let cut = |range: &Range<u64>| {
-        let middle = middle(range, shape);
+    let split = |range: &Range<u64>| {
+        let middle = split_point(range, shape);
         (range.start..middle, middle..range.end)
     };
-    let (first, second): (Vec<_>, Vec<_>) = unit.ranges.iter().map(cut).unzip();
+    let (first, second): (Vec<_>, Vec<_>) = unit.ranges.iter().map(split).unzip();
     let half = |mut ranges: Vec<Range<u64>>| {
         ranges.retain(|range| !range.is_empty());
         (!ranges.is_empty()).then(|| Unit { ranges, ..unit.clone() })
@@ -169,18 +173,19 @@ fn shorter<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     Some((half(first)?, half(second)?))
 }
 
-/// About the middle of a range, between rows where they are not too long: pieces of rows make more boxes.
-fn middle(range: &Range<u64>, shape: &[u64]) -> u64 {
+/// Returns the element at which to split a range: near the middle, and at the start of a row if rows are short. Parts of
+/// rows need more copies than whole rows.
+fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
     let len = range.end - range.start;
     let even = range.start + len.div_ceil(2);
     let mut row = 1_u64;
     for size in shape.iter().rev() {
-        let longer = row.saturating_mul(*size);
-        if longer > len / 4 {
+        let larger = row.saturating_mul(*size);
+        if larger > len / 4 {
             break;
         }
-        row = longer;
+        row = larger;
     }
-    // As near as it can be; a row is at most a quarter.
+    // A row is at most a quarter of the range, so this stays near the middle.
     even - even % row
 }

@@ -1,12 +1,14 @@
-//! Shuffle: a round's bytes from where they were read to where they are needed, and values of summands on the way.
+//! Shuffle: sends the bytes of a round from the processes that read them to the processes that write them, and reduces
+//! partial values on the way. [`HostShuffle`] works in host memory; `DeviceShuffle` of the `gpu` module uses GPUs and NCCL.
+//! Counts bytes. Invariant: all ranks begin and finish the same rounds in the same order.
 
 use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, disjoint_slices};
 use super::casts::Casting;
-use super::moves::{ByteOrigin, Landing, Moves};
+use super::moves::{ByteOrigin, CopyDestination, Moves};
 use super::phase::TransferPhase;
 use super::reduced::reduce;
 use crate::comm::Communicator;
@@ -14,133 +16,143 @@ use crate::error::Result;
 use crate::exec::cast::LossCounts;
 use crate::exec::sized_buffer;
 
-/// Moves what a process has staged, and gives what it gets, round by round.
+/// Exchanges the staged bytes of a process for the values that it writes, round by round.
 pub trait Shuffle: Send {
-    /// Memory that it takes bytes out of, and puts them into.
+    /// The kind of host memory of the stage and the output.
     type Memory: HostMemory;
-    /// A round that was begun.
-    type Begun;
+    /// A round that was begun and is not finished.
+    type PendingRound;
 
-    /// How many rounds are begun before the first of them is finished: with more than one, the next is on its way while
-    /// this one is waited for.
-    const UNDER_WAY: usize;
+    /// The number of rounds that are begun before the first of them is finished. With more than one, the next round is
+    /// being sent while the caller waits for this one.
+    const ROUNDS_IN_FLIGHT: usize;
 
-    /// Where such memory is had.
-    fn rooms(&self) -> Arc<BufferPool<Self::Memory>>;
+    /// Returns the pool of that memory.
+    fn buffer_pool(&self) -> Arc<BufferPool<Self::Memory>>;
 
-    /// Where values are cast. Ranks may differ in that.
+    /// Returns where values are cast. Ranks may give different answers.
     fn casting(&self) -> Casting {
-        Casting::InStrips
+        Casting::InWriter
     }
 
-    /// Take the stage of a round, of [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds in
-    /// the same order.
+    /// Begins a round with its stage of [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds
+    /// in the same order.
     ///
     /// # Errors
-    /// As [`Communicator::exchange`].
-    fn begin(&mut self, moves: &Arc<Moves>, stage: PooledBuffer<Self::Memory>) -> Result<Self::Begun>;
+    /// Returns the errors of [`Communicator::exchange`].
+    fn begin(&mut self, moves: &Arc<Moves>, stage: PooledBuffer<Self::Memory>) -> Result<Self::PendingRound>;
 
-    /// Give the values of the first round that was begun and is not finished. What no copy goes to is 0 where something may
-    /// be left out ([`Landing::has_gaps`]).
+    /// Finishes the oldest pending round and returns its values. Bytes that no copy writes are 0 if the destination
+    /// [has gaps](CopyDestination::has_gaps).
     ///
     /// # Errors
-    /// As [`Communicator::exchange`]; `Unsupported` where summands have no value.
-    fn finish(&mut self, moves: &Moves, begun: Self::Begun) -> Result<Given<Self::Memory>>;
+    /// Returns the errors of [`Communicator::exchange`], and `Unsupported` if a dtype cannot hold a reduced value.
+    fn finish(&mut self, moves: &Moves, round: Self::PendingRound) -> Result<ShuffleOutput<Self::Memory>>;
 }
 
-/// What is given of a round.
-pub struct Given<M: HostMemory> {
-    /// As [`Moves::casts`] lays them out, or else in the first [`Moves::given_len`] bytes.
+/// The output of a shuffle for one round.
+pub struct ShuffleOutput<M: HostMemory> {
+    /// The values, laid out as in [`Moves::casts`] if values are cast, or else in the first [`Moves::output_len`] bytes.
     pub values: PooledBuffer<M>,
-    /// What casts met, by portion, one tile behind the other.
-    pub lost: Vec<LossCounts>,
+    /// The numbers of values that casts lost, for each portion of each tile.
+    pub cast_losses: Vec<LossCounts>,
 }
 
 /// The shuffle in host memory.
 pub struct HostShuffle<'a, C> {
     communicator: &'a C,
-    rooms: Arc<BufferPool<Vec<u8>>>,
+    pool: Arc<BufferPool<Vec<u8>>>,
     outgoing: Vec<u8>,
     incoming: Vec<u8>,
 }
 
 impl<'a, C> HostShuffle<'a, C> {
+    /// Returns a shuffle that exchanges by `communicator`.
     #[must_use]
     pub fn new(communicator: &'a C) -> Self {
-        let rooms = BufferPool::new(|len| Ok(vec![0; len]));
-        Self { communicator, rooms, outgoing: Vec::new(), incoming: Vec::new() }
+        let pool = BufferPool::new(|len| Ok(vec![0; len]));
+        Self { communicator, pool, outgoing: Vec::new(), incoming: Vec::new() }
     }
 }
 
 impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     type Memory = Vec<u8>;
-    /// Its stage: the host does one thing after the other.
-    type Begun = PooledBuffer<Vec<u8>>;
+    /// The stage: the host does all work in `finish`.
+    type PendingRound = PooledBuffer<Vec<u8>>;
 
-    const UNDER_WAY: usize = 1;
+    const ROUNDS_IN_FLIGHT: usize = 1;
 
-    fn rooms(&self) -> Arc<BufferPool<Vec<u8>>> {
-        Arc::clone(&self.rooms)
+    fn buffer_pool(&self) -> Arc<BufferPool<Vec<u8>>> {
+        Arc::clone(&self.pool)
     }
 
     fn begin(&mut self, _: &Arc<Moves>, stage: PooledBuffer<Vec<u8>>) -> Result<PooledBuffer<Vec<u8>>> {
         Ok(stage)
     }
 
-    fn finish(&mut self, moves: &Moves, stage: PooledBuffer<Vec<u8>>) -> Result<Given<Vec<u8>>> {
-        assert!(moves.folds.is_empty(), "hosts reduce in the order of ranks");
-        self.go(&moves.first, &stage)?;
-        let mut unpacked = self.rooms.buffer(moves.unpacked_len)?;
-        let landings = moves.landings();
-        let places = pieces(&mut unpacked, landings.iter().map(|landing| (landing.place.start, landing.place.len())));
-        places.into_par_iter().zip(&landings).for_each(|(place, landing)| self.land(landing, &stage, place));
+    fn finish(&mut self, moves: &Moves, stage: PooledBuffer<Vec<u8>>) -> Result<ShuffleOutput<Vec<u8>>> {
+        assert!(moves.nccl_reductions.is_empty(), "hosts reduce in rank order");
+        self.run_phase(&moves.first_phase, &stage)?;
+        let mut unpacked = self.pool.buffer(moves.unpacked_len)?;
+        let destinations = moves.copy_destinations();
+        let ranges = disjoint_slices(
+            &mut unpacked,
+            destinations.iter().map(|destination| (destination.range.start, destination.range.len())),
+        );
+        ranges
+            .into_par_iter()
+            .zip(&destinations)
+            .for_each(|(range, destination)| self.copy_after_first_phase(destination, &stage, range));
         reduce(moves, &mut unpacked)?;
-        if let Some(second) = &moves.second {
-            self.go(second, &unpacked)?;
-            self.take(moves, &mut unpacked);
+        if let Some(second) = &moves.second_phase {
+            self.run_phase(second, &unpacked)?;
+            self.copy_after_second_phase(moves, &mut unpacked);
         }
-        Ok(Given { values: unpacked, lost: Vec::new() })
+        Ok(ShuffleOutput { values: unpacked, cast_losses: Vec::new() })
     }
 }
 
 impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
-    /// Pack, and go over the wire.
-    fn go(&mut self, hop: &TransferPhase, source: &[u8]) -> Result<()> {
-        let told = hop.told.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
-        let outgoing = sized_buffer(&mut self.outgoing, hop.outgoing_len());
-        let incoming = sized_buffer(&mut self.incoming, hop.incoming_len());
-        let mut packed = pieces(outgoing, hop.to.iter().map(|range| (range.start, range.len())));
-        packed.push(&mut incoming[told]);
-        let copies: Vec<_> = hop.packs.iter().chain([&hop.tells]).collect();
+    /// Packs the messages of a phase and exchanges them.
+    fn run_phase(&mut self, phase: &TransferPhase, source: &[u8]) -> Result<()> {
+        let own_range = phase.all_gather_ranges.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
+        let outgoing = sized_buffer(&mut self.outgoing, phase.outgoing_len());
+        let incoming = sized_buffer(&mut self.incoming, phase.incoming_len());
+        let mut packed = disjoint_slices(outgoing, phase.send_ranges.iter().map(|range| (range.start, range.len())));
+        packed.push(&mut incoming[own_range]);
+        let copies: Vec<_> = phase.packs.iter().chain([&phase.all_gather_packs]).collect();
         packed.into_par_iter().zip(copies).for_each(|(message, copies)| {
             copies.iter().for_each(|copy| copy.copy(source, message));
         });
-        self.communicator.exchange(&self.outgoing, &hop.to, &mut self.incoming, &hop.from)?;
-        if hop.is_told() {
-            self.communicator.all_gather(&mut self.incoming, &hop.told)?;
+        self.communicator.exchange(&self.outgoing, &phase.send_ranges, &mut self.incoming, &phase.receive_ranges)?;
+        if phase.has_all_gather() {
+            self.communicator.all_gather(&mut self.incoming, &phase.all_gather_ranges)?;
         }
         Ok(())
     }
 
-    /// What the first hop has brought, and what stays.
-    fn land(&self, landing: &Landing<'_>, stage: &[u8], place: &mut [u8]) {
-        if landing.has_gaps {
-            place.fill(0);
+    /// Copies bytes from the stage and from the first phase to the unpacked buffer.
+    fn copy_after_first_phase(&self, destination: &CopyDestination<'_>, stage: &[u8], range: &mut [u8]) {
+        if destination.has_gaps {
+            range.fill(0);
         }
-        for (origin, copy) in landing.copies {
+        for (origin, copy) in destination.copies {
             let source = match origin {
                 ByteOrigin::Stage => stage,
                 ByteOrigin::Incoming => &self.incoming,
             };
-            copy.copy(source, place);
+            copy.copy(source, range);
         }
     }
 
-    /// What the second hop has brought.
-    fn take(&self, moves: &Moves, given: &mut [u8]) {
-        let places = pieces(given, moves.arriving.iter().map(|tile| (tile.place.start, tile.place.len())));
-        places.into_par_iter().zip(&moves.arriving).for_each(|(place, tile)| {
-            tile.passed.iter().for_each(|copy| copy.copy(&self.incoming, place));
+    /// Copies values from the second phase to the output.
+    fn copy_after_second_phase(&self, moves: &Moves, output: &mut [u8]) {
+        let ranges = disjoint_slices(
+            output,
+            moves.arriving_tiles.iter().map(|tile| (tile.value_range.start, tile.value_range.len())),
+        );
+        ranges.into_par_iter().zip(&moves.arriving_tiles).for_each(|(range, tile)| {
+            tile.second_phase_copies.iter().for_each(|copy| copy.copy(&self.incoming, range));
         });
     }
 }

@@ -1,75 +1,81 @@
-//! Staging: what a process reads in a round.
+//! Stage: reads the source ranges of a round into one buffer, on several threads, and checks the CRCs of zip records that
+//! are read completely. Counts bytes.
 
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::buffers::{BufferPool, HostMemory, PooledBuffer, pieces};
+use super::buffers::{BufferPool, HostMemory, PooledBuffer, disjoint_slices};
 use super::moves::{Moves, SourceRead};
 use crate::error::Result;
 use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
 use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Input, PreparedTile, Scratch, Stop};
 
-/// A round that has been read.
+/// A round whose source ranges have been read.
 pub struct Staged<M: HostMemory> {
+    /// The work of this process in the round.
     pub moves: Moves,
+    /// The stage.
     pub bytes: PooledBuffer<M>,
-    /// Whether nothing that was read so far is part of a record of which more is to come, with a sum to be checked.
+    /// True if all CRCs of the records read so far have been checked. False if a later round reads the rest of a record.
     pub is_checked: bool,
 }
 
-/// Reads rounds, and checks the sums of records that pass.
+/// Reads the source ranges of rounds, and checks the CRCs of the records.
 pub struct Stage<'a, M> {
     input: Input<'a>,
-    rooms: Arc<BufferPool<M>>,
-    passing: SourceCrcs,
-    /// How many read at a time, each with its scratch.
+    pool: Arc<BufferPool<M>>,
+    crcs: SourceCrcs,
+    /// The number of threads that read, each with its own scratch memory.
     threads: usize,
     stop: &'a Stop,
 }
 
 impl<'a, M: HostMemory> Stage<'a, M> {
+    /// Returns a stage that reads `input` on `threads` threads, into buffers of `pool`.
     #[must_use]
-    pub fn new(input: Input<'a>, rooms: Arc<BufferPool<M>>, threads: usize, stop: &'a Stop) -> Self {
-        Self { input, rooms, passing: SourceCrcs::default(), threads, stop }
+    pub fn new(input: Input<'a>, pool: Arc<BufferPool<M>>, threads: usize, stop: &'a Stop) -> Self {
+        Self { input, pool, crcs: SourceCrcs::default(), threads, stop }
     }
 
+    /// Reads the source ranges of a round.
+    ///
     /// # Errors
-    /// `Io` and `Malformed` from reading; `Stopped`.
+    /// Returns `Io` and `Malformed` from reading, and `Stopped`.
     pub fn read(&self, moves: Moves) -> Result<Staged<M>> {
-        let mut bytes = self.rooms.buffer(moves.stage_len)?;
-        let places = moves.reads.iter().map(|read| (read.stage.start, read.stage.len()));
-        let places = pieces(&mut bytes, places);
-        // Where a chunk lies its file may have to tell.
-        let whole = |read: &SourceRead| {
+        let mut bytes = self.pool.buffer(moves.stage_len)?;
+        let ranges = moves.reads.iter().map(|read| (read.stage.start, read.stage.len()));
+        let ranges = disjoint_slices(&mut bytes, ranges);
+        // Preparing a chunk may read the header of its file, so it is done in parallel.
+        let chunk = |read: &SourceRead| {
             let entry = self.input.catalog.tensor(read.tensor);
-            PreparedTile::chunk(self.input, entry, read.chunk).map(|whole| (entry.dtype.itemsize(), Arc::new(whole)))
+            PreparedTile::chunk(self.input, entry, read.chunk).map(|chunk| (entry.dtype.itemsize(), Arc::new(chunk)))
         };
-        let wholes: Vec<Result<_>> = moves.reads.par_iter().map(whole).collect();
-        let mut strips = Vec::new();
-        for ((read, place), whole) in moves.reads.iter().zip(places).zip(wholes) {
-            let (itemsize, whole) = whole?;
+        let chunks: Vec<Result<_>> = moves.reads.par_iter().map(chunk).collect();
+        let mut blocks = Vec::new();
+        for ((read, range), chunk) in moves.reads.iter().zip(ranges).zip(chunks) {
+            let (itemsize, chunk) = chunk?;
             let elements = DEFAULT_WRITE_BLOCK_BYTES / itemsize;
-            let strip = usize::try_from(elements * itemsize).expect("a strip fits memory");
-            let firsts = (0..).map(|index| read.first + index * elements);
-            strips.extend(firsts.zip(place.chunks_mut(strip)).map(|(first, strip)| (Arc::clone(&whole), first, strip)));
+            let block = usize::try_from(elements * itemsize).expect("a block fits memory");
+            let firsts = (0..).map(|index| read.first_element + index * elements);
+            blocks.extend(firsts.zip(range.chunks_mut(block)).map(|(first, block)| (Arc::clone(&chunk), first, block)));
         }
-        let workers = self.threads.min(strips.len());
-        let strips = Mutex::new(strips.into_iter());
-        let next = || strips.lock().expect("nobody fails with the lock").next();
+        let workers = self.threads.min(blocks.len());
+        let blocks = Mutex::new(blocks.into_iter());
+        let next = || blocks.lock().expect("no thread panics while it holds the lock").next();
         (0..workers).into_par_iter().with_max_len(1).try_for_each(|_worker| -> Result<()> {
             let mut scratch = Scratch::default();
-            while let Some((whole, first, strip)) = next() {
+            while let Some((chunk, first, block)) = next() {
                 self.stop.check()?;
-                let noting = CrcRecorder { source_crcs: &self.passing, parts: &mut Vec::new() };
-                whole.read_with_checksums(self.input, first, strip, &mut scratch, Some(noting))?;
+                let recorder = CrcRecorder { source_crcs: &self.crcs, parts: &mut Vec::new() };
+                chunk.read_with_checksums(self.input, first, block, &mut scratch, Some(recorder))?;
             }
             Ok(())
         })?;
-        if moves.ends_whole {
-            self.passing.check_complete(self.input.files)?;
+        if moves.completes_tensors {
+            self.crcs.check_complete(self.input.files)?;
         }
-        let is_checked = self.passing.is_empty();
+        let is_checked = self.crcs.is_empty();
         Ok(Staged { moves, bytes, is_checked })
     }
 }

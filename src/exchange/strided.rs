@@ -1,6 +1,5 @@
-//! Strided copies: what moves are made of.
-//!
-//! Counts bytes. Invariant: messages are dense, so one side's copies of a message pack what the other's unpack.
+//! Strided copies, the elements of which moves consist. Counts bytes. Invariant: messages have no gaps, so the sender packs
+//! exactly the bytes that the receiver unpacks.
 
 use smallvec::SmallVec;
 
@@ -8,54 +7,60 @@ use crate::exec::runs::copy_runs;
 use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 
-/// A loop nest of runs of bytes, from one buffer to another.
+/// A loop nest of runs of bytes that are copied from one buffer to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedCopy {
+    /// The offset of the first run in the source buffer.
     pub source: u64,
+    /// The offset of the first run in the target buffer.
     pub target: u64,
+    /// The length of a run.
     pub run_bytes: u64,
-    /// Outermost first.
+    /// The loops around a run, outermost first.
     pub levels: SmallVec<[LoopLevel; 4]>,
 }
 
 impl StridedCopy {
+    /// Returns the number of bytes that are copied.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Do it, in memory.
+    /// Copies in host memory.
     pub fn copy(&self, source: &[u8], target: &mut [u8]) {
         let at = |offset: u64| usize::try_from(offset).expect("an offset in memory");
         copy_runs(&source[at(self.source)..], &mut target[at(self.target)..], self.run_bytes, &self.levels);
     }
 
-    /// Of bytes that lie behind each other.
+    /// Returns the copy of one contiguous range.
     #[must_use]
-    pub fn run(source: u64, target: u64, len: u64) -> Self {
+    pub fn contiguous(source: u64, target: u64, len: u64) -> Self {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
-    /// Of a piece, between these starts.
-    pub(super) fn of(piece: &Piece, source: u64, target: u64) -> Self {
+    /// Returns the copy of a piece, strided at both ends.
+    pub(super) fn from_piece(piece: &Piece, source: u64, target: u64) -> Self {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }
 
-    /// With the target's runs behind each other from `target` on.
+    /// Returns the copy that packs a piece: its target is contiguous.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| LoopLevel { target_step: step, ..level }, piece.run_bytes);
+        let levels =
+            dense_levels(&piece.levels, |level, step| LoopLevel { target_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 
-    /// With the source's runs behind each other from `source` on.
+    /// Returns the copy that unpacks a piece: its source is contiguous.
     pub(super) fn unpacked(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| LoopLevel { source_step: step, ..level }, piece.run_bytes);
+        let levels =
+            dense_levels(&piece.levels, |level, step| LoopLevel { source_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 }
 
-/// The levels with steps on one side as if nothing were between the runs.
-fn dense(
+/// Returns the loops with the steps of contiguous runs on one side.
+fn dense_levels(
     levels: &[LoopLevel],
     with_step: impl Fn(LoopLevel, u64) -> LoopLevel,
     run_bytes: u64,

@@ -1,21 +1,20 @@
-//! Draft: what goes from whom to whom for some ranges of a tensor, and what that takes of each process.
+//! Transfer plan: which process sends which bytes to which process, for some ranges of one tensor, and how much memory
+//! each process needs for it. All processes build the same plan. It counts bytes, except that ranges of a tensor count
+//! elements. Invariant: messages of the first phase follow the order of the transfers, and messages of the second phase
+//! follow the order of the targets.
 //!
-//! All processes make the same draft. What lies in a range of a tensor, in row-major order, is one stretch of each source
-//! chunk and one of each target tile: so what is read and what is written is contiguous, and only the moves between the
-//! two, in memory, are strided.
+//! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of each
+//! target tile. So reads and writes are contiguous, and only the copies between them, in memory, are strided.
 //!
-//! What several need of a tile that is reduced is made by one of them, which passes it on: so summands go to one, and what
-//! they become, which is as long as one of them, goes to the others.
+//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result,
+//! which is as long as one partial value, to the others:
 //!
 //! ```text
-//!     summands on 4 ranks, of which all need the value       each sent to all    made by one
-//!     over the wire, as tensors                              4 * 3               3 + 3
+//!     partial values on 4 ranks; all 4 need the result    all to all    one rank reduces and sends the result
+//!     tensors sent over the network                       4 * 3         3 + 3
 //! ```
 //!
-//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges.
-//!
-//! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers,
-//! and what is passed on in the order of the targets, and then of the transfers.
+//! The rank that reduces depends on the position in the tensor, so all ranks reduce some ranges of a large tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -33,96 +32,106 @@ use crate::error::Result;
 use crate::exec::reduce::ReductionMethod;
 use crate::plan::Pieces;
 
-/// Strided copies that all processes together pack in a round, at the most: each knows those of all. They take memory, too,
-/// where runs are of a few elements.
-pub const MOST_COPIES: usize = 1 << 13;
+/// The maximum number of strided copies that all processes together pack in one round. Every process plans the copies of
+/// all processes, and the plans take memory, most of all if runs have only a few elements.
+pub const MAX_COPIES: usize = 1 << 13;
 
-/// The moves of a unit.
+/// All transfers of one unit.
 pub struct TransferPlan<'a> {
+    /// The elements that are transferred.
     pub unit: Unit<'a>,
+    /// The parts of target tiles that ranks need.
     pub targets: Vec<TransferTarget>,
-    /// Ascending, with the bytes of the chunk, counted from its element 0 as if it were contiguous.
-    pub stretches: Vec<(SourceRange, Range<u64>)>,
+    /// The source ranges to read, ascending, each with its bytes in the chunk. Bytes count from element 0 of the chunk, as
+    /// if the chunk were contiguous.
+    pub source_ranges: Vec<(SourceRange, Range<u64>)>,
+    /// The copies from source ranges to targets.
     pub transfers: Vec<Transfer>,
-    /// Strided copies that all ranks together pack, by which none unpacks more.
+    /// The number of strided copies that all ranks together pack. No rank unpacks more than that.
     pub copies: usize,
 }
 
-/// A draft that goes along with others if that is not too much.
+/// A transfer plan with its memory needs. A round takes several plans if they fit together.
 pub struct SizedPlan<'a> {
-    pub draft: TransferPlan<'a>,
+    /// The plan.
+    pub plan: TransferPlan<'a>,
+    /// The memory that it needs on each rank that takes part.
     pub loads: PartLoads,
 }
 
 impl<'a> TransferPlan<'a> {
-    /// `None` where it takes more than so many copies.
+    /// Plans the transfers of a unit, or returns `None` if they need more than `max_copies` strided copies.
     ///
     /// # Errors
-    /// As [`Parties::readers`].
-    pub fn weighed(unit: Unit<'a>, parties: &Topology, most_copies: usize) -> Result<Option<SizedPlan<'a>>> {
-        let ranks = parties.nodes.len();
-        let (targets, stretches, transfers) = (Vec::new(), Vec::new(), Vec::new());
-        let mut draft = TransferPlan { unit, targets, stretches, transfers, copies: 0 };
-        if !draft.aim(parties, most_copies) {
+    /// Returns the errors of [`Topology::choose_readers`].
+    pub fn build(unit: Unit<'a>, topology: &Topology, max_copies: usize) -> Result<Option<SizedPlan<'a>>> {
+        let ranks = topology.nodes.len();
+        let (targets, source_ranges, transfers) = (Vec::new(), Vec::new(), Vec::new());
+        let mut plan = TransferPlan { unit, targets, source_ranges, transfers, copies: 0 };
+        if !plan.add_targets(topology, max_copies) {
             return Ok(None);
         }
-        draft.choose_readers(parties)?;
-        settle_folds(&mut draft.targets, &draft.transfers, ranks);
-        draft.find_stretches();
-        draft.count(ranks);
-        Ok((draft.copies <= most_copies).then(|| SizedPlan { loads: draft.loads(ranks), draft }))
+        plan.choose_readers(topology)?;
+        drop_ineligible_reductions(&mut plan.targets, &plan.transfers, ranks);
+        plan.find_source_ranges();
+        plan.count_copies(ranks);
+        Ok((plan.copies <= max_copies).then(|| SizedPlan { loads: plan.loads(ranks), plan }))
     }
 
-    /// What goes by messages, or is told to all.
-    pub fn sendings(&self) -> impl Iterator<Item = Message<'_>> {
-        self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_none()).map(Transfer::sending)
+    /// Returns the messages of the first phase: bytes of the source, to one rank or to all others.
+    pub fn first_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
+        self.transfers
+            .iter()
+            .filter(|transfer| self.targets[transfer.target].nccl_reduction.is_none())
+            .map(Transfer::message)
     }
 
-    /// What then is passed on so.
-    pub fn passings(&self) -> impl Iterator<Item = Message<'_>> {
-        self.targets.iter().filter_map(TransferTarget::passing)
+    /// Returns the messages of the second phase: reduced values that one rank sends to the others.
+    pub fn second_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
+        self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
-    fn aim(&mut self, parties: &Topology, most_copies: usize) -> bool {
+    /// Adds the targets of the unit, and the transfers into them from the source chunks that tile plans name. Returns false
+    /// if there are too many transfers.
+    fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
-        let ranks = parties.nodes.len();
+        let ranks = topology.nodes.len();
         let entry = unit.demand.source;
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
-            let turn = unit.turn(number, ranks);
-            for wanted in &unit.demand.tiles {
-                let held = wanted.tile.count_before(&entry.shape, range.start)
-                    ..wanted.tile.count_before(&entry.shape, range.end);
-                if held.is_empty() {
+            let turn = unit.rotation(number, ranks);
+            for needed in &unit.demand.tiles {
+                let within = needed.tile.count_before(&entry.shape, range.start)
+                    ..needed.tile.count_before(&entry.shape, range.end);
+                if within.is_empty() {
                     continue;
                 }
-                let folding = match parties.reducing {
+                let nccl_reduction = match topology.reducing {
                     ReductionMethod::InRankOrder => None,
-                    ReductionMethod::Nccl => ReductionKind::of(wanted, ranks),
+                    ReductionMethod::Nccl => ReductionKind::for_tile(needed, ranks),
                 };
-                let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
-                for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
-                    let elements = need.elements.start.max(held.start)..need.elements.end.min(held.end);
-                    let is_passed_on = wanted.parts.len() > 1 && need.ranks.len() > 1;
+                let first = needed.needs.partition_point(|need| need.elements.end <= within.start);
+                for need in needed.needs[first..].iter().take_while(|need| need.elements.start < within.end) {
+                    let elements = need.elements.start.max(within.start)..need.elements.end.min(within.end);
+                    let is_forwarded = needed.sources.len() > 1 && need.ranks.len() > 1;
                     let target = TransferTarget {
                         tensor: unit.number,
-                        wanted: Arc::clone(wanted),
+                        needed: Arc::clone(needed),
                         part_bytes: (elements.end - elements.start) * itemsize,
                         elements,
-                        maker: is_passed_on.then(|| need.ranks[turn % need.ranks.len()]),
+                        reducing_rank: is_forwarded.then(|| need.ranks[turn % need.ranks.len()]),
                         ranks: need.ranks.clone(),
-                        folding,
+                        nccl_reduction,
                     };
-                    let takers: Ranks = target.takers().into();
-                    for (part, planned) in wanted.parts.iter().enumerate() {
+                    let receivers: Ranks = target.receivers().into();
+                    for (partial_index, planned) in needed.sources.iter().enumerate() {
                         let pieces = Pieces::new(&planned.plan, |overlap| &planned.strides[overlap], itemsize);
                         let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
-                            let from = SourceRange { reader: Reader { rank: takers[0], chunk }, range: number };
-                            let (takers, to) = (takers.clone(), targets.len());
-                            transfers.push(Transfer { from, takers, to, part, piece });
-                            if transfers.len() > most_copies { Err(()) } else { Ok(()) }
+                            let from = SourceRange { reader: Reader { rank: receivers[0], chunk }, range: number };
+                            let (receivers, target) = (receivers.clone(), targets.len());
+                            transfers.push(Transfer { from, receivers, target, partial_index, piece });
+                            if transfers.len() > max_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
                             return false;
@@ -132,112 +141,117 @@ impl<'a> TransferPlan<'a> {
                 }
             }
         }
-        // There are thousands of drafts of one.
+        // Small tensors have one target each, and a round has thousands of small tensors.
         targets.shrink_to_fit();
         true
     }
 
-    /// Let the transfers come from who is to read. Takers may have different readers.
-    fn choose_readers(&mut self, parties: &Topology) -> Result<()> {
+    /// Sets the reader of each transfer. Splits a transfer if its receivers have different readers.
+    fn choose_readers(&mut self, topology: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
-        // By range and chunk, then by the rank that takes it.
+        // Bytes by (range, chunk), then by receiving rank.
         let mut needs: BTreeMap<(usize, u32), BTreeMap<u32, u64>> = BTreeMap::new();
-        for Transfer { from, takers, piece, .. } in transfers.iter() {
-            let of_stretch = needs.entry((from.range, from.reader.chunk)).or_default();
-            takers.iter().for_each(|taker| *of_stretch.entry(*taker).or_default() += piece.len_bytes());
+        for Transfer { from, receivers, piece, .. } in transfers.iter() {
+            let range_needs = needs.entry((from.range, from.reader.chunk)).or_default();
+            receivers.iter().for_each(|receiver| *range_needs.entry(*receiver).or_default() += piece.len_bytes());
         }
         let mut readers: BTreeMap<(usize, u32, u32), Reader> = BTreeMap::new();
-        for (turn, ((range, chunk), of_ranks)) in needs.into_iter().enumerate() {
-            let of_ranks: SmallVec<[(u32, u64); 8]> = of_ranks.into_iter().collect();
-            let holders = parties.counting.holders(unit.demand.holders(chunk));
-            // A tensor that is a single stretch is not always the first rank's to read.
-            let chosen = parties.readers(unit.demand.source, holders, &of_ranks, turn + unit.number)?;
-            for ((rank, _), reader) in of_ranks.iter().zip(chosen) {
+        for (turn, ((range, chunk), rank_needs)) in needs.into_iter().enumerate() {
+            let rank_needs: SmallVec<[(u32, u64); 8]> = rank_needs.into_iter().collect();
+            let holders = topology.replica_choice.allowed_holders(unit.demand.holders(chunk));
+            // Different tensors of one source range each are read by different ranks.
+            let chosen = topology.choose_readers(unit.demand.source, holders, &rank_needs, turn + unit.number)?;
+            for ((rank, _), reader) in rank_needs.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);
             }
         }
         let mut others = Vec::new();
         for transfer in transfers.iter_mut() {
-            let reader = |taker: u32| readers[&(transfer.from.range, transfer.from.reader.chunk, taker)];
+            let reader = |receiver: u32| readers[&(transfer.from.range, transfer.from.reader.chunk, receiver)];
             let mut by_reader: SmallVec<[(Reader, Ranks); 1]> = SmallVec::new();
-            for (reader, taker) in transfer.takers.iter().map(|taker| (reader(*taker), *taker)) {
+            for (reader, receiver) in transfer.receivers.iter().map(|receiver| (reader(*receiver), *receiver)) {
                 match by_reader.iter_mut().find(|(other, _)| *other == reader) {
-                    Some((_, takers)) => takers.push(taker),
-                    None => by_reader.push((reader, std::iter::once(taker).collect())),
+                    Some((_, receivers)) => receivers.push(receiver),
+                    None => by_reader.push((reader, std::iter::once(receiver).collect())),
                 }
             }
             let mut own = by_reader.into_iter();
-            let Some((reader, takers)) = own.next() else { continue };
-            (transfer.from.reader, transfer.takers) = (reader, takers);
-            others.extend(own.map(|(reader, takers)| {
+            let Some((reader, receivers)) = own.next() else { continue };
+            (transfer.from.reader, transfer.receivers) = (reader, receivers);
+            others.extend(own.map(|(reader, receivers)| {
                 let from = SourceRange { reader, ..transfer.from };
-                Transfer { from, takers, ..transfer.clone() }
+                Transfer { from, receivers, ..transfer.clone() }
             }));
         }
         transfers.append(&mut others);
         Ok(())
     }
 
-    fn count(&mut self, ranks: usize) {
-        let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
-        let sent = self.sendings().chain(self.passings());
-        self.copies = 1 + folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
+    fn count_copies(&mut self, ranks: usize) {
+        let by_nccl =
+            self.transfers.iter().filter(|transfer| self.targets[transfer.target].nccl_reduction.is_some()).count();
+        let sent = self.first_phase_messages().chain(self.second_phase_messages());
+        self.copies = 1 + by_nccl + sent.map(|message| message.max_copies(ranks)).sum::<usize>();
     }
 
-    /// Find what is read.
-    fn find_stretches(&mut self) {
-        let mut stretches: BTreeMap<SourceRange, Range<u64>> = BTreeMap::new();
+    /// Finds the byte ranges of source chunks that have to be read.
+    fn find_source_ranges(&mut self) {
+        let mut source_ranges: BTreeMap<SourceRange, Range<u64>> = BTreeMap::new();
         for Transfer { from, piece, .. } in &self.transfers {
             let (start, end) = (piece.source, piece.source + piece.source_span());
-            let read = stretches.entry(*from).or_insert(start..end);
+            let read = source_ranges.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
         }
-        self.stretches = stretches.into_iter().collect();
+        self.source_ranges = source_ranges.into_iter().collect();
     }
 
-    /// What each of so many ranks has in memory.
+    /// Returns how much memory each of `ranks` ranks needs for this plan.
     #[must_use]
     pub fn loads(&self, ranks: usize) -> PartLoads {
-        let Self { targets, transfers, stretches, .. } = self;
+        let Self { targets, transfers, source_ranges, .. } = self;
         let mut loads = vec![Load::default(); ranks];
-        for (stretch, read) in stretches {
-            loads[stretch.reader.rank as usize].read += read.end - read.start;
+        for (source_range, read) in source_ranges {
+            loads[source_range.reader.rank as usize].read += read.end - read.start;
         }
         for target in targets {
             target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
-            if let Some((root, _)) = target.folded() {
-                nccl_reduce::weigh(root, target.part_bytes, &mut loads);
-            } else if target.wanted.reducer.is_some() {
-                target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
+            if let Some((root, _)) = target.nccl_root() {
+                nccl_reduce::add_loads(root, target.part_bytes, &mut loads);
+            } else if target.needed.reducer.is_some() {
+                target
+                    .receivers()
+                    .iter()
+                    .for_each(|rank| loads[*rank as usize].unpacked += target.partial_values_bytes());
             }
-            if let Some(passing) = target.passing() {
-                passing.weigh(&mut loads, |load| &mut load.second);
+            if let Some(message) = target.second_phase_message() {
+                message.add_load(&mut loads, |load| &mut load.second_phase);
             }
         }
-        for transfer in transfers.iter().filter(|transfer| targets[transfer.to].folding.is_none()) {
-            transfer.sending().weigh(&mut loads, |load| &mut load.first);
+        for transfer in transfers.iter().filter(|transfer| targets[transfer.target].nccl_reduction.is_none()) {
+            transfer.message().add_load(&mut loads, |load| &mut load.first_phase);
         }
         PartLoads::new(&loads)
     }
 }
 
-/// Leave folding to those targets of which each rank reads another summand, and that whole.
-fn settle_folds(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
-    const NOBODY: u32 = u32::MAX;
+/// Clears the NCCL reduction of every target that is not eligible. NCCL can reduce a target if each rank reads one partial
+/// value, all of it, and no two ranks read the same one.
+fn drop_ineligible_reductions(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
+    const NONE: u32 = u32::MAX;
     let mut readers: Vec<Vec<u32>> =
-        targets.iter().map(|target| vec![NOBODY; if target.folding.is_some() { ranks } else { 0 }]).collect();
-    for Transfer { from, to, part, .. } in transfers {
-        let (rank, Some(known)) = (from.reader.rank, readers[*to].get_mut(*part)) else { continue };
-        if *known == NOBODY || *known == rank {
-            *known = rank;
+        targets.iter().map(|target| vec![NONE; if target.nccl_reduction.is_some() { ranks } else { 0 }]).collect();
+    for Transfer { from, target, partial_index, .. } in transfers {
+        let (rank, Some(reader)) = (from.reader.rank, readers[*target].get_mut(*partial_index)) else { continue };
+        if *reader == NONE || *reader == rank {
+            *reader = rank;
         } else {
-            targets[*to].folding = None;
+            targets[*target].nccl_reduction = None;
         }
     }
     for (target, mut readers) in targets.iter_mut().zip(readers) {
         readers.sort_unstable();
         if !readers.into_iter().eq(0..u32::try_from(ranks).expect("fewer than 2^32 ranks")) {
-            target.folding = None;
+            target.nccl_reduction = None;
         }
     }
 }

@@ -1,116 +1,121 @@
-//! Transfers: strided copies from stretches that one process reads into parts of tiles that others get.
-//!
-//! Counts bytes, but for ranges of elements. Invariant: who takes a transfer is one of the takers of its target.
+//! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write. Counts
+//! bytes, except that ranges of a tensor count elements. Invariant: a receiver of a transfer is a receiver of its target.
 
 use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use super::demand::{Demand, Ranks, WantedTile};
+use super::demand::{Demand, NeededTile, Ranks};
 use super::nccl_reduce::ReductionKind;
 use super::phase::Message;
 use super::readers::Reader;
 use crate::plan::Piece;
 
-/// A tensor's elements that are moved together: ranges of them, disjoint, in row-major order of the whole tensor.
+/// The elements of a tensor that are exchanged in one round: disjoint ranges in row-major order of the whole tensor.
 #[derive(Clone)]
 pub struct Unit<'a> {
+    /// The demand for the tensor.
     pub demand: Arc<Demand<'a>>,
-    /// The index among the reservation's tensors.
+    /// The index of the tensor in the reservation.
     pub number: usize,
+    /// The ranges of elements.
     pub ranges: Vec<Range<u64>>,
 }
 
-/// Part of a target tile that some processes get.
+/// A part of a target tile that some ranks need.
 #[derive(Clone, Debug)]
 pub struct TransferTarget {
-    /// The index among the reservation's tensors.
+    /// The index of the tensor in the reservation.
     pub tensor: usize,
-    pub wanted: Arc<WantedTile>,
-    /// A range of the tile's local tensor.
+    /// The tile.
+    pub needed: Arc<NeededTile>,
+    /// The elements of the part, in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The length of one of its summands, and of what they become.
+    /// The length of the values, and of each partial value.
     pub part_bytes: u64,
-    /// The ranks that need it.
+    /// The ranks that need the part.
     pub ranks: Ranks,
-    /// The one of them that makes it of its summands and passes it on; `None` where each has it from the source.
-    pub maker: Option<u32>,
-    /// The reduction by which NCCL makes it, if that does: of summands that are not transferred.
-    pub folding: Option<ReductionKind>,
+    /// The rank that reduces the partial values and sends the result to the others; `None` if each rank gets the source
+    /// bytes itself.
+    pub reducing_rank: Option<u32>,
+    /// The NCCL reduction that computes the part, if there is one. Its partial values are not sent as messages.
+    pub nccl_reduction: Option<ReductionKind>,
 }
 
 impl Unit<'_> {
-    /// Return whether it is all of the tensor, in one range.
+    /// Returns whether the unit is the whole tensor, as one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Give another number for each range that comes along in turn, of so many ranks.
+    /// Returns a number that differs from range to range, so that `ranks` ranks take turns.
     #[must_use]
-    pub fn turn(&self, range: usize, ranks: usize) -> usize {
-        self.number + part(self.ranges[range].start, self.demand.source.numel(), ranks)
+    pub fn rotation(&self, range: usize, ranks: usize) -> usize {
+        self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
     }
 }
 
 impl TransferTarget {
-    /// The ranks that get what it is made of.
+    /// Returns the ranks that get the source bytes.
     #[must_use]
-    pub fn takers(&self) -> &[u32] {
-        self.maker.as_ref().map_or(&self.ranks, slice::from_ref)
+    pub fn receivers(&self) -> &[u32] {
+        self.reducing_rank.as_ref().map_or(&self.ranks, slice::from_ref)
     }
 
-    /// All its summands, one behind the other.
+    /// Returns the length of all partial values together.
     #[must_use]
-    pub fn summands_bytes(&self) -> u64 {
-        self.part_bytes * self.wanted.parts.len() as u64
+    pub fn partial_values_bytes(&self) -> u64 {
+        self.part_bytes * self.needed.sources.len() as u64
     }
 
-    /// The rank that gets it of NCCL, if that makes it.
+    /// Returns the root and the kind of the NCCL reduction, if there is one.
     #[must_use]
-    pub fn folded(&self) -> Option<(u32, ReductionKind)> {
-        self.folding.map(|folding| (self.takers()[0], folding))
+    pub fn nccl_root(&self) -> Option<(u32, ReductionKind)> {
+        self.nccl_reduction.map(|kind| (self.receivers()[0], kind))
     }
 
-    /// The sending by which its maker passes it on.
+    /// Returns the message of the second phase, which sends the reduced values to the other ranks.
     #[must_use]
-    pub fn passing(&self) -> Option<Message<'_>> {
-        self.maker.map(|from| Message { from, takers: &self.ranks, len: self.part_bytes })
+    pub fn second_phase_message(&self) -> Option<Message<'_>> {
+        self.reducing_rank.map(|from| Message { sender: from, receivers: &self.ranks, len: self.part_bytes })
     }
 }
 
-/// A stretch of a source chunk that a process reads.
+/// A range of a source chunk that a process reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceRange {
+    /// The rank that reads it, and the chunk.
     pub reader: Reader,
-    /// The index of the unit's range that it is of: those of one chunk need not touch.
+    /// The index of the unit's range. The ranges of one chunk need not be adjacent.
     pub range: usize,
 }
 
-/// A strided copy of a stretch's bytes into a target's.
+/// A strided copy of bytes of a source range to a target.
 #[derive(Clone, Debug)]
 pub struct Transfer {
+    /// The source range.
     pub from: SourceRange,
-    /// The ranks that get it, of those that get what the target is made of.
-    pub takers: Ranks,
-    /// The index of the target.
-    pub to: usize,
-    /// The index of the summand.
-    pub part: usize,
-    /// The copy from the chunk's element 0 to the start of the summand.
+    /// The ranks that get the bytes: some or all receivers of the target.
+    pub receivers: Ranks,
+    /// The index of the target in the plan.
+    pub target: usize,
+    /// The index of the partial value.
+    pub partial_index: usize,
+    /// The copy, from offsets in the chunk to offsets in the partial value.
     pub piece: Piece,
 }
 
 impl Transfer {
-    /// The sending of its reader.
+    /// Returns the message that the reader sends.
     #[must_use]
-    pub fn sending(&self) -> Message<'_> {
-        Message { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
+    pub fn message(&self) -> Message<'_> {
+        Message { sender: self.from.reader.rank, receivers: &self.receivers, len: self.piece.len_bytes() }
     }
 }
 
-/// The index of the one, of so many equal parts of all elements, that an element is in.
-fn part(element: u64, numel: u64, parts: usize) -> usize {
+/// Returns the section that an element is in, if all elements are split into `parts` equal sections.
+fn section_index(element: u64, numel: u64, parts: usize) -> usize {
     let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
     usize::try_from(part).expect("fewer than there are parts")
 }

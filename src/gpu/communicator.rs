@@ -149,7 +149,7 @@ impl Nccl {
         let nccl::Place { rank, ranks } = self.place;
         let mut all = vec![0; each * ranks];
         all[rank * each..][..own.len()].copy_from_slice(own);
-        memory.at_least(all.len(), "words")?;
+        memory.grow_to(all.len(), "words")?;
         let ranges: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
         // SAFETY: the bytes of the host and of the device stay until the stream is waited for, or for ever.
         let queued = unsafe { self.stream.copy_in(&all, memory) }

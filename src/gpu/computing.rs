@@ -1,7 +1,6 @@
-//! Computing of a round: its summands become values, and what it gives is cast.
-//!
-//! Both have their jobs in the round's table, and what they have to tell comes back with that. Counts bytes, and elements
-//! where a name says so.
+//! Arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job table of
+//! the round, and their results (errors and counts of lost values) are copied back with the table. Counts bytes, and
+//! elements where a name says so.
 
 use std::ops::Range;
 
@@ -9,91 +8,92 @@ use super::arithmetic::{Arithmetic, CastJob, CastJobs, ReductionJob, ReductionJo
 use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
-use crate::exchange::{Arriving, Making, Moves};
+use crate::exchange::{ArrivingTile, Moves, ValueSource};
 use crate::exec::cast::LossCounts;
 
-/// What is computed of a round.
+/// The reductions and casts of a round.
 #[derive(Debug)]
-pub struct Computing {
+pub struct ComputeJobs {
     reductions: ReductionJobs,
-    conversions: CastJobs,
+    casts: CastJobs,
 }
 
-impl Computing {
-    /// Of values and summands in what is unpacked, and of values that are cast from there to where they are given from.
-    /// Its records go behind what the table has.
+impl ComputeJobs {
+    /// Lists the reductions within the unpacked buffer, and the casts from there to the output. Appends their jobs to the
+    /// table.
     pub fn new(
         arithmetic: &Arithmetic,
         moves: &Moves,
         unpacked: &DeviceBytes,
-        given: &DeviceBytes,
+        output: &DeviceBytes,
         table: &mut Vec<u8>,
     ) -> Self {
-        let sums: Vec<_> = moves.arriving.iter().filter_map(reduction).collect();
-        let casts: Vec<_> = conversions(moves).collect();
-        let reductions = arithmetic.reductions(&sums, unpacked, unpacked, table);
-        let conversions = arithmetic.conversions(&casts, unpacked, given, table);
-        Self { reductions, conversions }
+        let sums: Vec<_> = moves.arriving_tiles.iter().filter_map(reduction_job).collect();
+        let casts: Vec<_> = cast_jobs(moves).collect();
+        let reductions = arithmetic.reduction_jobs(&sums, unpacked, unpacked, table);
+        let conversions = arithmetic.cast_jobs(&casts, unpacked, output, table);
+        Self { reductions, casts: conversions }
     }
 
-    /// Make values of summands.
+    /// Queues the reductions.
     ///
     /// # Safety
-    /// As [`Reductions::run`].
+    /// The conditions of [`ReductionJobs::run`] hold.
     pub unsafe fn reduce(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.reductions.run(stream, table) }
     }
 
-    /// Cast values.
+    /// Queues the casts.
     ///
     /// # Safety
-    /// As [`Conversions::run`].
+    /// The conditions of [`CastJobs::run`] hold.
     pub unsafe fn cast(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
-        // SAFETY: promised by the caller.
-        unsafe { self.conversions.run(stream, table) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.casts.run(stream, table) }
     }
 
-    /// Bring what the device has to tell to the host's copy of the table.
+    /// Queues the copy of the results to the host's copy of the table.
     ///
     /// # Safety
-    /// As [`Stream::copy_out`].
+    /// The conditions of [`Stream::copy_out`] hold.
     pub unsafe fn fetch(&self, stream: &Stream, table: &DeviceBytes, host: &mut [u8]) -> Result<()> {
-        // SAFETY: promised by the caller.
-        let mut fetch = |told: Range<usize>| unsafe { stream.copy_out_of(table, told.start, &mut host[told]) };
-        fetch(self.reductions.outcomes())?;
-        fetch(self.conversions.lost())
+        // SAFETY: guaranteed by the caller.
+        let mut fetch = |range: Range<usize>| unsafe { stream.copy_out_from(table, range.start, &mut host[range]) };
+        fetch(self.reductions.outcomes_range())?;
+        fetch(self.casts.losses_range())
     }
 
-    /// What casts met, by portion, as the host's copy of the table tells.
+    /// Returns the values that casts lost, for each portion, from the host's copy of the table.
     ///
     /// # Errors
-    /// `Unsupported` where summands have no value.
-    pub fn told(&self, moves: &Moves, host: &[u8]) -> Result<Vec<LossCounts>> {
-        self.reductions.outcome(&host[self.reductions.outcomes()]).map_err(|(job, fault)| {
-            let tile = moves.arriving.iter().filter(|tile| reduction(tile).is_some()).nth(job);
-            fault.for_tensor(&tile.expect("one for each job").wanted.fqn)
+    /// Returns `Unsupported` if a dtype cannot hold a reduced value.
+    pub fn cast_losses(&self, moves: &Moves, host: &[u8]) -> Result<Vec<LossCounts>> {
+        self.reductions.check_outcomes(&host[self.reductions.outcomes_range()]).map_err(|(job, error)| {
+            let tile = moves.arriving_tiles.iter().filter(|tile| reduction_job(tile).is_some()).nth(job);
+            error.for_tensor(&tile.expect("one tile for each job").needed.fqn)
         })?;
-        Ok(CastJobs::counts(&host[self.conversions.lost()]).collect())
+        Ok(CastJobs::read_losses(&host[self.casts.losses_range()]).collect())
     }
 }
 
-fn reduction(tile: &Arriving) -> Option<ReductionJob> {
-    let Making::Reduced { summands, reducer, .. } = &tile.making else { return None };
+fn reduction_job(tile: &ArrivingTile) -> Option<ReductionJob> {
+    let ValueSource::Reduced { partial_range, reducer, .. } = &tile.value_source else { return None };
     Some(ReductionJob {
         reducer: *reducer,
-        parts: u32::try_from(tile.wanted.parts.len()).expect("fewer than 2^32 summands"),
+        partial_count: u32::try_from(tile.needed.sources.len()).expect("fewer than 2^32 partial values"),
         numel: tile.elements.end - tile.elements.start,
-        summands: summands.start,
-        target: tile.place.start,
+        partial_values: partial_range.start,
+        target: tile.value_range.start,
     })
 }
 
-/// One a portion, one tile behind the other.
-fn conversions(moves: &Moves) -> impl Iterator<Item = CastJob> {
-    let laid = moves.casts.iter().flat_map(|casts| moves.arriving.iter().zip(&casts.tiles));
-    laid.flat_map(|(tile, laid)| {
-        let portions = laid.cast.iter().flat_map(|(cast, portions)| portions.iter().map(|portion| (*cast, portion)));
+/// Returns one cast for each portion of each tile.
+fn cast_jobs(moves: &Moves) -> impl Iterator<Item = CastJob> {
+    let cast_tile = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
+    cast_tile.flat_map(|(tile, cast_tile)| {
+        let portions =
+            cast_tile.cast.iter().flat_map(|(cast, portions)| portions.iter().map(|portion| (*cast, portion)));
         portions.map(|(cast, portion)| {
             let (first, end) = (portion.elements.start, portion.elements.end);
             let at = |itemsize: u64| usize::try_from(first * itemsize).expect("a round fits memory");
@@ -101,8 +101,8 @@ fn conversions(moves: &Moves) -> impl Iterator<Item = CastJob> {
                 cast,
                 numel: end - first,
                 counted: portion.counted.start.saturating_sub(first)..portion.counted.end.saturating_sub(first),
-                source: tile.place.start + at(cast.from().itemsize()),
-                target: laid.place.start + at(cast.to().itemsize()),
+                source: tile.value_range.start + at(cast.from().itemsize()),
+                target: cast_tile.range.start + at(cast.to().itemsize()),
             }
         })
     })

@@ -1,7 +1,6 @@
-//! The device of this process: which one it is, and its context.
-//!
-//! Launchers show each task its own device, or show all tasks of a node all devices. In the first case there is one, and
-//! in the second local ranks take turns.
+//! The device of this process: its choice, and its CUDA context. Some launchers make one device visible to each task; others
+//! make all devices of the node visible to all tasks. In the first case there is one device to use, and in the second the
+//! devices are assigned by local rank, as with `LOCAL_RANK` of torchrun.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -9,11 +8,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::CPU;
+use super::CPU_HINT;
 use crate::error::{DeviceError, Error, Result};
 use crate::quantity::human_bytes;
 
-/// A device that is in use, by its primary context.
+/// A CUDA device, with its primary context.
 pub struct Device {
     context: Arc<CudaContext>,
     name: String,
@@ -21,75 +20,77 @@ pub struct Device {
 }
 
 impl Device {
-    /// The device for a local rank.
+    /// Opens the device of a local rank.
     ///
     /// # Errors
-    /// `Usage` where there is no driver or no device; `Device` where it cannot be used.
+    /// Returns `Usage` if there is no driver or no device, and `Device` if the device cannot be used.
     pub fn open(local_rank: Option<u32>) -> Result<Arc<Self>> {
-        let ordinal = ordinal(Self::visible()?, local_rank).ok_or_else(|| none("no CUDA device is visible".into()))?;
+        let ordinal =
+            ordinal(Self::count_visible()?, local_rank).ok_or_else(|| no_device("no CUDA device is visible".into()))?;
         Self::with_ordinal(ordinal)
     }
 
-    /// Whether there is a driver, which is not asked anything.
+    /// Checks that the driver library exists, without calling it.
     ///
     /// # Errors
-    /// `Usage` where there is none.
-    pub(super) fn has_driver() -> Result<()> {
-        // SAFETY: what the system has under the name of the driver is the driver.
+    /// Returns `Usage` if there is no driver.
+    pub(super) fn check_driver() -> Result<()> {
+        // SAFETY: the library that the system has under the name of the driver is the driver.
         if unsafe { sys::is_culib_present() } {
             return Ok(());
         }
-        let what = "no CUDA driver here: there is neither libcuda.so nor libcuda.so.1";
-        Err(Error::usage(what, format!("run where a GPU is, or {CPU}")))
+        let what = "no CUDA driver: neither libcuda.so nor libcuda.so.1 can be loaded";
+        Err(Error::usage(what, format!("run on a machine with a GPU, or {CPU_HINT}")))
     }
 
-    /// How many devices there are for this process. Takes none of them.
+    /// Returns the number of devices that are visible to this process. Does not open any of them.
     ///
     /// # Errors
-    /// `Usage` where there is no driver or no device.
-    pub fn visible() -> Result<u32> {
-        Self::has_driver()?;
+    /// Returns `Usage` if there is no driver or no device.
+    pub fn count_visible() -> Result<u32> {
+        Self::check_driver()?;
         let visible = CudaContext::device_count()
-            .map_err(|error| none(format!("the CUDA driver finds no device: {}", text(error))))?;
+            .map_err(|error| no_device(format!("the CUDA driver found no device: {}", error_text(error))))?;
         Ok(u32::try_from(visible).unwrap_or(0))
     }
 
-    /// The device with this number among those that are visible.
+    /// Opens the device with this number among the visible devices.
     ///
     /// # Errors
-    /// `Device` where it cannot be used.
+    /// Returns `Device` if the device cannot be used.
     pub fn with_ordinal(ordinal: u32) -> Result<Arc<Self>> {
-        let context = CudaContext::new(ordinal as usize).map_err(failed("take the device"))?;
-        let name = context.name().map_err(failed("name the device"))?;
-        let uuid = context.uuid().map_err(failed("name the device"))?.bytes.map(c_char::cast_unsigned);
+        let context = CudaContext::new(ordinal as usize).map_err(failed("open the device"))?;
+        let name = context.name().map_err(failed("get the name of the device"))?;
+        let uuid = context.uuid().map_err(failed("get the UUID of the device"))?.bytes.map(c_char::cast_unsigned);
         Ok(Arc::new(Self { context, name, uuid }))
     }
 
+    /// Returns the product name of the device.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Tells it from all others there are.
+    /// Returns the UUID of the device, which no other device has.
     #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
     }
 
-    /// Whether so many bytes of its memory are free.
+    /// Checks that this many bytes of device memory are free.
     ///
     /// # Errors
-    /// `Device` where they are not.
-    pub(super) fn check_room(&self, needed: u64) -> Result<()> {
+    /// Returns `Device` if they are not.
+    pub(super) fn check_free_memory(&self, needed: u64) -> Result<()> {
         self.bind()?;
-        let (free, _) = result::mem_get_info().map_err(failed("look at its memory"))?;
+        let (free, _) = result::mem_get_info().map_err(failed("query free memory"))?;
         if free as u64 >= needed {
             return Ok(());
         }
         let (needed, free) = (human_bytes(needed), human_bytes(free as u64));
         Err(Error::Device(DeviceError {
-            op: "look at its memory",
-            detail: format!("rounds and NCCL may take {needed}, {free} are free"),
+            op: "check free memory",
+            detail: format!("rounds and NCCL may need {needed}, but only {free} are free"),
             hint: None,
         }))
     }
@@ -98,9 +99,9 @@ impl Device {
         &self.context
     }
 
-    /// Let what this thread asks of CUDA be about this device.
+    /// Makes this device the current device of this thread.
     pub(super) fn bind(&self) -> Result<()> {
-        self.context.bind_to_thread().map_err(failed("take the device"))
+        self.context.bind_to_thread().map_err(failed("select the device"))
     }
 }
 
@@ -110,24 +111,24 @@ impl fmt::Debug for Device {
     }
 }
 
-fn none(why: String) -> Error {
-    Error::usage(why, format!("look at CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU}"))
+fn no_device(why: String) -> Error {
+    Error::usage(why, format!("check CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU_HINT}"))
 }
 
-/// The only one, or that of the local rank where there are many.
+/// Returns the device of a local rank: local ranks take the visible devices in turn.
 fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
     local_rank.unwrap_or(0).checked_rem(visible)
 }
 
-/// What the driver says of a step that it refuses.
+/// Returns a function that converts an error of the driver in this operation.
 pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> Error {
-    move |error| DeviceError { op, detail: text(error), hint: None }.into()
+    move |error| DeviceError { op, detail: error_text(error), hint: None }.into()
 }
 
-/// `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`
-pub(super) fn text(error: DriverError) -> String {
-    let words = error.error_string().map(CStr::to_string_lossy).unwrap_or_default();
-    format!("{words} ({:?})", error.0)
+/// Returns the text and the name of an error, as in `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`.
+pub(super) fn error_text(error: DriverError) -> String {
+    let text = error.error_string().map(CStr::to_string_lossy).unwrap_or_default();
+    format!("{text} ({:?})", error.0)
 }
 
 #[cfg(test)]
@@ -135,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_device_is_everybodys_and_of_many_each_rank_has_its_own() {
+    fn local_ranks_share_one_device_or_get_their_own() {
         assert_eq!([None, Some(0), Some(5)].map(|rank| ordinal(1, rank)), [Some(0); 3]);
         assert_eq!([None, Some(0), Some(3), Some(4)].map(|rank| ordinal(4, rank)), [0, 0, 3, 0].map(Some));
         assert_eq!(ordinal(0, Some(0)), None);

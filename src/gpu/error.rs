@@ -1,4 +1,4 @@
-//! Errors of GPUs.
+//! The error type of GPUs.
 
 /// A GPU, or a library for it, refuses an operation.
 #[derive(Debug, thiserror::Error)]
@@ -9,6 +9,6 @@ pub struct DeviceError {
     pub op: &'static str,
     /// The reason, in the words of the driver or library where it gives one.
     pub detail: String,
-    /// What the reader can do next.
+    /// The next step for the user.
     pub hint: Option<String>,
 }

@@ -1,7 +1,6 @@
-//! Memory that devices reach: theirs, and pages of the host that stay where they are.
-//!
-//! Both are slow to be had, so they are made somewhat larger than asked and used again: pinned memory by
-//! [`Rooms`](crate::exchange::Rooms), a device's by [`DeviceBytes::at_least`]. Counts bytes.
+//! Memory that a GPU can access: device memory, and pinned host memory (as with `pin_memory` in PyTorch). Both are slow to
+//! allocate, so allocations are rounded up and reused: pinned memory by a [`BufferPool`], device memory by
+//! [`DeviceBytes::grow_to`]. Counts bytes.
 
 use std::ptr::NonNull;
 use std::slice;
@@ -10,15 +9,15 @@ use std::sync::Arc;
 use cudarc::driver::{DriverError, result, sys};
 use nccl::DeviceBuffer;
 
-use super::device::{Device, failed, text};
+use super::device::{Device, error_text, failed};
 use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
-/// Allocations are multiples of this, or powers of two below.
-const LARGE: usize = 4 << 20;
+/// Longer allocations are multiples of this; shorter ones are powers of two.
+const LARGE_ALLOCATION: usize = 4 << 20;
 
-/// Pinned host memory: a device copies out of it and into it by itself, while the program goes on.
+/// Pinned host memory, which a device reads and writes while the CPU continues.
 #[derive(Debug)]
 pub struct Pinned {
     device: Arc<Device>,
@@ -28,31 +27,31 @@ pub struct Pinned {
 
 // SAFETY: it owns its bytes, and the driver takes calls from all threads.
 unsafe impl Send for Pinned {}
-// SAFETY: as above; shared, it can only be read.
+// SAFETY: as above; a shared reference only allows reads.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
     fn new(device: Arc<Device>, len: usize) -> Result<Self> {
         device.bind()?;
-        // Without flags: the CPU reads what arrives, which write-combined memory makes very slow.
+        // Without flags: the CPU reads this memory, and reads of write-combined memory are very slow.
         // SAFETY: a context is current.
-        let start =
-            unsafe { result::malloc_host(len, 0) }.map_err(|error| short_of("pinned memory", len, error, ""))?;
+        let start = unsafe { result::malloc_host(len, 0) }
+            .map_err(|error| allocation_error("pinned memory", len, error, ""))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError {
             op: "allocate pinned memory",
-            detail: "the driver gave nothing".into(),
+            detail: "the driver returned a null pointer".into(),
             hint: None,
         })?;
-        // SAFETY: it has so many bytes, which nobody else has. Rust may read only what was written.
+        // SAFETY: the allocation has `len` bytes and one owner. Rust may only read initialised bytes, so they are set to 0.
         unsafe { start.write_bytes(0, len) };
         Ok(Self { device, start, len })
     }
 
-    /// Where such memory is had.
+    /// Returns a pool of pinned memory.
     #[must_use]
-    pub fn rooms(device: &Arc<Device>) -> Arc<BufferPool<Self>> {
+    pub fn pool(device: &Arc<Device>) -> Arc<BufferPool<Self>> {
         let device = Arc::clone(device);
-        BufferPool::new(move |len| Self::new(Arc::clone(&device), rounded(len)))
+        BufferPool::new(move |len| Self::new(Arc::clone(&device), allocation_len(len)))
     }
 }
 
@@ -60,14 +59,14 @@ impl HostMemory for Pinned {}
 
 impl AsRef<[u8]> for Pinned {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: it owns so many bytes, all written; a device writes them only while its room is lent to a stream.
+        // SAFETY: it owns `len` initialised bytes; a device writes them only while the buffer is lent to a stream.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl AsMut<[u8]> for Pinned {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and it is borrowed alone.
+        // SAFETY: as above, and the borrow is exclusive.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
@@ -75,13 +74,13 @@ impl AsMut<[u8]> for Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: it was allocated so, and nobody has it any more.
+            // SAFETY: `malloc_host` allocated it, and nothing else refers to it.
             let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
         }
     }
 }
 
-/// Memory of a device.
+/// Memory of a device, with one owner.
 #[derive(Debug)]
 pub struct DeviceBytes {
     device: Arc<Device>,
@@ -90,43 +89,46 @@ pub struct DeviceBytes {
 }
 
 impl DeviceBytes {
-    /// So many bytes, with anything in them; `what` is in the error.
+    /// Allocates `len` bytes with arbitrary content. `what` names the purpose in the error.
     ///
     /// # Errors
-    /// `Device` where there are not so many left.
+    /// Returns `Device` if there is not enough free memory.
     pub fn new(device: &Arc<Device>, len: usize, what: &str) -> Result<Self> {
         device.bind()?;
         let address = match len {
             0 => 0,
-            // SAFETY: a context is current; what the memory has in it is no Rust value.
-            _ => unsafe { result::malloc_sync(len) }.map_err(|error| short_of(what, len, error, &left()))?,
+            // SAFETY: a context is current; the memory holds no Rust values.
+            _ => unsafe { result::malloc_sync(len) }
+                .map_err(|error| allocation_error(what, len, error, &free_memory_note()))?,
         };
         Ok(Self { device: Arc::clone(device), address, len })
     }
 
-    /// The same, or longer memory in its place. What was in it may be lost.
+    /// Replaces the memory by a longer allocation if it is shorter than `len`. The content is lost then.
     ///
     /// # Errors
-    /// As [`DeviceBytes::new`]. Then it is as it was.
-    pub fn at_least(&mut self, len: usize, what: &str) -> Result<()> {
+    /// Returns the errors of [`DeviceBytes::new`]. The memory is unchanged then.
+    pub fn grow_to(&mut self, len: usize, what: &str) -> Result<()> {
         if self.len < len {
-            *self = Self::new(&self.device, rounded(len), what)?;
+            *self = Self::new(&self.device, allocation_len(len), what)?;
         }
         Ok(())
     }
 
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Returns whether the length is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-// SAFETY: the driver gave so many bytes at this address, and they are freed after all work of the device is done.
+// SAFETY: the driver allocated `len` bytes at this address, and `drop` frees them after all work of the device is done.
 unsafe impl DeviceBuffer for DeviceBytes {
     fn address(&self) -> u64 {
         self.address
@@ -141,32 +143,32 @@ impl Drop for DeviceBytes {
     fn drop(&mut self) {
         if self.len > 0 && self.device.bind().is_ok() {
             let _ = self.device.context().synchronize();
-            // SAFETY: it was allocated so, nobody has it any more, and no stream uses it.
+            // SAFETY: `malloc_sync` allocated it, nothing else refers to it, and no stream uses it.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
 
-/// At least a byte, as there is no memory of none.
-fn rounded(len: usize) -> usize {
-    if len < LARGE { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE) }
+/// Returns the length to allocate for `len` bytes. It is at least 1: the driver refuses empty allocations.
+fn allocation_len(len: usize) -> usize {
+    if len < LARGE_ALLOCATION { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE_ALLOCATION) }
 }
 
-/// What is left of the memory of the device whose context is current.
-fn left() -> String {
-    let told = |(free, _)| format!("; the device has {} left", human_bytes(free as u64));
-    result::mem_get_info().map_or(String::new(), told)
+/// Returns a note about the free memory of the current device.
+fn free_memory_note() -> String {
+    let note = |(free, _)| format!("; the device has {} free", human_bytes(free as u64));
+    result::mem_get_info().map_or(String::new(), note)
 }
 
-fn short_of(what: &str, len: usize, error: DriverError, left: &str) -> Error {
+fn allocation_error(what: &str, len: usize, error: DriverError, left: &str) -> Error {
     if error.0 != sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return failed("allocate memory")(error);
     }
     Error::Device(DeviceError {
         op: "allocate memory",
-        detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),
+        detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), error_text(error)),
         hint: Some(
-            "a smaller options::bucket_size takes less memory, of devices and of hosts; options::backend cpu takes none of devices"
+            "reduce options::bucket_size, which uses less device and host memory, or use options::backend cpu, which uses no device memory"
                 .into(),
         ),
     })
@@ -177,8 +179,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn allocations_have_few_sizes() {
-        assert_eq!([0, 1, 3, 4097].map(rounded), [1, 1, 4, 8192]);
-        assert_eq!([LARGE - 1, LARGE, LARGE + 1].map(rounded), [LARGE, LARGE, 2 * LARGE]);
+    fn allocation_lengths_are_rounded_up() {
+        assert_eq!([0, 1, 3, 4097].map(allocation_len), [1, 1, 4, 8192]);
+        assert_eq!(
+            [LARGE_ALLOCATION - 1, LARGE_ALLOCATION, LARGE_ALLOCATION + 1].map(allocation_len),
+            [LARGE_ALLOCATION, LARGE_ALLOCATION, 2 * LARGE_ALLOCATION]
+        );
     }
 }

@@ -1,20 +1,21 @@
-//! GPUs: rounds of an [exchange](crate::exchange) through the memory of devices, and NCCL between them.
+//! GPUs: rounds of an [exchange](crate::exchange) in GPU memory, with NCCL between the GPUs. Counts bytes. Invariant: a GPU
+//! gives the same bits as the host, for copies and for [arithmetic](Arithmetic). All `unsafe` code that uses CUDA is in
+//! this module and in `nccl-rs`.
 //!
 //! ```text
-//!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned room
-//!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
+//!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned output
+//!     |-------- stream `upload` ----------| |-- stream `wire` -| |---------- stream `download` -------------|
 //! ```
 //!
-//! What is unpacked is computed with there (`computing.rs`): summands become values, and values are cast. What others need
-//! of that goes across once more. Without kernels summands come down, and the host does both.
+//! The GPU also computes on the unpacked bytes (`computing.rs`): it reduces partial values and casts values. Reduced values
+//! that other ranks need are sent in a second phase. Without kernels, partial values are copied to the host, which reduces
+//! and casts.
 //!
-//! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
-//! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would, and the host computes.
-//!
-//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](Arithmetic) are
-//! computed with, it is bit for bit as the host does. All that is `unsafe` of CUDA is in this module and in `nccl-rs`.
+//! No CUDA library is linked: [`open`] loads the driver, NVRTC and NCCL at run time. A machine without them has no overhead,
+//! and the error names the missing library. Without NVRTC, the driver makes the copies that a kernel would make, and the
+//! host computes.
 
-#![allow(unsafe_code, reason = "calls of the CUDA driver: each block says why it may")]
+#![allow(unsafe_code, reason = "calls of the CUDA driver; each block states why it is sound")]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
 mod arithmetic;
@@ -52,11 +53,13 @@ pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 
-/// What a process has of GPUs.
+/// The GPU of this process, with its kernels and NCCL.
 #[derive(Debug)]
 pub struct Gpu {
+    /// The device.
     pub device: Arc<Device>,
     nccl: Result<nccl::Library, String>,
+    /// The means of strided copies.
     pub packer: Packer,
     kernels: Kernels,
     arithmetic: OnceLock<Result<Arithmetic, String>>,
@@ -68,71 +71,73 @@ impl Gpu {
         Self { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() }
     }
 
-    /// What moves bytes between devices, or why nothing does.
+    /// Returns the NCCL library.
     ///
     /// # Errors
-    /// Why there is no NCCL: none where it was opened by [`open`].
+    /// Returns the reason why NCCL is not available, which cannot happen if the GPU was opened by [`open`].
     pub fn nccl(&self) -> Result<&nccl::Library, &str> {
         self.nccl.as_ref().map_err(String::as_str)
     }
 
-    /// The same, if its device has room for rounds of this `--bucket-size`, and for NCCL.
+    /// Returns the GPU if it has enough free memory for NCCL and for rounds of this `options::bucket_size`.
     ///
     /// # Errors
-    /// `Device` where it has not.
-    pub fn with_room(self, bucket_bytes: u64) -> Result<Self> {
-        self.device.check_room(shuffle::device_bytes(bucket_bytes).saturating_add(NCCL_BYTES))?;
+    /// Returns `Device` if it has not enough free memory.
+    pub fn with_memory_for(self, bucket_bytes: u64) -> Result<Self> {
+        self.device.check_free_memory(shuffle::device_bytes(bucket_bytes).saturating_add(NCCL_BYTES))?;
         Ok(self)
     }
 
-    /// What computes on the device, or why nothing does. It is compiled when it is asked for first.
+    /// Returns the kernels that reduce and cast. The first call compiles them.
     ///
     /// # Errors
-    /// Why there are no kernels.
+    /// Returns the reason why there are no kernels.
     pub fn arithmetic(&self) -> Result<&Arithmetic, &str> {
         self.arithmetic.get_or_init(|| Arithmetic::open(&self.device, &self.kernels)).as_ref().map_err(String::as_str)
     }
 }
 
-/// Open driver, device, NCCL and kernels. `local_rank` is which of the processes of its node this one is.
+/// Opens the driver, a device, NCCL and the kernels. `local_rank` is the number of this process on its node.
 ///
 /// # Errors
-/// `Usage` where there is no driver, no device or no NCCL, with what was looked for; `Device` from the driver.
+/// Returns `Usage` if there is no driver, no device or no NCCL, with the names that were tried, and `Device` for errors of
+/// the driver.
 pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
     let device = Device::open(local_rank)?;
-    Ok(Gpu::new(device, Ok(wanted_nccl(settings)?), settings))
+    Ok(Gpu::new(device, Ok(require_nccl(settings)?), settings))
 }
 
-/// Whether what [`open`] opens is installed here. No device is touched.
+/// Checks that the libraries that [`open`] needs are installed. Does not access any device.
 ///
 /// # Errors
-/// `Usage` where there is no driver or no NCCL, as [`open`] says it.
-pub fn look(settings: &Settings) -> Result<()> {
-    Device::has_driver()?;
-    wanted_nccl(settings).map(drop)
+/// Returns the `Usage` errors of [`open`] if there is no driver or no NCCL.
+pub fn check_installed(settings: &Settings) -> Result<()> {
+    Device::check_driver()?;
+    require_nccl(settings).map(drop)
 }
 
-fn wanted_nccl(settings: &Settings) -> Result<nccl::Library> {
+fn require_nccl(settings: &Settings) -> Result<nccl::Library> {
     load_nccl(settings).map_err(|why| {
-        let hint = format!("install NCCL, name its file ({}=/path/to/libnccl.so.2), or {CPU}", settings::NCCL_LIB);
+        let hint = format!("install NCCL, set {}=/path/to/libnccl.so.2, or {CPU_HINT}", settings::NCCL_LIB);
         Error::usage(why, hint)
     })
 }
 
-/// The same for one process that need not meet others: NCCL may lack.
+/// Opens the driver, a device and the kernels for a single process, which does not need NCCL.
 ///
 /// # Errors
-/// As [`open`].
+/// Returns the errors of [`open`], except for missing NCCL.
 pub fn open_alone(settings: &Settings) -> Result<Gpu> {
     Ok(Gpu::new(Device::open(None)?, load_nccl(settings), settings))
 }
 
 fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
-    // SAFETY: what the system calls NCCL, or whoever set the variable, is NCCL.
+    // SAFETY: the library that the system or the environment variable names as NCCL is NCCL.
     unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| error.to_string())
 }
 
-/// What NCCL may take of a device once it has met: some hundreds of MB, by the number of channels and peers.
+/// The device memory that NCCL may need for a communicator: some hundreds of MB, depending on the number of channels and
+/// peers.
 const NCCL_BYTES: u64 = 256 << 20;
 
-const CPU: &str = "use options::backend cpu";
+const CPU_HINT: &str = "use options::backend cpu";

@@ -1,8 +1,6 @@
-//! Folding: NCCL reduces, each rank having one summand.
-//!
-//! Folds of a round are one group of `ncclReduce`, each with a root of its own, which all ranks queue alike: as
-//! `ProcessGroupNCCL.cpp` of PyTorch does for a `reduce_scatter` of uneven lengths. What an average is, and in which order
-//! and precision is added, is NCCL's.
+//! NCCL reductions of a round: one group of `ncclReduce` calls, each with its own root. All ranks queue the same group, as
+//! `ProcessGroupNCCL.cpp` of PyTorch does for a `reduce_scatter` of uneven lengths. NCCL defines the average, the order of
+//! additions and their precision. Counts bytes.
 
 use std::ops::Range;
 
@@ -21,39 +19,43 @@ use crate::layout::ReduceOp;
 const OP: &str = "reduce";
 
 impl Nccl {
-    /// Queue the folds of a round on a stream.
-    pub(super) fn queue_folds(
+    /// Queues the NCCL reductions of a round on a stream.
+    pub(super) fn queue_reductions(
         &self,
         stream: &Stream,
-        folds: &[NcclReduction],
+        reductions: &[NcclReduction],
         outgoing: &DeviceBytes,
         unpacked: &mut DeviceBytes,
     ) -> Result<()> {
-        if folds.is_empty() {
+        if reductions.is_empty() {
             return Ok(());
         }
-        let summands: Vec<Range<usize>> = folds.iter().map(|fold| fold.summand.clone()).collect();
-        let values: Vec<Range<usize>> = folds.iter().map(|fold| fold.value.clone().unwrap_or_default()).collect();
-        let summands = lent(OP, DeviceView::of(outgoing), DeviceView::split_at, &summands)?;
+        let partial_values: Vec<Range<usize>> =
+            reductions.iter().map(|reduction| reduction.partial_range.clone()).collect();
+        let values: Vec<Range<usize>> =
+            reductions.iter().map(|reduction| reduction.value_range.clone().unwrap_or_default()).collect();
+        let partial_values = lent(OP, DeviceView::of(outgoing), DeviceView::split_at, &partial_values)?;
         let values = lent(OP, DeviceViewMut::of(unpacked), DeviceViewMut::split_at, &values)?;
-        let known = folds.iter().map(|fold| known(fold.folding)).collect::<Result<Vec<_>>>()?;
+        let types = reductions.iter().map(|reduction| nccl_types(reduction.kind)).collect::<Result<Vec<_>>>()?;
         self.queue(OP, stream, |group| {
-            for (((fold, (dtype, op)), summand), value) in folds.iter().zip(known).zip(summands).zip(values) {
-                if let Some(summand) = summand {
-                    group.reduce(summand, value, dtype, (op, fold.root as usize))?;
+            for (((reduction, (dtype, op)), partial_value), value) in
+                reductions.iter().zip(types).zip(partial_values).zip(values)
+            {
+                if let Some(partial_value) = partial_value {
+                    group.reduce(partial_value, value, dtype, (op, reduction.root as usize))?;
                 }
             }
             Ok(())
         })?;
-        for fold in folds {
-            self.counter().fold(fold.root, fold.summand.len() as u64, (self.rank(), self.size()));
+        for reduction in reductions {
+            self.counter().fold(reduction.root, reduction.partial_range.len() as u64, (self.rank(), self.size()));
         }
         Ok(())
     }
 }
 
-/// As NCCL has it.
-fn known(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
+/// Returns NCCL's dtype and operation.
+fn nccl_types(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
     let element = match dtype {
         Dtype::F16 => Some(DataType::Float16),
         Dtype::Bf16 => Some(DataType::Bfloat16),
@@ -70,6 +72,6 @@ fn known(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => None,
     };
     element.zip(reduction).ok_or_else(|| {
-        Error::Device(DeviceError { op: OP, detail: format!("NCCL has no {op} of {dtype}"), hint: None })
+        Error::Device(DeviceError { op: OP, detail: format!("NCCL cannot reduce {dtype} by {op}"), hint: None })
     })
 }

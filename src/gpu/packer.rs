@@ -1,8 +1,6 @@
-//! Packer: does many strided copies within a device's memory.
-//!
-//! A kernel does all of a list in one launch, and as fast as memory is where runs are short. NVRTC compiles it for the
-//! device at hand; where there is no NVRTC, or its PTX is too new for the driver, the driver's own copies do the same, a
-//! call a copy.
+//! Packer: makes many strided copies within device memory. A kernel makes all copies of a list in one launch, at the speed
+//! of the memory even if runs are short. NVRTC compiles it at run time. If there is no NVRTC, or its PTX is too new for the
+//! driver, the packer calls the driver for each copy instead. Counts bytes. Invariant: both ways copy the same bytes.
 
 use std::ptr;
 use std::sync::Arc;
@@ -10,7 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUDA_MEMCPY3D_st, CUmemorytype, cuMemcpy3DAsync_v2};
 use cudarc::driver::{CudaFunction, result};
 
-use super::copies::{Nest, tabulate};
+use super::copies::{LoopNest, append_jobs};
 use super::device::{Device, failed};
 use super::kernels::COPIES;
 use super::memory::DeviceBytes;
@@ -19,87 +17,89 @@ use super::stream::Stream;
 use super::table::KernelLaunch;
 use crate::error::Result;
 
+/// The means of strided copies within device memory.
 #[derive(Clone, Debug)]
 pub enum Packer {
+    /// The kernel, which makes all copies of a list in one launch.
     Kernel(CudaFunction),
-    /// Why there is no kernel.
-    Copies(String),
+    /// Calls of the driver, with the reason why there is no kernel.
+    Driver(String),
 }
 
 impl Packer {
-    /// One with the kernel, if it can be had.
+    /// Loads the kernel, or falls back to the driver.
     #[must_use]
     pub fn open(device: &Arc<Device>, kernels: &Kernels) -> Self {
         let loaded = COPIES.load(device, kernels).and_then(|program| program.kernel("copy_runs"));
-        loaded.map_or_else(Self::Copies, Self::Kernel)
+        loaded.map_or_else(Self::Driver, Self::Kernel)
     }
 
-    /// Why there is no kernel, where there is none.
+    /// Returns the reason why there is no kernel, if there is none.
     #[must_use]
-    pub fn lack(&self) -> Option<&str> {
+    pub fn missing_kernel(&self) -> Option<&str> {
         match self {
             Self::Kernel(_) => None,
-            Self::Copies(why) => Some(why),
+            Self::Driver(why) => Some(why),
         }
     }
 
-    /// Lists of copies, ready to be done, and what is to be in their table on the device.
-    pub(super) fn prepare<const N: usize>(&self, lists: [Vec<Nest>; N]) -> ([Copies; N], Vec<u8>) {
+    /// Prepares lists of copies. Returns them with the bytes of their job table.
+    pub(super) fn prepare<const N: usize>(&self, lists: [Vec<LoopNest>; N]) -> ([PreparedCopies; N], Vec<u8>) {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
             Self::Kernel(kernel) => {
-                Copies::Launch(KernelLaunch { kernel: kernel.clone(), jobs: tabulate(nests, &mut bytes) })
+                PreparedCopies::Launch(KernelLaunch { kernel: kernel.clone(), jobs: append_jobs(nests, &mut bytes) })
             }
-            Self::Copies(_) => Copies::Calls(nests),
+            Self::Driver(_) => PreparedCopies::DriverCalls(nests),
         });
         (copies, bytes)
     }
 }
 
-/// Copies that are ready to be done.
-pub(super) enum Copies {
+/// A list of copies that is ready to run.
+pub(super) enum PreparedCopies {
     Launch(KernelLaunch),
-    Calls(Vec<Nest>),
+    DriverCalls(Vec<LoopNest>),
 }
 
-impl Copies {
-    /// Do them on a stream.
+impl PreparedCopies {
+    /// Queues the copies on a stream.
     ///
     /// # Safety
-    /// Until the stream has done it, the memory of the copies and the table stay where they are, and nothing else writes
-    /// what they read or uses what they write.
+    /// Until the stream has run the copies, their buffers and the table stay allocated, and nothing else writes the bytes
+    /// that the copies read or uses the bytes that they write.
     pub(super) unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         match self {
-            // SAFETY: promised by the caller.
+            // SAFETY: guaranteed by the caller.
             Self::Launch(launch) => unsafe { launch.run(stream, table) },
-            Self::Calls(nests) => {
+            Self::DriverCalls(nests) => {
                 stream.device().bind()?;
-                // SAFETY: promised by the caller.
+                // SAFETY: guaranteed by the caller.
                 nests.iter().try_for_each(|nest| unsafe { copy_nest(stream, nest) })
             }
         }
     }
 }
 
-/// Copy a nest, in as few calls as boxes of rows allow.
+/// Queues the copy of a nest, in as few driver calls as possible.
 ///
 /// # Safety
-/// As [`Copies::run`]; a context is current.
-unsafe fn copy_nest(stream: &Stream, nest: &Nest) -> Result<()> {
+/// The conditions of [`PreparedCopies::run`] hold, and a context is current.
+unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
     let handle = stream.cuda().cu_stream();
-    if let Some(copy) = as_box(nest) {
-        // SAFETY: promised by the caller.
+    if let Some(copy) = as_3d_copy(nest) {
+        // SAFETY: guaranteed by the caller.
         return unsafe { cuMemcpy3DAsync_v2(&raw const copy, handle) }.result().map_err(failed(COPY));
     }
     let Some(inner) = nest.loops.len().checked_sub(1) else {
-        let run = usize::try_from(nest.run).expect("a run in memory");
-        // SAFETY: promised by the caller.
+        let run = usize::try_from(nest.run_bytes).expect("a run in memory");
+        // SAFETY: guaranteed by the caller.
         return unsafe { result::memcpy_dtod_async(nest.target, nest.source, run, handle) }.map_err(failed(COPY));
     };
     let mut done = Ok(());
-    nest.clone().cut(inner, u64::MAX, &mut |nest| {
+    nest.clone().split(inner, u64::MAX, &mut |nest| {
         if done.is_ok() {
-            // SAFETY: promised by the caller.
+            // SAFETY: guaranteed by the caller.
             done = unsafe { copy_nest(stream, &nest) };
         }
     });
@@ -107,19 +107,19 @@ unsafe fn copy_nest(stream: &Stream, nest: &Nest) -> Result<()> {
 }
 
 const COPY: &str = "copy within the device";
-/// Bytes between rows, at most: `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices.
-const MOST_PITCH: u64 = i32::MAX as u64;
+/// The maximum distance between rows, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices.
+const MAX_PITCH: u64 = i32::MAX as u64;
 
-/// A nest of rows, or of slices of rows, if the driver can copy it in one call.
-fn as_box(nest: &Nest) -> Option<CUDA_MEMCPY3D_st> {
+/// Returns a nest of one or two loops as a 3-D copy, if the driver can make it in one call.
+fn as_3d_copy(nest: &LoopNest) -> Option<CUDA_MEMCPY3D_st> {
     let (slices, rows) = match nest.loops[..] {
         [rows] => (None, rows),
         [slices, rows] => (Some(slices), rows),
         _ => return None,
     };
-    // Slices are whole numbers of rows apart.
+    // The distance between slices must be a whole number of rows.
     let height = |step: u64, slice: Option<u64>| {
-        let fits = (nest.run..=MOST_PITCH).contains(&step);
+        let fits = (nest.run_bytes..=MAX_PITCH).contains(&step);
         let Some(slice) = slice else { return fits.then_some(rows.count) };
         let height = slice / step.max(1);
         (fits && height >= rows.count && height * step == slice).then_some(height)
@@ -134,7 +134,7 @@ fn as_box(nest: &Nest) -> Option<CUDA_MEMCPY3D_st> {
         dstDevice: nest.target,
         dstPitch: size(rows.target_step)?,
         dstHeight: size(height(rows.target_step, slices.map(|slices| slices.target_step))?)?,
-        WidthInBytes: size(nest.run)?,
+        WidthInBytes: size(nest.run_bytes)?,
         Height: size(rows.count)?,
         Depth: size(slices.map_or(1, |slices| slices.count))?,
         srcXInBytes: 0,

@@ -1,112 +1,136 @@
-//! Slots: what a round has on the device and of the host while it is under way, and the copies between that memory.
-//!
-//! Counts bytes. Invariant: what is listed lies in the memory that the slot has now, so lists are made when that is as long
-//! as the round needs it.
+//! Slots: the device and host memory of a round in flight, and the lists of copies between these buffers. Counts bytes.
+//! Invariant: the lists contain addresses of the current buffers of the slot, so they are built only after the buffers have
+//! grown to the lengths that the round needs.
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::computing::Computing;
-use super::copies::Nest;
+use super::computing::ComputeJobs;
+use super::copies::LoopNest;
 use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
-use super::packer::Copies;
+use super::packer::PreparedCopies;
 use crate::error::Result;
 use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhase};
 
-/// A round's memory on the device, and what it has of the host's.
+/// The device memory of a round, and the host memory that it uses.
 pub(super) struct RoundSlot {
-    /// What goes up; then what is cast, and what comes down with that.
+    /// The bytes that were read. Later it holds the output, if values are cast.
     pub stage: DeviceBytes,
+    /// The packed messages to send, and the partial values of NCCL reductions.
     pub outgoing: DeviceBytes,
+    /// The received messages.
     pub incoming: DeviceBytes,
+    /// The output, and the partial values to reduce.
     pub unpacked: DeviceBytes,
+    /// The job table.
     pub table: DeviceBytes,
+    /// The host memory of the round; `None` if the slot is free.
     pub lent: Option<LentBuffers>,
 }
 
-/// What streams use until a round is done.
+/// The host memory that streams use until a round is done.
 pub(super) struct LentBuffers {
+    /// The moves of the round.
     pub moves: Arc<Moves>,
+    /// The bytes that were read.
     pub stage: PooledBuffer<Pinned>,
+    /// The host's copy of the job table.
     pub table: PooledBuffer<Pinned>,
-    /// What comes down.
-    pub given: PooledBuffer<Pinned>,
-    /// `None` where the host computes.
-    pub computing: Option<Computing>,
-    /// What is left to do when it has been unpacked, until that is queued.
-    pub rest: Option<SecondPhaseCopies>,
-    /// The point at which all that is queued of it is done; `None` where the device could not even mark the point.
+    /// The output of the round.
+    pub output: PooledBuffer<Pinned>,
+    /// The reductions and casts on the device; `None` if the host computes.
+    pub compute_jobs: Option<ComputeJobs>,
+    /// The copies of the second part of the round, until they are queued.
+    pub second_part: Option<SecondPhaseCopies>,
+    /// The event after all queued work of the round; `None` if the device could not record it.
     pub done: Option<CudaEvent>,
 }
 
-/// Copies behind the first hop.
+/// The copies after the first phase.
 pub(super) struct SecondPhaseCopies {
-    /// Of the second hop.
-    pub packs: Copies,
-    pub takes: Copies,
-    /// Of what comes down with what is cast.
-    pub stays: Copies,
+    /// The copies that pack the messages of the second phase.
+    pub packs: PreparedCopies,
+    /// The copies from the second phase to the unpacked buffer.
+    pub unpacks: PreparedCopies,
+    /// The copies of values that are not cast to the output of casts.
+    pub uncast: PreparedCopies,
 }
 
 impl LentBuffers {
-    /// Whether the host makes values of summands.
-    pub fn reduces(&self) -> bool {
-        self.computing.is_none() && self.moves.is_reduced()
+    /// Returns whether the host reduces the partial values.
+    pub fn host_reduces(&self) -> bool {
+        self.compute_jobs.is_none() && self.moves.has_reductions()
     }
 }
 
 impl RoundSlot {
+    /// Returns a free slot with empty buffers.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         let bytes = || DeviceBytes::new(device, 0, "rounds");
         let (stage, outgoing, incoming, unpacked, table) = (bytes()?, bytes()?, bytes()?, bytes()?, bytes()?);
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Of a hop out of this memory: messages, and what this rank tells.
-    pub fn packs(&self, hop: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<Nest> {
-        let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<Nest> {
-            copies.iter().filter_map(|copy| Nest::new(copy, from, into, start)).collect()
+    /// Returns the copies that pack the messages of a phase, and this rank's part of the all-gather, from a buffer.
+    pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
+        let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
+            copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()
         };
-        let messages = hop.packs.iter().zip(&hop.to);
+        let messages = phase.packs.iter().zip(&phase.send_ranges);
         let messages = messages.flat_map(|(copies, message)| nests(copies, &self.outgoing, message.start));
-        messages.chain(nests(&hop.tells, &self.incoming, hop.told.get(rank).map_or(0, |told| told.start))).collect()
+        messages
+            .chain(nests(
+                &phase.all_gather_packs,
+                &self.incoming,
+                phase.all_gather_ranges.get(rank).map_or(0, |range| range.start),
+            ))
+            .collect()
     }
 
-    /// Out of the stage, what NCCL reduces.
-    pub fn summands(&self, moves: &Moves) -> impl Iterator<Item = Nest> {
-        let packs = moves.folds.iter().flat_map(|fold| fold.packs.iter().map(|copy| (copy, fold.summand.start)));
-        packs.filter_map(|(copy, start)| Nest::new(copy, &self.stage, &self.outgoing, start))
+    /// Returns the copies that pack partial values for NCCL reductions, from the stage.
+    pub fn nccl_reduce_pack_nests(&self, moves: &Moves) -> impl Iterator<Item = LoopNest> {
+        let packs = moves
+            .nccl_reductions
+            .iter()
+            .flat_map(|reduction| reduction.packs.iter().map(|copy| (copy, reduction.partial_range.start)));
+        packs.filter_map(|(copy, start)| LoopNest::new(copy, &self.stage, &self.outgoing, start))
     }
 
-    /// Out of the stage, and of what the first hop brings.
-    pub fn unpacks(&self, moves: &Moves) -> Vec<Nest> {
+    /// Returns the copies from the stage and from the first phase to the unpacked buffer.
+    pub fn unpack_nests(&self, moves: &Moves) -> Vec<LoopNest> {
         let mut nests = Vec::new();
-        for landing in moves.landings() {
-            nests.extend(landing.copies.iter().filter_map(|(origin, copy)| {
+        for destination in moves.copy_destinations() {
+            nests.extend(destination.copies.iter().filter_map(|(origin, copy)| {
                 let from = match origin {
                     ByteOrigin::Stage => &self.stage,
                     ByteOrigin::Incoming => &self.incoming,
                 };
-                Nest::new(copy, from, &self.unpacked, landing.place.start)
+                LoopNest::new(copy, from, &self.unpacked, destination.range.start)
             }));
         }
         nests
     }
 
-    /// Out of what the second hop brings.
-    pub fn takes(&self, moves: &Moves) -> Vec<Nest> {
-        let passed = moves.arriving.iter().flat_map(|tile| tile.passed.iter().map(|copy| (copy, tile.place.start)));
-        passed.filter_map(|(copy, start)| Nest::new(copy, &self.incoming, &self.unpacked, start)).collect()
+    /// Returns the copies from the second phase to the unpacked buffer.
+    pub fn second_phase_unpack_nests(&self, moves: &Moves) -> Vec<LoopNest> {
+        let copies = moves
+            .arriving_tiles
+            .iter()
+            .flat_map(|tile| tile.second_phase_copies.iter().map(|copy| (copy, tile.value_range.start)));
+        copies.filter_map(|(copy, start)| LoopNest::new(copy, &self.incoming, &self.unpacked, start)).collect()
     }
 
-    /// To where values are cast to, those that are not.
-    pub fn stays(&self, moves: &Moves) -> Vec<Nest> {
-        let tiles = moves.casts.iter().flat_map(|casts| moves.arriving.iter().zip(&casts.tiles));
-        let stays = tiles.filter(|(_, laid)| laid.cast.is_none()).map(|(tile, laid)| {
-            (StridedCopy::run(tile.place.start as u64, 0, tile.place.len() as u64), laid.place.start)
+    /// Returns the copies of values that are not cast to the output of casts.
+    pub fn uncast_nests(&self, moves: &Moves) -> Vec<LoopNest> {
+        let tiles = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
+        let uncast = tiles.filter(|(_, cast_tile)| cast_tile.cast.is_none()).map(|(tile, cast_tile)| {
+            (
+                StridedCopy::contiguous(tile.value_range.start as u64, 0, tile.value_range.len() as u64),
+                cast_tile.range.start,
+            )
         });
-        stays.filter_map(|(copy, start)| Nest::new(&copy, &self.unpacked, &self.stage, start)).collect()
+        uncast.filter_map(|(copy, start)| LoopNest::new(&copy, &self.unpacked, &self.stage, start)).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Streams: what a device does in order. Calls return before it is done.
+//! CUDA streams: queues of work that a device runs in order. Calls return before the work is done. Counts bytes.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -11,6 +11,7 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use crate::error::Result;
 
+/// A CUDA stream of a device.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
@@ -18,58 +19,64 @@ pub struct Stream {
 }
 
 impl Stream {
+    /// Creates a stream.
+    ///
+    /// # Errors
+    /// Returns `Device` if the driver cannot create it.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
-        let stream = device.context().new_stream().map_err(failed("make a stream"))?;
+        let stream = device.context().new_stream().map_err(failed("create a stream"))?;
         Ok(Self { device: Arc::clone(device), stream })
     }
 
+    /// Returns the device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
 
+    /// Returns the stream of `cudarc`.
     pub fn cuda(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// The point that the stream has come to when what is queued now is done.
+    /// Records an event after all work that is queued now.
     pub fn record(&self) -> Result<CudaEvent> {
-        self.stream.record_event(None).map_err(failed("mark a stream"))
+        self.stream.record_event(None).map_err(failed("record an event"))
     }
 
-    /// Do what is queued next behind that point of another stream.
+    /// Lets all work that is queued from now on wait for an event of another stream.
     pub fn wait(&self, event: &CudaEvent) -> Result<()> {
-        self.stream.wait(event).map_err(failed("let a stream wait"))
+        self.stream.wait(event).map_err(failed("wait for an event"))
     }
 
-    /// Copy from the host to the beginning of some memory.
+    /// Queues a copy from the host to the beginning of device memory.
     ///
     /// # Safety
-    /// Until the stream has done it, both stay where they are, and `from` is not written.
+    /// Until the stream has made the copy, both buffers stay allocated, and `from` is not written.
     pub unsafe fn copy_in(&self, from: &[u8], into: &mut DeviceBytes) -> Result<()> {
         assert!(from.len() <= into.len(), "memory of a round is as long as what is copied");
         if from.is_empty() {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: it fits, and the rest is promised by the caller.
+        // SAFETY: the length was checked, and the caller guarantees the rest.
         unsafe { result::memcpy_htod_async(into.address(), from, self.stream.cu_stream()) }
             .map_err(failed("copy to the device"))
     }
 
-    /// Copy the beginning of some memory to the host.
+    /// Queues a copy from the beginning of device memory to the host.
     ///
     /// # Safety
-    /// Until the stream has done it, both stay where they are, and `into` is neither read nor written.
+    /// Until the stream has made the copy, both buffers stay allocated, and `into` is neither read nor written.
     pub unsafe fn copy_out(&self, from: &DeviceBytes, into: &mut [u8]) -> Result<()> {
-        // SAFETY: promised by the caller.
-        unsafe { self.copy_out_of(from, 0, into) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.copy_out_from(from, 0, into) }
     }
 
-    /// Copy what stands behind an offset to the host.
+    /// Queues a copy from an offset of device memory to the host.
     ///
     /// # Safety
-    /// As [`Stream::copy_out`].
-    pub unsafe fn copy_out_of(&self, from: &DeviceBytes, offset: usize, into: &mut [u8]) -> Result<()> {
+    /// The conditions of [`Stream::copy_out`] hold.
+    pub unsafe fn copy_out_from(&self, from: &DeviceBytes, offset: usize, into: &mut [u8]) -> Result<()> {
         let end = offset.checked_add(into.len());
         assert!(end.is_some_and(|end| end <= from.len()), "memory of a round is as long as what is copied");
         if into.is_empty() {
@@ -77,12 +84,12 @@ impl Stream {
         }
         self.device.bind()?;
         let address = from.address() + offset as u64;
-        // SAFETY: it fits, and the rest is promised by the caller.
+        // SAFETY: the length was checked, and the caller guarantees the rest.
         unsafe { result::memcpy_dtoh_async(into, address, self.stream.cu_stream()) }
             .map_err(failed("copy from the device"))
     }
 
-    /// Fill some memory with zeros.
+    /// Queues writing zeros to a range of device memory.
     pub fn zero(&self, memory: &mut DeviceBytes, range: Range<usize>) -> Result<()> {
         assert!(range.end <= memory.len(), "memory of a round is as long as what is zeroed");
         if range.is_empty() {
@@ -92,11 +99,11 @@ impl Stream {
         let address = memory.address() + range.start as u64;
         // SAFETY: the range is in the memory, which is freed after all work of the device is done.
         unsafe { result::memset_d8_async(address, 0, range.len(), self.stream.cu_stream()) }
-            .map_err(failed("clear memory of the device"))
+            .map_err(failed("zero device memory"))
     }
 }
 
-// SAFETY: it is a stream of the device, destroyed when this is dropped and no sooner.
+// SAFETY: the handle is a stream of the device, which is destroyed when `self` is dropped and not before.
 unsafe impl DeviceStream for Stream {
     fn handle(&self) -> *mut c_void {
         self.stream.cu_stream().cast()

@@ -1,8 +1,7 @@
-//! Tables: lists of jobs in the memory of a device, as kernels read them. A launch does some of a table: each job has a row
-//! of blocks, and all have as many threads.
-//!
-//! Counts bytes, units of a kernel where a name says so. Invariant: jobs stand in the order of their blocks, by which a
-//! block finds its own (`take` in `kernels/blocks.cuh`).
+//! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table; each job has
+//! consecutive thread blocks, all with the same number of threads. Counts bytes, and units of a kernel where a name says so.
+//! Invariant: jobs are in the order of their blocks, so a block finds its job by binary search (`take` in
+//! `kernels/blocks.cuh`).
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use nccl::DeviceBuffer;
@@ -12,34 +11,39 @@ use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
 
+/// The threads of a block.
 const THREADS: u32 = 256;
 
-/// A job: numbers of 64 bits, then its first block and others of 32.
+/// A job: its 64-bit numbers, then its first block and its other 32-bit numbers.
 pub(super) struct Job<const LONGS: usize, const WORDS: usize> {
+    /// The 64-bit numbers.
     pub longs: [u64; LONGS],
+    /// The 32-bit numbers after the first block.
     pub words: [u32; WORDS],
-    /// What there is to be done.
+    /// The amount of work, in units of the kernel.
     pub units: u64,
 }
 
-/// Jobs of a table that stand behind each other.
+/// Consecutive jobs of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Jobs {
-    /// Where in the table the first of them is.
+    /// The offset of the first job in the table.
     pub offset: u64,
+    /// The number of jobs.
     pub count: u32,
+    /// The number of thread blocks of all jobs.
     pub blocks: u32,
-    /// What a block does.
+    /// The units that one block does.
     pub block_units: u32,
 }
 
 impl Jobs {
-    /// None yet, behind what the table has.
-    pub fn behind(table: &[u8], block_units: u32) -> Self {
+    /// Returns an empty list of jobs at the end of a table.
+    pub fn at_end_of(table: &[u8], block_units: u32) -> Self {
         Self { offset: table.len() as u64, count: 0, blocks: 0, block_units }
     }
 
-    /// One more, at the end of the table.
+    /// Appends a job to the table.
     pub fn push<const LONGS: usize, const WORDS: usize>(&mut self, job: &Job<LONGS, WORDS>, table: &mut Vec<u8>) {
         table.extend(job.longs.map(u64::to_le_bytes).as_flattened());
         table.extend(self.blocks.to_le_bytes());
@@ -51,19 +55,21 @@ impl Jobs {
     }
 }
 
-/// Jobs, and the kernel that does them.
+/// Jobs, and the kernel that runs them.
 #[derive(Debug)]
 pub(super) struct KernelLaunch {
+    /// The kernel.
     pub kernel: CudaFunction,
+    /// The jobs.
     pub jobs: Jobs,
 }
 
 impl KernelLaunch {
-    /// Do them on a stream.
+    /// Queues the launch on a stream.
     ///
     /// # Safety
-    /// Until the stream has done it, the table and what its jobs use stay where they are, and nothing else writes what
-    /// they read or uses what they write.
+    /// Until the stream has run the jobs, the table and their buffers stay allocated, and nothing else writes the bytes that
+    /// the jobs read or uses the bytes that they write.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         let Jobs { offset, count, blocks, block_units } = self.jobs;
         if blocks == 0 {
@@ -73,7 +79,7 @@ impl KernelLaunch {
         let shape = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         let mut launch = stream.cuda().launch_builder(&self.kernel);
         launch.arg(&records).arg(&count).arg(&block_units);
-        // SAFETY: these are the arguments of all kernels; of memory they use what the table says.
+        // SAFETY: all kernels take these arguments, and access only the table and the memory that it names.
         unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
     }
 }

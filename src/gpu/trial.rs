@@ -1,12 +1,11 @@
-//! Trial: copies, reductions and casts between two buffers of a device, by themselves. That is what checks and figures of a
-//! device are made of; conversions of checkpoints have the [shuffle](super::shuffle).
-//!
-//! Counts bytes. Invariant: whatever is begun is done when a call returns, so a clock around it has all of it.
+//! Trial: copies, reductions and casts between two buffers of a device, for tests and measurements. Conversions of
+//! checkpoints use the [shuffle](super::shuffle) instead. Counts bytes. Invariant: a call returns when all its work is done,
+//! so its run time can be measured.
 
 use std::sync::Arc;
 
 use super::arithmetic::{Arithmetic, CastJob, CastJobs, ReductionJob};
-use super::copies::Nest;
+use super::copies::LoopNest;
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::packer::Packer;
@@ -16,7 +15,7 @@ use crate::exchange::StridedCopy;
 use crate::exec::cast::LossCounts;
 use crate::exec::reduce::ReduceError;
 
-/// Two buffers of a device, and what brings bytes from the one to the other.
+/// Two buffers of a device, with copies, reductions and casts from one to the other.
 pub struct TransferTrial {
     stream: Stream,
     packer: Packer,
@@ -26,59 +25,60 @@ pub struct TransferTrial {
 }
 
 impl TransferTrial {
-    /// With zeros to copy into, and anything to copy from.
+    /// Allocates both buffers. The target is zeroed; the source has arbitrary content.
     ///
     /// # Errors
-    /// `Device` where there is not so much memory.
+    /// Returns `Device` if there is not enough memory.
     pub fn new(device: &Arc<Device>, packer: Packer, from: usize, into: usize) -> Result<Self> {
         let memory = |len| DeviceBytes::new(device, len, "a trial");
         let (stream, from, mut into, table) = (Stream::new(device)?, memory(from)?, memory(into)?, memory(0)?);
         let len = into.len();
         stream.zero(&mut into, 0..len)?;
         let trial = Self { stream, packer, from, into, table };
-        trial.waited(Ok(()))?;
+        trial.wait_for(Ok(()))?;
         Ok(trial)
     }
 
-    /// Bring the beginning of what is copied from.
+    /// Copies bytes from the host to the beginning of the source buffer.
     ///
     /// # Errors
-    /// `Device` from the driver.
+    /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Where there is no room for so many.
-    pub fn bring(&mut self, bytes: &[u8]) -> Result<()> {
-        // SAFETY: it is waited for.
+    /// Panics if the buffer is shorter than `bytes`.
+    pub fn upload(&mut self, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the call waits for the stream.
         let queued = unsafe { self.stream.copy_in(bytes, &mut self.from) };
-        self.waited(queued)
+        self.wait_for(queued)
     }
 
-    /// Do all of some copies, each with a place that its target is counted from, so many times.
+    /// Makes all copies, `times` times. Targets of a copy count from the offset beside it.
     ///
     /// # Errors
-    /// `Device` from the driver.
+    /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Where one of them leaves the buffers.
+    /// Panics if a copy leaves the buffers.
     pub fn copy(&mut self, copies: &[(StridedCopy, usize)], times: u32) -> Result<()> {
-        let nests = copies.iter().filter_map(|(copy, base)| Nest::new(copy, &self.from, &self.into, *base)).collect();
+        let nests =
+            copies.iter().filter_map(|(copy, base)| LoopNest::new(copy, &self.from, &self.into, *base)).collect();
         let ([copies], records) = self.packer.prepare([nests]);
-        self.table.at_least(records.len(), "lists of copies")?;
-        // SAFETY: it is waited for, and both buffers are this trial's alone.
+        self.table.grow_to(records.len(), "the table of copies")?;
+        // SAFETY: the call waits for the stream, and only this trial uses both buffers.
         let queued = unsafe {
             let listed = self.stream.copy_in(&records, &mut self.table);
             listed.and_then(|()| (0..times).try_for_each(|_| copies.run(&self.stream, &self.table)))
         };
-        self.waited(queued)
+        self.wait_for(queued)
     }
 
-    /// Do all of some reductions, so many times; the first that failed, by its number.
+    /// Runs all reductions, `times` times. The inner error has the index of the first job that failed.
     ///
     /// # Errors
-    /// `Device` from the driver.
+    /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Where one of them leaves the buffers.
+    /// Panics if a job leaves the buffers.
     pub fn reduce(
         &mut self,
         arithmetic: &Arithmetic,
@@ -86,58 +86,58 @@ impl TransferTrial {
         times: u32,
     ) -> Result<Result<(), (usize, ReduceError)>> {
         let mut records = Vec::new();
-        let reductions = arithmetic.reductions(jobs, &self.from, &self.into, &mut records);
-        // SAFETY: it is waited for, and both buffers are this trial's alone.
-        self.tabled(&mut records, times, |stream, table| unsafe { reductions.run(stream, table) })?;
-        Ok(reductions.outcome(&records[reductions.outcomes()]))
+        let reductions = arithmetic.reduction_jobs(jobs, &self.from, &self.into, &mut records);
+        // SAFETY: the call waits for the stream, and only this trial uses both buffers.
+        self.run_with_table(&mut records, times, |stream, table| unsafe { reductions.run(stream, table) })?;
+        Ok(reductions.check_outcomes(&records[reductions.outcomes_range()]))
     }
 
-    /// Do all of some conversions, so many times; what each of them lost in all of these.
+    /// Runs all casts, `times` times. Returns the lost values of each job, summed over all runs.
     ///
     /// # Errors
-    /// `Device` from the driver.
+    /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Where one of them leaves the buffers.
-    pub fn convert(&mut self, arithmetic: &Arithmetic, jobs: &[CastJob], times: u32) -> Result<Vec<LossCounts>> {
+    /// Panics if a job leaves the buffers.
+    pub fn cast(&mut self, arithmetic: &Arithmetic, jobs: &[CastJob], times: u32) -> Result<Vec<LossCounts>> {
         let mut records = Vec::new();
-        let conversions = arithmetic.conversions(jobs, &self.from, &self.into, &mut records);
-        // SAFETY: it is waited for, and both buffers are this trial's alone.
-        self.tabled(&mut records, times, |stream, table| unsafe { conversions.run(stream, table) })?;
-        Ok(CastJobs::counts(&records[conversions.lost()]).collect())
+        let conversions = arithmetic.cast_jobs(jobs, &self.from, &self.into, &mut records);
+        // SAFETY: the call waits for the stream, and only this trial uses both buffers.
+        self.run_with_table(&mut records, times, |stream, table| unsafe { conversions.run(stream, table) })?;
+        Ok(CastJobs::read_losses(&records[conversions.losses_range()]).collect())
     }
 
-    /// Run what has a table, so many times, and fetch the table.
-    fn tabled(
+    /// Uploads a job table, calls `run` `times` times, and downloads the table.
+    fn run_with_table(
         &mut self,
         records: &mut [u8],
         times: u32,
         run: impl Fn(&Stream, &DeviceBytes) -> Result<()>,
     ) -> Result<()> {
-        self.table.at_least(records.len(), "lists of jobs")?;
-        // SAFETY: it is waited for.
+        self.table.grow_to(records.len(), "the table of jobs")?;
+        // SAFETY: the call waits for the stream.
         let queued = unsafe {
             let listed = self.stream.copy_in(records, &mut self.table);
             let done = listed.and_then(|()| (0..times).try_for_each(|_| run(&self.stream, &self.table)));
             done.and_then(|()| self.stream.copy_out(&self.table, records))
         };
-        self.waited(queued)
+        self.wait_for(queued)
     }
 
-    /// Fetch the beginning of what was copied into.
+    /// Copies the beginning of the target buffer to the host.
     ///
     /// # Errors
-    /// `Device` from the driver.
+    /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Where it is shorter.
+    /// Panics if the buffer is shorter than `bytes`.
     pub fn fetch(&self, bytes: &mut [u8]) -> Result<()> {
-        // SAFETY: it is waited for.
+        // SAFETY: the call waits for the stream.
         let queued = unsafe { self.stream.copy_out(&self.into, bytes) };
-        self.waited(queued)
+        self.wait_for(queued)
     }
 
-    fn waited(&self, queued: Result<()>) -> Result<()> {
+    fn wait_for(&self, queued: Result<()>) -> Result<()> {
         let done = self.stream.cuda().synchronize().map_err(failed("wait for the device"));
         queued.and(done)
     }

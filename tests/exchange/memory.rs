@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dtshard::catalog::{Catalog, Chunk, Dtype, FileLocation, OutputFile, Reserved, TensorEntry, TensorId};
-use dtshard::exchange::{Counting, FileOwners, FileVisibility, Moves, PLAN_BYTES, ReductionMethod, Rounds, Topology};
+use dtshard::exchange::{ReplicaChoice, FileOwners, FileVisibility, Moves, PLAN_BYTES, ReductionMethod, Rounds, Topology};
 use dtshard::exec::Extents;
 use dtshard::layout::Tile;
 use dtshard::storage::{FileId, memory};
@@ -273,9 +273,9 @@ fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
     let owners = FileOwners::new(&outputs, &todos);
     let seen = (0..u32::try_from(sources.len()).unwrap()).map(|file| std::iter::once(file % ranks).collect());
     let parties = Topology {
-        sight: FileVisibility::PerRank(seen.collect()),
+        visibility: FileVisibility::PerRank(seen.collect()),
         nodes: (0..ranks).map(|rank| rank / 8).collect(),
-        counting: Counting::Any,
+        replica_choice: ReplicaChoice::Any,
         reducing: ReductionMethod::InRankOrder,
     };
     let before = memory::anonymous_memory().unwrap().now;

@@ -1,4 +1,4 @@
-//! What a function of a C library is here: a body in Rust, of which the caller sees a code, and what is put in its places.
+//! C functions with bodies in Rust. The caller gets a code, and results in the places that its pointers name.
 
 /// Declares functions of a library, whose bodies return `Result<(), Code>`, with the `Code` that is in scope.
 macro_rules! entries {
@@ -14,20 +14,20 @@ macro_rules! entries {
 }
 pub(crate) use entries;
 
-/// In all libraries 0 is success.
+/// Converts the result of a body to a code. Code 0 is success in all libraries.
 pub fn code<Code: Default>(body: impl FnOnce() -> Result<(), Code>) -> Code {
     body().err().unwrap_or_default()
 }
 
-/// The caller has given no place that a result could be put in.
+/// The error if a pointer for a result is null.
 pub struct NoPlace;
 
-/// Writes what a function returns to where the caller wants it.
+/// Writes a result to the place that the caller's pointer names.
 pub fn put<T>(place: *mut T, value: T) -> Result<(), NoPlace> {
     if place.is_null() || !place.is_aligned() {
         return Err(NoPlace);
     }
-    // SAFETY: as in C, the caller of the library has a T there.
+    // SAFETY: as in C, the caller of the library has a `T` there.
     unsafe { place.write(value) };
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What a test lets go wrong in one process: `GPU_STAND_IN_FAULT=NAME`, or `NAME:3` for the third time that it comes by.
+//! Fault injection in one process: `GPU_STAND_IN_FAULT=NAME`, or `NAME:3` for the third time that the point is reached.
 
 use std::process;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,15 +7,15 @@ use crate::machine::Machine;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The process is killed when the driver is begun with.
+    /// The process is killed when it initialises the driver.
     DiesLoading,
-    /// It is killed, or its NCCL fails, once the others have heard of it and wait for it.
+    /// The process is killed, or its NCCL fails, when the other ranks have received its description and wait for it.
     DiesMeeting,
     FailsMeeting,
-    /// So in a group of operations, when it has sent its messages and taken none.
+    /// The process is killed, or its NCCL fails, in a group of operations, when it has sent its messages and taken none.
     DiesInGroup,
     FailsInGroup,
-    /// Memory that is not there, of the device or pinned.
+    /// An allocation of device or pinned memory fails.
     RefusesMemory,
     RefusesPinned,
 }
@@ -30,10 +30,10 @@ const NAMES: [(&str, Fault); 7] = [
     ("refuses-pinned", Fault::RefusesPinned),
 ];
 
-/// A fault, and the how manieth time it is one.
+/// A fault, and the number of the time at which it happens.
 pub type Planned = (Fault, usize);
 
-/// What the variable says; none where it is not set.
+/// Parses the variable.
 pub fn planned(text: &str) -> Option<Planned> {
     let (name, time) = text.split_once(':').unwrap_or((text, "1"));
     let fault = NAMES.iter().find(|(known, _)| *known == name)?.1;
@@ -41,7 +41,7 @@ pub fn planned(text: &str) -> Option<Planned> {
 }
 
 impl Fault {
-    /// Whether it happens now.
+    /// Counts a visit of the point, and returns whether the fault happens now.
     pub fn happens(self) -> bool {
         static COME_BY: AtomicUsize = AtomicUsize::new(0);
         match Machine::start().settings.fault {
@@ -50,7 +50,7 @@ impl Fault {
         }
     }
 
-    /// The end of the process, as by KILL, if it happens now.
+    /// Kills the process if the fault happens now.
     pub fn strikes(self) {
         if self.happens() {
             // SAFETY: a signal to this process.
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_named_and_counted() {
+    fn faults_are_parsed_with_their_count() {
         assert_eq!(planned("dies-in-group"), Some((Fault::DiesInGroup, 1)));
         assert_eq!(planned("refuses-pinned:12"), Some((Fault::RefusesPinned, 12)));
         assert_eq!([planned(""), planned("dies"), planned("dies-meeting:soon")], [None; 3]);

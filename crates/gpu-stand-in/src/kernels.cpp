@@ -1,11 +1,11 @@
-// The text of the program's kernels as C++ of the host: blocks and threads are loops, one thread after the other, so what
-// threads do at once is not seen. Every access is looked at before it is made.
+// The kernels of dtshard as C++ for the host. Blocks and threads are loops that run one thread after the other, so errors of
+// parallel threads are not found. Every access is checked before it is made.
 
 #include <setjmp.h>
 
 typedef unsigned long long Address;
 
-// An allocation: where programs see it, and where its bytes are.
+// An allocation: the address that programs see, and the address of its bytes.
 struct Allocation {
     Address seen, real, bytes;
 };
@@ -20,11 +20,11 @@ struct Index {
     unsigned int x;
 };
 
-// Streams are threads.
+// Thread-local, because streams are threads.
 thread_local Index threadIdx, blockIdx, blockDim;
 thread_local const Allocation *first, *end, *last;
 thread_local Illegal illegal;
-// Where a launch ends whose access is illegal.
+// The jump target of a launch with an illegal access.
 thread_local jmp_buf end_of_launch;
 
 struct alignas(16) uint4 {
@@ -34,7 +34,7 @@ struct alignas(16) uint4 {
 uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 
 bool holds(const Allocation& allocation, Address address, Address bytes) {
-    // Nothing that could wrap.
+    // Written so that nothing can overflow.
     Address at = address - allocation.seen;
     return address >= allocation.seen && bytes <= allocation.bytes && at <= allocation.bytes - bytes;
 }
@@ -98,7 +98,7 @@ long long __double_as_longlong(double number) { return same_bits<long long>(numb
 
 namespace {
 
-// All kernels take a table, the number of its jobs, and how much a block does.
+// All kernels take a table, the number of its jobs, and the units of a block.
 struct Kernel {
     const char* name;
     void (*run)(Address table, unsigned int jobs, unsigned int block_units);
@@ -110,18 +110,18 @@ void on_table(Address table, unsigned int jobs, unsigned int block_units) { kern
 const Kernel KERNELS[] = {
     {"copy_runs", on_table<Copy, copy_runs>},
     {"reduce", on_table<Reduction, reduce>},
-    {"tell_outcomes", on_table<Reduction, tell_outcomes>},
+    {"report_outcomes", on_table<Reduction, report_outcomes>},
     {"cast", on_table<Conversion, cast>},
 };
 
 }  // namespace
 
-// Null behind the last.
+// Returns the name of a kernel, or null after the last one.
 extern "C" const char* stand_in_kernel(unsigned int number) {
     return number < sizeof(KERNELS) / sizeof(Kernel) ? KERNELS[number].name : nullptr;
 }
 
-// The access that was not allowed and ended it, or one of no bytes.
+// Runs a launch, and returns the illegal access that ended it, or an access of 0 bytes.
 extern "C" Illegal stand_in_launch(unsigned int number, const Allocation* allocations, Address count, unsigned int blocks,
                                    unsigned int threads, Address table, unsigned int jobs, unsigned int block_units) {
     first = allocations, end = allocations + count, last = nullptr, illegal = {0, 0};

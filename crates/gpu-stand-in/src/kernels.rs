@@ -1,23 +1,23 @@
-//! The program's kernels, by their names: `kernels.cpp` has their text, compiled for the host.
+//! The kernels of `dtshard`, by name: `kernels.cpp` includes their source, compiled for the host.
 //!
-//! They do all that the text does but for what threads do at once. A lane that is not aligned, or not in one allocation, is
-//! illegal, as it is on a device.
+//! They run the same code as on a device, but without parallel threads. As on a device, an access that is not aligned, or
+//! not in one allocation, is illegal.
 
 use std::ffi::{CStr, c_char};
 
 use crate::memory::{Allocation, Heap, Illegal};
 
-/// A kernel, by its number.
+/// A kernel, by its number in `kernels.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel(u32);
 
-/// Bytes of the arguments that each of them takes: a table, how many jobs it has, and how much a block does.
+/// The sizes of the arguments of each kernel: the table, the number of jobs, and the units of a block.
 pub const ARGUMENTS: [usize; 3] = [8, 4, 4];
 
-/// One launch.
+/// The arguments of a launch.
 pub struct Launch<'a> {
     pub blocks: u32,
-    /// Of a block.
+    /// The number of threads of a block.
     pub threads: u32,
     /// The bytes of each argument.
     pub arguments: &'a [Vec<u8>],
@@ -36,7 +36,7 @@ unsafe extern "C" {
     safe fn stand_in_kernel(number: u32) -> *const c_char;
 
     /// # Safety
-    /// There is a kernel of that number, and so many allocations.
+    /// There is a kernel with this number, and the list has this many allocations.
     fn stand_in_launch(
         number: u32,
         allocations: *const Allocation,
@@ -49,7 +49,7 @@ unsafe extern "C" {
     ) -> Access;
 }
 
-/// There was no compiler of C++.
+/// Replacements for the case that there was no C++ compiler.
 #[cfg(no_kernels)]
 mod none {
     use super::{Access, Allocation, c_char};
@@ -79,19 +79,19 @@ impl Kernel {
     pub fn named(name: &str) -> Option<Self> {
         let names = (0..).map_while(|number| {
             let name = stand_in_kernel(number);
-            // SAFETY: what is not null is a string that stays.
+            // SAFETY: a result that is not null is a static string.
             (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) })
         });
         (0..).zip(names).find(|(_, known)| known.to_bytes() == name.as_bytes()).map(|(number, _)| Self(number))
     }
 
-    /// Do all blocks, one after the other.
+    /// Runs all blocks, one after the other.
     pub fn run(self, launch: &Launch<'_>) -> Result<(), Illegal> {
         let argument =
             |nth: usize| launch.arguments[nth].iter().rev().fold(0, |value: u64, byte| value << 8 | u64::from(*byte));
         let word = |nth| u32::try_from(argument(nth)).unwrap_or(u32::MAX);
         let allocations = launch.heap.allocations();
-        // SAFETY: the kernel was found by its name; so many allocations are there.
+        // SAFETY: the kernel was found by its name, and the list has this many allocations.
         let access = unsafe {
             let (first, count) = (allocations.as_ptr(), allocations.len() as u64);
             stand_in_launch(self.0, first, count, launch.blocks, launch.threads, argument(0), word(1), word(2))
@@ -99,7 +99,7 @@ impl Kernel {
         if access.bytes == 0 {
             return Ok(());
         }
-        eprintln!("gpu-stand-in: a kernel uses {} B at {:#x}", access.bytes, access.address);
+        eprintln!("gpu-stand-in: a kernel accesses {} B at {:#x}, which is illegal", access.bytes, access.address);
         Err(Illegal)
     }
 }
@@ -109,18 +109,18 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(no_kernels, ignore = "there was no compiler of C++")]
-    fn kernels_have_their_names() {
+    #[cfg_attr(no_kernels, ignore = "there was no C++ compiler")]
+    fn kernels_are_found_by_name() {
         assert!(Kernel::named("copy_runs").is_some_and(|kernel| Kernel::named("cast") != Some(kernel)));
         assert_eq!(Kernel::named("copy"), None);
     }
 
     #[test]
-    #[cfg_attr(no_kernels, ignore = "there was no compiler of C++")]
-    fn what_a_kernel_may_not_use_is_told() {
+    #[cfg_attr(no_kernels, ignore = "there was no C++ compiler")]
+    fn illegal_access_of_a_kernel_is_an_error() {
         let heap = Heap::new(1 << 16);
         let table = heap.allocate(64).unwrap();
-        // A record has more bytes; and none lies across the end of all addresses.
+        // A record has more bytes, and none crosses the end of the address space.
         for table in [table, u64::MAX - 15] {
             let arguments = [table.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec()];
             let launch = Launch { blocks: 1, threads: 1, arguments: &arguments, heap: &heap };

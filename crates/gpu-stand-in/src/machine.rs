@@ -1,7 +1,7 @@
-//! The machine: devices with memory, and what handles stand for.
+//! The machine: devices with memory, and the objects of handles.
 //!
-//! C libraries have one state in a process; this is it, and all of it. Handles are looked up, so that one that was
-//! destroyed is an error and not a fault.
+//! This is the whole state of the libraries in a process. Handles are looked up in tables, so using a destroyed handle is an
+//! error and not a crash.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -19,35 +19,35 @@ pub struct Machine {
 }
 
 pub struct Device {
-    /// Its number in the machine.
+    /// The number of the device in the machine.
     pub number: usize,
     pub heap: Heap,
-    /// Set by work that used memory that is none. As in CUDA, nothing goes on after it.
+    /// True if work has used invalid memory. As in CUDA, nothing runs after that.
     pub faulted: AtomicBool,
 }
 
 #[derive(Default)]
 pub struct Tables {
     last: usize,
-    /// By handle; those of default streams are their device.
+    /// Streams by handle. The handle of a default stream is its device.
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,
     pub functions: HashMap<usize, crate::kernels::Kernel>,
     pub communicators: HashMap<usize, Arc<crate::nccl::Communicator>>,
-    /// Pinned memory of the host, by address: bytes.
+    /// The lengths of pinned host memory, by address.
     pub pinned: BTreeMap<usize, usize>,
 }
 
 static MACHINE: OnceLock<Machine> = OnceLock::new();
 
 thread_local! {
-    /// The device whose context is current.
+    /// The device whose context is current in this thread.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 impl Machine {
-    /// Begins on the first call.
+    /// Returns the machine, and starts it on the first call.
     pub fn start() -> &'static Self {
         MACHINE.get_or_init(|| {
             let settings = Settings::of_environment();
@@ -56,7 +56,7 @@ impl Machine {
         })
     }
 
-    /// The machine, if it was started.
+    /// Returns the machine, if it was started.
     pub fn get() -> Option<&'static Self> {
         MACHINE.get()
     }
@@ -65,7 +65,7 @@ impl Machine {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The stream of a handle; null is the default stream of the current device.
+    /// Returns the stream of a handle. Null is the default stream of the current device.
     pub fn stream(&self, handle: usize) -> Option<Arc<Stream>> {
         let delay = self.settings.delay;
         if handle != 0 {
@@ -83,7 +83,7 @@ impl Machine {
         streams.iter().for_each(|stream| stream.synchronize());
     }
 
-    /// Whether a range of the host lies in pinned memory.
+    /// Returns whether a range of host memory is pinned.
     pub fn is_pinned(&self, address: usize, bytes: usize) -> bool {
         let tables = self.tables();
         tables.pinned.range(..=address).next_back().is_some_and(|(start, length)| address + bytes <= start + length)
@@ -101,14 +101,14 @@ impl Device {
 }
 
 impl Tables {
-    /// A handle that no other thing has or had.
+    /// Returns a handle that no other object has or had.
     pub fn handle(&mut self) -> usize {
         self.last += 16;
         0x10_0000 + self.last
     }
 }
 
-/// The device whose context is current in this thread.
+/// Returns the device whose context is current in this thread.
 pub fn current() -> Option<usize> {
     CURRENT.get()
 }

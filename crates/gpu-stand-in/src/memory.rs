@@ -1,39 +1,39 @@
-//! Memory of one device, in bytes.
+//! The memory of one device, in bytes.
 //!
-//! It is mapped twice: programs see addresses at which nothing can be read, and the stand-in has the bytes elsewhere. Who
-//! takes a device address for one of the host faults at once.
+//! Programs see addresses that cannot be read, and the stand-in has the bytes at another address. So a program that uses a
+//! device address as a host address crashes at once.
 
 use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// What memory holds before it is written and after it is freed.
+/// The byte that fills memory before it is written and after it is freed.
 const POISON: u8 = 0xA5;
-/// What CUDA aligns allocations to.
+/// The alignment of CUDA's allocations.
 const ALIGNMENT: usize = 256;
 
 pub struct Heap {
-    /// What programs see.
+    /// The address that programs see.
     seen: usize,
-    /// Where the bytes are.
+    /// The address of the bytes.
     real: usize,
     size: usize,
-    /// Allocations by their offset: bytes.
+    /// The lengths of allocations, by offset.
     used: Mutex<BTreeMap<usize, usize>>,
 }
 
-/// A range of memory that is used.
+/// An allocated range of memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Allocation {
-    /// What programs see.
+    /// The address that programs see.
     pub seen: u64,
-    /// Where the bytes are.
+    /// The address of the bytes.
     pub real: u64,
     pub bytes: u64,
 }
 
-/// A range that is no device memory; the reason is printed where it is found.
+/// The error if a range is not device memory. The reason is printed when the error is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Illegal;
 
@@ -47,7 +47,7 @@ impl Heap {
         }
     }
 
-    /// The address of so many new bytes, if there are any left.
+    /// Allocates memory, and returns its address if there is enough space.
     pub fn allocate(&self, bytes: usize) -> Option<u64> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = 0;
@@ -65,19 +65,19 @@ impl Heap {
         Some((self.seen + free) as u64)
     }
 
-    /// Frees what begins at an address.
+    /// Frees the allocation that begins at an address.
     pub fn free(&self, address: u64) -> Result<(), Illegal> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let offset = usize::try_from(address).unwrap_or(usize::MAX).wrapping_sub(self.seen);
         let Some(bytes) = used.remove(&offset) else {
-            eprintln!("gpu-stand-in: {address:#x} is freed, where no allocation begins");
+            eprintln!("gpu-stand-in: no allocation begins at {address:#x}, which is freed");
             return Err(Illegal);
         };
         self.poison(offset, bytes);
         Ok(())
     }
 
-    /// Where the bytes of a range are, if it lies in one allocation.
+    /// Returns the address of the bytes of a range, if it is in one allocation.
     pub fn locate(&self, address: u64, bytes: usize) -> Result<*mut u8, Illegal> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let offset = usize::try_from(address).unwrap_or(usize::MAX).wrapping_sub(self.seen);
@@ -87,13 +87,13 @@ impl Heap {
                 Ok((self.real + offset) as *mut u8)
             }
             _ => {
-                eprintln!("gpu-stand-in: {bytes} B at {address:#x} are in no allocation of the device");
+                eprintln!("gpu-stand-in: {bytes} B at {address:#x} are not in one allocation of the device");
                 Err(Illegal)
             }
         }
     }
 
-    /// All that is used now.
+    /// Returns all current allocations.
     pub fn allocations(&self) -> Vec<Allocation> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let place = |start: usize, offset: &usize| (start + offset) as u64;
@@ -105,7 +105,7 @@ impl Heap {
         used.iter().map(allocation).collect()
     }
 
-    /// Whether an address is one of this device, allocated or not.
+    /// Returns whether an address belongs to this device, allocated or not.
     pub fn has(&self, address: u64) -> bool {
         usize::try_from(address).is_ok_and(|address| (self.seen..self.seen + self.size).contains(&address))
     }
@@ -114,13 +114,13 @@ impl Heap {
         self.size
     }
 
-    /// Bytes that are not allocated.
+    /// Returns the number of bytes that are not allocated.
     pub fn left(&self) -> usize {
         self.size - self.used.lock().unwrap_or_else(PoisonError::into_inner).values().sum::<usize>()
     }
 
     fn poison(&self, offset: usize, bytes: usize) {
-        // SAFETY: the caller has it from the table of allocations, which lie in the mapping.
+        // SAFETY: the range is an allocation of the table, which is within the mapping.
         unsafe { ptr::write_bytes((self.real + offset) as *mut u8, POISON, bytes) }
     }
 }
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_lie_in_one_allocation() {
+    fn range_across_allocations_is_illegal() {
         let heap = Heap::new(1 << 20);
         let (first, second) = (heap.allocate(300).unwrap(), heap.allocate(256).unwrap());
         assert_eq!(second - first, 512);
@@ -146,11 +146,11 @@ mod tests {
         assert!(heap.locate(first, 301).is_err() && heap.locate(first + 512, 257).is_err());
         heap.free(first).unwrap();
         assert!(heap.locate(first, 1).is_err() && heap.free(first).is_err() && heap.free(second + 1).is_err());
-        assert_eq!(heap.allocate(400), Some(first), "the hole is taken again");
+        assert_eq!(heap.allocate(400), Some(first), "the freed range is reused");
     }
 
     #[test]
-    fn memory_runs_out_and_comes_back() {
+    fn freed_memory_is_reused() {
         let heap = Heap::new(4096);
         let all = heap.allocate(4096).unwrap();
         assert_eq!((heap.allocate(1), heap.left()), (None, 0));

@@ -1,5 +1,5 @@
-//! `libnvrtc`: the functions that are used, as `nvrtc.h` declares them. The [kernels](crate::kernels) are compiled already, so
-//! what comes of a text are the names of those that it has.
+//! `libnvrtc`: the functions that `dtshard` uses, as `nvrtc.h` declares them. The [kernels](crate::kernels) are already
+//! compiled, so the generated PTX has only the names of the kernels in the source.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::ptr;
@@ -20,7 +20,7 @@ impl Code {
 
 type Answer<T = ()> = Result<T, Code>;
 
-/// What a handle points to.
+/// The program that a handle points to.
 struct Program {
     text: String,
     ptx: CString,
@@ -33,7 +33,7 @@ impl Program {
     fn compile(&mut self) -> Answer {
         let names: Vec<&str> = self.text.split("extern \"C\" __global__ void ").skip(1).filter_map(name).collect();
         if let Some(unknown) = names.iter().find(|name| Kernel::named(name).is_none()) {
-            let why = format!("the kernel {unknown} is not known, or there was no compiler of C++");
+            let why = format!("the kernel {unknown} is not known, or there was no C++ compiler");
             self.log = CString::new(why).unwrap_or_default();
             return Err(Code::COMPILATION);
         }
@@ -62,7 +62,7 @@ fn put_text(place: *mut c_char, text: &CStr) -> Answer {
     if place.is_null() {
         return Err(Code::INVALID_INPUT);
     }
-    // SAFETY: as in C, the caller of the library has room for as many as it was told.
+    // SAFETY: as in C, the caller of the library has space for as many bytes as the size function returned.
     unsafe { ptr::copy_nonoverlapping(bytes.as_ptr().cast(), place, bytes.len()) };
     Ok(())
 }
@@ -115,7 +115,7 @@ entries! {
         let place = unsafe { handle.as_mut() }.ok_or(Code::INVALID_PROGRAM)?;
         let program: *mut Program = known(*place)?;
         *place = ptr::null_mut();
-        // SAFETY: it was made by `nvrtcCreateProgram`, and its only handle is gone.
+        // SAFETY: `nvrtcCreateProgram` created it, and its only handle is gone.
         drop(unsafe { Box::from_raw(program) });
         Ok(())
     }

@@ -1,32 +1,32 @@
-//! What the machine is pretended to be: environment variables, read once.
+//! Settings of the imitated machine: environment variables, which are read once.
 
 use std::env;
 use std::time::Duration;
 
 use crate::fault::{self, Planned};
 
-/// The pretended machine.
+/// The settings of the imitated machine.
 #[derive(Debug)]
 pub struct Settings {
-    /// Devices that are visible, by their number in the machine: `GPU_STAND_IN_DEVICES` (1) says how many there are, and
-    /// `CUDA_VISIBLE_DEVICES` which of them are seen, in which order.
+    /// The visible devices, by their number in the machine. `GPU_STAND_IN_DEVICES` (default 1) is the number of devices, and
+    /// `CUDA_VISIBLE_DEVICES` lists the visible ones in order.
     pub devices: Vec<usize>,
-    /// Bytes of memory of each device: `GPU_STAND_IN_MEMORY_MIB` (1024).
+    /// The memory of each device in bytes: `GPU_STAND_IN_MEMORY_MIB` (default 1024).
     pub memory: usize,
-    /// How late every piece of work on a stream is: `GPU_STAND_IN_DELAY_US` (200).
+    /// The delay of each work item on a stream: `GPU_STAND_IN_DELAY_US` (default 200).
     pub delay: Duration,
-    /// What NCCL tells of a peer that died: `GPU_STAND_IN_LOST_PEERS`.
+    /// The reaction of NCCL to a dead peer: `GPU_STAND_IN_LOST_PEERS`.
     pub lost_peers: LostPeers,
-    /// What goes wrong, and when: `GPU_STAND_IN_FAULT`.
+    /// The fault to inject, and when: `GPU_STAND_IN_FAULT`.
     pub(crate) fault: Option<Planned>,
 }
 
-/// How a dead peer shows.
+/// The reaction of NCCL to a dead peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LostPeers {
-    /// As over a network: an asynchronous error.
-    Told,
-    /// As over NVLink and shared memory (`silent`): not at all.
+    /// An asynchronous error, as over a network.
+    Error,
+    /// No error, as over NVLink and shared memory (`silent`).
     Silent,
 }
 
@@ -39,10 +39,11 @@ impl Settings {
             delay: Duration::from_micros(number("GPU_STAND_IN_DELAY_US", 200) as u64),
             lost_peers: match env::var("GPU_STAND_IN_LOST_PEERS").as_deref() {
                 Ok("silent") => LostPeers::Silent,
-                _ => LostPeers::Told,
+                _ => LostPeers::Error,
             },
             fault: env::var("GPU_STAND_IN_FAULT").ok().map(|text| {
-                fault::planned(&text).unwrap_or_else(|| panic!("GPU_STAND_IN_FAULT is {text}, which is no fault"))
+                fault::planned(&text)
+                    .unwrap_or_else(|| panic!("GPU_STAND_IN_FAULT is {text}, which is not a known fault"))
             }),
         }
     }
@@ -50,10 +51,10 @@ impl Settings {
 
 fn number(name: &str, default: usize) -> usize {
     let Ok(text) = env::var(name) else { return default };
-    text.parse().unwrap_or_else(|_| panic!("{name} is {text}, which is no number"))
+    text.parse().unwrap_or_else(|_| panic!("{name} is {text}, which is not a number"))
 }
 
-/// Devices up to the first name that is none, as CUDA takes the variable.
+/// Returns the devices up to the first invalid name, as CUDA reads the variable.
 fn visible(physical: usize, names: Option<&str>) -> Vec<usize> {
     let Some(names) = names else { return (0..physical).collect() };
     names.split(',').map_while(|name| name.trim().parse().ok().filter(|device| *device < physical)).collect()
@@ -64,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn visible_devices_end_at_the_first_that_is_none() {
+    fn visible_devices_end_at_the_first_invalid_name() {
         assert_eq!(visible(2, None), [0, 1]);
         assert_eq!(visible(4, Some("3,1")), [3, 1]);
         assert_eq!(visible(2, Some("1,7,0")), [1]);

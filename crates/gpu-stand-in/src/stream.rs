@@ -1,4 +1,4 @@
-//! Streams and events. A stream is a thread that does what is queued, in order, late.
+//! Streams and events. A stream is a thread that runs queued work in order, after a delay.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ pub struct Stream {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Work>,
-    /// Whether one is taken out and being done.
+    /// True if a work item was taken out and is running.
     working: bool,
     closed: bool,
 }
@@ -54,7 +54,7 @@ impl Stream {
         drop(idle.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// The thread ends when all is done.
+    /// Lets the thread end when all queued work is done.
     pub fn close(&self) {
         self.queue().closed = true;
         self.changed.notify_all();
@@ -79,7 +79,7 @@ impl Queue {
     }
 }
 
-/// Counts of how often it was recorded, and how many of these the stream has passed.
+/// An event: counts how often it was recorded, and how many records its stream has passed.
 #[derive(Default)]
 pub struct Event {
     counts: Mutex<Counts>,
@@ -107,7 +107,7 @@ impl Event {
         });
     }
 
-    /// Lets a stream wait for what was recorded last.
+    /// Lets a stream wait for the latest record.
     pub fn hold(self: &Arc<Self>, stream: &Stream) {
         let (event, number) = (Arc::clone(self), self.counts().recorded);
         stream.push(move || event.wait_for(number));

@@ -1,23 +1,23 @@
-//! What goes over the sockets between two ranks: heads, each with as many bytes behind it as it says.
+//! Messages on the sockets between two ranks: a header, followed by as many bytes as it names.
 
 use std::io::{self, Read, Write};
 
-/// What a message is. The receiver knows what it expects; anything else is an error of the program.
+/// The header of a message. The receiver knows which message it expects; any other one is an error of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     pub kind: Kind,
     /// `ncclDataType_t`
     pub dtype: u32,
-    /// `ncclRedOp_t`; 0 where nothing is reduced.
+    /// `ncclRedOp_t`; 0 if nothing is reduced.
     pub op: u32,
-    /// Which collective of the communicator it belongs to, from 1 on; 0 for a send.
+    /// The number of the collective in the communicator, from 1; 0 for a send.
     pub collective: u64,
     pub bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The receiver took a message.
+    /// The acknowledgement that the receiver took a message.
     Taken,
     Send,
     Broadcast,
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_are_read_as_they_were_written() {
+    fn headers_round_trip() {
         let head = Head { kind: Kind::ReduceScatter, dtype: 9, op: 4, collective: 7, bytes: 1 << 40 };
         let mut bytes = Vec::new();
         head.write(&mut bytes).unwrap();

@@ -1,4 +1,4 @@
-//! What the driver's half lets pass, and what it does not.
+//! Tests of the driver part: valid calls work, and invalid calls are errors.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![allow(unsafe_code, reason = "this calls a C library")]
@@ -17,13 +17,13 @@ const NOT_READY: u32 = 600;
 const ILLEGAL_ADDRESS: u32 = 700;
 
 #[test]
-fn without_a_context_there_is_no_memory() {
+fn allocation_without_a_context_is_an_error() {
     assert_eq!(driver().cuInit(0), 0);
     std::thread::spawn(|| assert_eq!(driver().cuMemAlloc_v2(&mut 0, 16), INVALID_CONTEXT)).join().unwrap();
 }
 
 #[test]
-fn memory_is_poisoned_checked_and_runs_out() {
+fn memory_is_poisoned_checked_and_limited() {
     device();
     let stream = Stream::new();
     let buffer = Buffer::new(100);
@@ -36,7 +36,7 @@ fn memory_is_poisoned_checked_and_runs_out() {
 }
 
 #[test]
-fn pinned_memory_is_read_late_and_other_memory_at_once() {
+fn pinned_memory_is_read_by_the_stream_and_other_memory_by_the_call() {
     assert!(passes_early("pinned"));
 }
 
@@ -53,7 +53,7 @@ fn pinned() {
     let early = Buffer::of(&data, &stream);
     assert_eq!(driver().cuMemcpyHtoDAsync_v2(late.address, pinned, 16, stream.0), 0);
     data.fill(2);
-    // SAFETY: it has 16 bytes; that the stream reads it is what this is about.
+    // SAFETY: it has 16 bytes; this test is about the stream reading it later.
     unsafe { pinned.write_bytes(2, 16) };
     assert_eq!(driver().cuStreamQuery(stream.0), NOT_READY);
     assert_eq!((early.read(&stream), late.read(&stream)), (vec![1; 16], vec![2; 16]));
@@ -61,7 +61,7 @@ fn pinned() {
     assert_eq!(driver().cuMemcpyDtoHAsync_v2(pinned, early.address, 16, stream.0), 0);
     // SAFETY: it has 16 bytes.
     let seen = unsafe { slice::from_raw_parts(pinned, 16) }.to_vec();
-    assert_eq!(seen, [2; 16], "what is not waited for is not there");
+    assert_eq!(seen, [2; 16], "the stream reads pinned memory late");
     assert_eq!(stream.synchronize(), 0);
     // SAFETY: it has 16 bytes.
     assert_eq!(unsafe { slice::from_raw_parts(pinned, 16) }, [1; 16]);
@@ -82,11 +82,11 @@ fn streams_wait_for_events_of_others() {
 }
 
 #[test]
-fn work_on_memory_that_was_freed_meanwhile_faults_the_device() {
+fn use_after_free_faults_the_device() {
     assert!(passes_early("freed"));
 }
 
-/// By itself: after that, nothing works in the process, as with CUDA.
+/// In a process of its own, because nothing works after a fault, as with CUDA.
 #[test]
 #[ignore = "a process of a test"]
 fn freed() {
@@ -105,7 +105,7 @@ fn freed() {
 
 /// The box [1..3, 2..5, 1..3] of an array of (4, 6, 4) elements of two bytes.
 #[test]
-fn boxes_are_copied_with_their_strides() {
+fn memcpy_3d_copies_strided_boxes() {
     device();
     let stream = Stream::new();
     let array: Vec<u8> = (0..4 * 6 * 4_u16).flat_map(u16::to_le_bytes).collect();
@@ -125,11 +125,11 @@ fn boxes_are_copied_with_their_strides() {
     assert_eq!(driver().cuMemcpy3DAsync_v2(&raw const copy, stream.0), INVALID_VALUE, "rows do not fit the pitch");
     copy[9] = 8;
     copy[24] = 4;
-    assert_eq!(driver().cuMemcpy3DAsync_v2(&raw const copy, stream.0), INVALID_VALUE, "there are not so many slices");
+    assert_eq!(driver().cuMemcpy3DAsync_v2(&raw const copy, stream.0), INVALID_VALUE, "the array has fewer slices");
 }
 
 #[test]
-fn kernels_without_a_twin_are_not_found() {
+fn unknown_kernel_is_an_error() {
     device();
     let mut module = ptr::null_mut();
     let ptx = ".version 8.0\n.target sm_80\n.visible .entry lonely(\n)\n{ ret; }\0";

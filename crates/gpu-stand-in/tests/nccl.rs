@@ -1,4 +1,4 @@
-//! The half of NCCL, by way of nccl-rs: several processes, each with a device.
+//! Tests of the NCCL part through nccl-rs: several processes with a device each.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![allow(unsafe_code, reason = "this calls a C library")]
@@ -20,7 +20,7 @@ fn patient() -> Wait {
     Wait::up_to(Duration::from_secs(30))
 }
 
-/// The error that comes sooner, when operations are queued, or later.
+/// Returns the error of queueing operations, or waits for the asynchronous error.
 fn error(communicator: &Communicator, queued: nccl::Result<()>) -> Error {
     let begin = Instant::now();
     let mut status = queued;
@@ -37,7 +37,7 @@ fn is(error: &Error, expected: nccl::raw::ncclResult_t) -> bool {
 }
 
 #[test]
-fn ranks_exchange_what_they_should() {
+fn collectives_give_expected_bytes() {
     for count in [1, 2, 3, 5] {
         assert_eq!(ranks("exchange", count), vec![0; count]);
     }
@@ -109,7 +109,7 @@ fn exchange() {
 }
 
 #[test]
-fn a_receiver_that_expects_less_fails_and_the_others_hear_of_it() {
+fn mismatched_receive_fails_on_all_ranks() {
     assert_eq!(ranks("mismatch", 2), [0, 0]);
 }
 
@@ -138,7 +138,7 @@ fn mismatch() {
 }
 
 #[test]
-fn a_rank_that_dies_is_heard_of() {
+fn dead_rank_is_an_error_on_other_ranks() {
     assert_eq!(ranks("death", 3), [0, 9, 0]);
 }
 
@@ -163,7 +163,7 @@ fn death() {
 }
 
 #[test]
-fn where_a_death_is_not_told_the_stream_stands_still() {
+fn dead_rank_without_error_blocks_the_stream() {
     assert_eq!(ranks_with("silence", 2, &[("GPU_STAND_IN_LOST_PEERS", "silent")]), [0, 9]);
 }
 
@@ -185,7 +185,7 @@ fn silence() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_not_waited_for_without_end() {
+fn missing_rank_is_a_timeout() {
     device();
     let library = library();
     let begin = Instant::now();
@@ -197,7 +197,7 @@ fn a_rank_that_does_not_come_is_not_waited_for_without_end() {
 }
 
 #[test]
-fn two_ranks_with_one_device_are_refused() {
+fn two_ranks_with_one_device_are_an_error() {
     assert_eq!(ranks("doubled", 2), [0, 0]);
 }
 
@@ -206,7 +206,7 @@ fn two_ranks_with_one_device_are_refused() {
 fn doubled() {
     device();
     let place = place();
-    // Both take the device of rank 0 for theirs.
+    // Both ranks use the device of rank 0.
     let doubled = || Communicator::new(&library(), place, &id(), &Config::default(), patient());
     match std::env::var_os("DOUBLED") {
         Some(_) => assert!(is(&doubled().unwrap_err(), ncclInvalidUsage)),

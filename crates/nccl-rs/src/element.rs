@@ -1,10 +1,10 @@
-//! What elements are and how they are reduced: `ncclDataType_t` and `ncclRedOp_t`, as far as they are built in.
+//! Element types and reductions: the built-in values of `ncclDataType_t` and `ncclRedOp_t`.
 
 use crate::raw::{ncclDataType_t, ncclRedOp_t};
 
 /// The type of elements: `ncclDataType_t`, complete as of NCCL 2.30.
 ///
-/// Only reductions look at it. Data of any other type moves as [`DataType::Uint8`].
+/// Only reductions depend on it. Data of any other type can be sent as [`DataType::Uint8`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DataType {
@@ -35,7 +35,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// All of them, in the order of their codes, which begin at 0.
+    /// All types, in the order of their codes, which begin at 0.
     pub const ALL: [Self; 12] = [
         Self::Int8,
         Self::Uint8,
@@ -51,7 +51,7 @@ impl DataType {
         Self::Float8e5m2,
     ];
 
-    /// Its value in `nccl.h`.
+    /// Returns the code of the type in `nccl.h`.
     #[must_use]
     pub const fn code(self) -> ncclDataType_t {
         match self {
@@ -70,13 +70,13 @@ impl DataType {
         }
     }
 
-    /// The type that has this value in `nccl.h`, if this crate knows it.
+    /// Returns the type with this code in `nccl.h`, if this crate knows it.
     #[must_use]
     pub fn from_code(code: ncclDataType_t) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.code() == code)
     }
 
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -88,10 +88,10 @@ impl DataType {
     }
 }
 
-/// How elements of all ranks become one: the built-in values of `ncclRedOp_t`.
+/// A reduction of the elements of all ranks: the built-in values of `ncclRedOp_t`.
 ///
-/// Sums and products of floats depend on the order in which ranks are taken, and low precision is rounded at every hop:
-/// the result is the same on all ranks, but not that of another machine or algorithm.
+/// Sums and products of floats depend on the order of ranks, and narrow dtypes are rounded at every step. So all ranks get
+/// the same result, but another machine or algorithm may give a different one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RedOp {
@@ -103,15 +103,15 @@ pub enum RedOp {
     Max,
     /// `ncclMin`
     Min,
-    /// `ncclAvg`: the sum by the number of ranks; integers are truncated.
+    /// `ncclAvg`: the sum divided by the number of ranks; integers are truncated.
     Avg,
 }
 
 impl RedOp {
-    /// All of them, in the order of their codes, which begin at 0.
+    /// All reductions, in the order of their codes, which begin at 0.
     pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Max, Self::Min, Self::Avg];
 
-    /// Its value in `nccl.h`.
+    /// Returns the code of the reduction in `nccl.h`.
     #[must_use]
     pub const fn code(self) -> ncclRedOp_t {
         match self {

@@ -1,48 +1,48 @@
-//! The one error. A message says which call it was and what NCCL says of it.
+//! The error type. A message names the NCCL function and has NCCL's text for the error.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::raw::ncclResult_t;
 
-/// What this crate's functions return.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong.
+/// An error of NCCL, or of loading it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No library could be opened.
     #[error("NCCL cannot be loaded: {}", tried.join("; "))]
     Load {
-        /// For each file that was tried, in that order: its name and why not.
+        /// The name of each file that was tried, with the reason why it could not be loaded, in that order.
         tried: Vec<String>,
     },
 
-    /// The library lacks a function: it is older than that function, or is no NCCL.
+    /// The library has no such function: it is too old, or is not NCCL.
     #[error("{library} has no {symbol}")]
     Missing {
-        /// The file, as it was asked for.
+        /// The file name that was given.
         library: String,
         /// The name of the function.
         symbol: &'static str,
     },
 
-    /// NCCL says no. With a non-blocking communicator that may be after the call, while it is waited for.
+    /// A function of NCCL failed. With a non-blocking communicator, this can happen after the call, while waiting for it.
     #[error("{function}: {text} ({code:?}){}", detail(last.as_deref()))]
     Call {
         /// The function of `nccl.h`.
         function: &'static str,
-        /// What it returned.
+        /// The code that it returned.
         code: ncclResult_t,
-        /// `ncclGetErrorString` of it.
+        /// The text for the code, from `ncclGetErrorString`.
         text: String,
-        /// `ncclGetLastError`, if there is one: the last warning that NCCL logged in this process, mostly the cause.
+        /// The last warning that NCCL logged in this process, if there is one, from `ncclGetLastError`. It is mostly the cause.
         last: Option<String>,
     },
 
-    /// What was started is not done within the limit; the communicator is aborted.
-    #[error("{function} is not done after {:.1} s; do all ranks take part?", limit.as_secs_f64())]
+    /// A function was not done within the limit. The communicator is aborted.
+    #[error("{function} is not done after {:.1} s; check that all ranks run", limit.as_secs_f64())]
     Late {
         /// The function of `nccl.h`.
         function: &'static str,
@@ -50,26 +50,26 @@ pub enum Error {
         limit: Duration,
     },
 
-    /// The watch of the [`Wait`](crate::Wait) says that waiting is in vain; the communicator is aborted.
-    #[error("{function} was given up: {why}")]
+    /// The watch of the [`Wait`](crate::Wait) stopped waiting. The communicator is aborted.
+    #[error("{function} was stopped: {why}")]
     GivenUp {
         /// The function of `nccl.h`.
         function: &'static str,
-        /// What the watch says.
+        /// The reason that the watch returned.
         why: String,
     },
 
-    /// An argument that NCCL would take for something else, or wait for in vain. NCCL was not called.
+    /// An argument is invalid. NCCL was not called, because it would misinterpret the argument or wait forever.
     #[error("{function}: {why}")]
     Argument {
         /// The function of `nccl.h`.
         function: &'static str,
-        /// What is wrong with it.
+        /// The reason why the argument is invalid.
         why: String,
     },
 
-    /// The communicator was aborted by an error before.
-    #[error("the communicator was aborted after an error")]
+    /// The communicator was aborted after an earlier error.
+    #[error("the communicator was aborted after an earlier error")]
     Aborted,
 }
 

@@ -1,26 +1,26 @@
 //! NCCL, loaded at run time.
 //!
-//! A program that can use GPUs is also started where there are none. So nothing here is linked: NCCL is a file that is
-//! opened when it is wanted ([`Library::load`]), and what is not there is an [`Error`] that says what was looked for.
-//! Nothing panics, and before the first call nothing is paid.
+//! A program that can use GPUs also runs on machines without one. So nothing is linked: [`Library::load`] opens NCCL at run
+//! time, and returns an [`Error`] with the file names that were tried if there is no NCCL. Nothing panics, and there is no
+//! cost before the first call.
 //!
-//! Peers of a collective may never come, and then NCCL waits for ever. So every [`Communicator`] is non-blocking: it is
-//! polled, up to the limit of its [`Wait`], whose watch may end it before, and is aborted when that fails.
+//! If a peer never joins a collective, NCCL waits forever. So every [`Communicator`] is non-blocking: it is polled up to the
+//! limit of its [`Wait`], whose watch may stop it earlier, and it is aborted if that fails.
 //!
-//! There are three storeys, each usable by itself:
+//! There are three layers, each usable by itself:
 //!
-//! | storey | what it is | what it promises |
+//! | layer | contents | guarantees |
 //! |---|---|---|
-//! | [`raw`] | types of `nccl.h` and a table of function pointers | names and layouts, nothing else |
-//! | [`result`] | a method for each function, with NCCL's own words for what went wrong | every code is looked at |
-//! | [`safe`], also here | [`Library`], [`UniqueId`], [`Communicator`], [`Group`] | sizes and ranks are checked, nothing leaks |
+//! | [`raw`] | types of `nccl.h` and a table of function pointers | names and memory layouts only |
+//! | [`result`] | one method for each function, with NCCL's error text | every return code is checked |
+//! | [`safe`], re-exported here | [`Library`], [`UniqueId`], [`Communicator`], [`Group`] | sizes and ranks are checked, nothing leaks |
 //!
-//! **Units.** Buffers are told in bytes. NCCL counts elements; the safe storey divides by [`DataType::size`], and a
-//! buffer that is no whole number of elements is refused.
+//! **Units.** Buffer lengths are in bytes. NCCL counts elements; the safe layer divides by [`DataType::size`], and returns
+//! an error if a buffer is not a whole number of elements.
 //!
-//! **CUDA** is not in here: [`DeviceBuffer`] and [`DeviceStream`] are implemented by whoever allocates, with any binding.
+//! **CUDA** is not included: the caller implements [`DeviceBuffer`] and [`DeviceStream`] with any CUDA binding.
 //!
-//! Rules are those of `nccl.h` 2.30; what is called is in NCCL since 2.14, fp8 types since 2.24.
+//! The declarations follow `nccl.h` 2.30. All functions exist since NCCL 2.14, the fp8 types since 2.24.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -34,7 +34,7 @@
 //!     theirs: &mut impl DeviceBuffer,
 //!     stream: &impl DeviceStream,
 //! ) -> nccl::Result<()> {
-//!     // SAFETY: what has the name of NCCL on this machine is NCCL.
+//!     // SAFETY: the library with the name of NCCL on this machine is NCCL.
 //!     let library = unsafe { Library::load(None) }?;
 //!     let mut peers = Communicator::new(&library, place, &id, &Config::default(), Wait::up_to(Duration::from_mins(1)))?;
 //!     let (next, previous) = ((place.rank + 1) % place.ranks, (place.rank + place.ranks - 1) % place.ranks);
@@ -42,12 +42,12 @@
 //!         group.send(DeviceView::of(mine), DataType::Uint8, next)?;
 //!         group.recv(DeviceViewMut::of(theirs), DataType::Uint8, previous)
 //!     })?;
-//!     // ... wait for the stream, looking at peers.status() meanwhile ...
+//!     // ... wait for the stream, and poll peers.status() meanwhile ...
 //!     peers.finalize()
 //! }
 //! ```
 
-#![allow(unsafe_code, reason = "this is a binding: each block says why it may")]
+#![allow(unsafe_code, reason = "this is a binding; each block states why it is sound")]
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
 mod element;

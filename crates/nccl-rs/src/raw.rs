@@ -1,14 +1,14 @@
-//! `nccl.h` as it is: types, constants, and a table of pointers to functions.
+//! The declarations of `nccl.h`: types, constants, and a table of function pointers.
 //!
-//! Codes are integers and not enums, since a newer NCCL may return values that this crate has never heard of, and such
-//! an enum would be undefined behaviour. Names are those of the header, to be found there.
+//! Codes are integers and not enums: a newer NCCL may return values that this crate does not know, and an enum with such a
+//! value would be undefined behaviour. Names are those of the header.
 
 #![allow(non_camel_case_types, non_snake_case, non_upper_case_globals, reason = "the names of nccl.h")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::{fmt, ptr};
 
-/// What functions return. Transparent over the C enum, so values without a name are values like others.
+/// The return code of functions. It is transparent over the C enum, so codes without a name are valid, too.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct ncclResult_t(pub c_uint);
@@ -37,11 +37,11 @@ results! {
     ncclUnhandledCudaError = 1, "A call to CUDA failed.";
     ncclSystemError = 2, "A call to the system failed.";
     ncclInternalError = 3, "An error in NCCL, or memory that was overwritten.";
-    ncclInvalidArgument = 4, "An argument has a value that it cannot have.";
-    ncclInvalidUsage = 5, "A call that does not fit what was called before, or what the machine is.";
-    ncclRemoteError = 6, "A peer is gone, or the network.";
-    ncclInProgress = 7, "A non-blocking communicator is still at it.";
-    ncclTimeout = 8, "A limit of NCCL's own ran out.";
+    ncclInvalidArgument = 4, "An argument has an invalid value.";
+    ncclInvalidUsage = 5, "A call that is invalid after earlier calls, or on this machine.";
+    ncclRemoteError = 6, "A peer or the network is lost.";
+    ncclInProgress = 7, "A call on a non-blocking communicator is not done yet.";
+    ncclTimeout = 8, "A time limit of NCCL was exceeded.";
 }
 
 /// The type of elements; see [`DataType`](crate::DataType).
@@ -56,18 +56,18 @@ pub type ncclComm_t = *mut c_void;
 /// `cudaStream_t`, which is the driver's `CUstream`.
 pub type cudaStream_t = *mut c_void;
 
-/// Bytes of a [`ncclUniqueId`].
+/// The size of a [`ncclUniqueId`] in bytes.
 pub const NCCL_UNIQUE_ID_BYTES: usize = 128;
 
-/// What ranks of one communicator have in common: where and by which token they find each other.
+/// The id that the ranks of one communicator share: the address and token by which they find each other.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ncclUniqueId {
-    /// Opaque.
+    /// The opaque bytes.
     pub internal: [c_char; NCCL_UNIQUE_ID_BYTES],
 }
 
-/// `NCCL_CONFIG_UNDEF_INT`: an option that NCCL decides.
+/// `NCCL_CONFIG_UNDEF_INT`: the value of an option that NCCL chooses.
 pub const NCCL_CONFIG_UNDEF_INT: c_int = c_int::MIN;
 
 /// `NCCL_API_MAGIC`.
@@ -75,33 +75,33 @@ pub const NCCL_API_MAGIC: c_uint = 0xcafe_beef;
 
 /// Options of a communicator, as of NCCL 2.18.
 ///
-/// Later versions append options. `size` and `version` tell NCCL which ones are there: a newer one gives those that are
-/// not their defaults, an older one reads as much as it knows (`parseCommConfig` in `src/init.cc`).
+/// Later versions append options. `size` and `version` describe which options exist: a newer NCCL uses defaults for the
+/// missing ones, and an older NCCL reads the options that it knows (`parseCommConfig` in `src/init.cc`).
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ncclConfig_t {
-    /// Bytes of this struct.
+    /// The size of this struct in bytes.
     pub size: usize,
     /// [`NCCL_API_MAGIC`].
     pub magic: c_uint,
-    /// The version of NCCL whose struct this is.
+    /// The version of NCCL that declares this struct.
     pub version: c_uint,
     /// 0: calls return `ncclInProgress` instead of waiting.
     pub blocking: c_int,
-    /// Blocks of a cluster.
+    /// The number of blocks of a cluster.
     pub cgaClusterSize: c_int,
-    /// How many blocks a kernel has at least.
+    /// The minimum number of blocks of a kernel.
     pub minCTAs: c_int,
-    /// How many blocks a kernel has at most.
+    /// The maximum number of blocks of a kernel.
     pub maxCTAs: c_int,
-    /// The name of the network module; null: NCCL decides.
+    /// The name of the network module; NCCL chooses if it is null.
     pub netName: *const c_char,
-    /// 1: communicators split off share resources.
+    /// 1: communicators that are split off share resources.
     pub splitShare: c_int,
 }
 
 impl ncclConfig_t {
-    /// `NCCL_CONFIG_INITIALIZER` of NCCL 2.18: everything is left to NCCL.
+    /// `NCCL_CONFIG_INITIALIZER` of NCCL 2.18: NCCL chooses all options.
     pub const INITIALIZER: Self = Self {
         size: size_of::<Self>(),
         magic: NCCL_API_MAGIC,
@@ -117,7 +117,7 @@ impl ncclConfig_t {
 
 macro_rules! table {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
-        /// The functions of NCCL that are used here. One that the library lacks is `None`.
+        /// The functions of NCCL that this crate uses. A function that the library does not have is `None`.
         #[derive(Clone, Copy, Debug)]
         pub struct Table {
             $(
@@ -127,16 +127,16 @@ macro_rules! table {
         }
 
         impl Table {
-            /// The functions of a library by their names.
+            /// Finds the functions of a library by their names.
             ///
             /// # Safety
             ///
-            /// Whatever has one of these names in the library must be the function that `nccl.h` declares. The library
-            /// must stay loaded for as long as any of them may be called.
+            /// A symbol with one of these names in the library must be the function that `nccl.h` declares. The library must
+            /// stay loaded as long as any of the functions may be called.
             #[must_use]
             pub unsafe fn of(library: &libloading::Library) -> Self {
                 Self {
-                    // SAFETY: the caller promises that what has this name has this type.
+                    // SAFETY: the caller guarantees that the symbol with this name has this type.
                     $($name: unsafe { library.get(stringify!($name)) }.ok().map(|symbol| *symbol),)*
                 }
             }

@@ -1,7 +1,7 @@
-//! Functions of NCCL as methods that return a [`Result`], with NCCL's own words for what went wrong.
+//! The functions of NCCL as methods that return a [`Result`] with NCCL's error text.
 //!
-//! Handles and addresses are raw and counts are elements, as in `nccl.h`. A function that the library lacks is
-//! [`Error::Missing`] when it is called, not before: older versions do for programs that call less.
+//! Handles and addresses are raw, and counts are elements, as in `nccl.h`. If the library has no such function, the call
+//! returns [`Error::Missing`]. So a program works with older versions if it does not call newer functions.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -15,31 +15,31 @@ use crate::raw::{
 };
 use crate::{Error, Result, Version};
 
-/// How far a call that did not fail has come.
+/// The state of a call that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a non-blocking communicator may not be used for anything else while it is in progress"]
 pub enum Progress {
     /// `ncclSuccess`
     Done,
-    /// `ncclInProgress`: ask [`Nccl::comm_get_async_error`] until it is done.
+    /// `ncclInProgress`: poll [`Nccl::comm_get_async_error`] until the call is done.
     InProgress,
 }
 
-/// A loaded library.
+/// The loaded library.
 #[derive(Debug)]
 pub struct Nccl {
     name: String,
     table: Table,
-    /// NCCL has threads that outlive communicators, so it is never unloaded.
+    /// The library is never unloaded, because NCCL has threads that outlive communicators.
     _library: ManuallyDrop<Library>,
 }
 
-/// Calls a function of the table and looks at what it returns.
+/// Calls a function of the table and checks its return code.
 macro_rules! call {
     ($nccl:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let function = $nccl.table.$function.ok_or_else(|| $nccl.missing(stringify!($function)))?;
-        // SAFETY: the table has it from a library that is NCCL, as `load` was promised; that arguments are what they
-        // have to be was promised by the caller of the method, or they are values of this frame.
+        // SAFETY: the caller of `load` guarantees that the library is NCCL; the caller of the method guarantees the
+        // arguments, or they are values of this frame.
         let result = unsafe { function($($argument),*) };
         $nccl.progress(stringify!($function), result)
     }};
@@ -48,19 +48,19 @@ macro_rules! call {
 impl Nccl {
     /// Opens the first of these libraries that can be opened and has `ncclGetVersion`.
     ///
-    /// A name without a slash is looked for as `dlopen` does: in `LD_LIBRARY_PATH`, then where the system has libraries.
+    /// A name without a slash is searched as `dlopen` does: in `LD_LIBRARY_PATH`, then in the system's library folders.
     ///
     /// # Errors
     ///
-    /// [`Error::Load`] with the reason for each of them.
+    /// Returns [`Error::Load`] with the reason for each name.
     ///
     /// # Safety
     ///
-    /// A file that is found under one of the names must be NCCL, or keep to the declarations of `nccl.h`: it is run.
+    /// A file with one of the names must be NCCL, or follow the declarations of `nccl.h`, because its code is run.
     pub unsafe fn load<N: AsRef<OsStr>>(names: &[N]) -> Result<Self> {
         let mut tried = Vec::new();
         for name in names {
-            // SAFETY: promised by the caller.
+            // SAFETY: guaranteed by the caller.
             match unsafe { Self::open(name.as_ref()) } {
                 Ok(nccl) if nccl.table.ncclGetVersion.is_some() => return Ok(nccl),
                 Ok(other) => tried.push(format!("{}, so it is not NCCL", other.missing("ncclGetVersion"))),
@@ -72,48 +72,48 @@ impl Nccl {
 
     /// # Safety
     ///
-    /// As for [`Self::load`].
+    /// The conditions of [`Self::load`] hold.
     unsafe fn open(name: &OsStr) -> Result<Self, String> {
         let shown = name.to_string_lossy().into_owned();
-        // SAFETY: the caller promises that what is run when the library is loaded is NCCL.
+        // SAFETY: the caller guarantees that the library is NCCL; loading it runs its initialisers.
         let library = unsafe { Library::new(name) }.map_err(|error| {
-            // What dlopen says is in the source of the error, mostly with the name in front.
+            // The message of dlopen is the source of the error, and mostly begins with the name.
             let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
             if why.starts_with(&shown) { why } else { format!("{shown}: {why}") }
         })?;
-        // SAFETY: the caller promises that its functions are those of `nccl.h`; it is never unloaded.
+        // SAFETY: the caller guarantees that its functions are those of `nccl.h`; it is never unloaded.
         let table = unsafe { Table::of(&library) };
         Ok(Self { name: shown, table, _library: ManuallyDrop::new(library) })
     }
 
-    /// The file, as it was asked for.
+    /// Returns the file name that was given.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its functions.
+    /// Returns the table of functions.
     #[must_use]
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// `ncclGetErrorString`: what a code means. Without that function, its name in `nccl.h`.
+    /// Returns the text for a code (`ncclGetErrorString`), or its name in `nccl.h` if there is no such function.
     #[must_use]
     pub fn error_string(&self, code: ncclResult_t) -> String {
-        // SAFETY: it takes any value, and returns null or a constant string.
+        // SAFETY: the function takes any value, and returns null or a constant string.
         let text = self.table.ncclGetErrorString.and_then(|function| unsafe { text(function(code)) });
         text.unwrap_or_else(|| format!("{code:?}"))
     }
 
-    /// `ncclGetLastError`: the last warning that NCCL logged in this process, which may be about something else.
+    /// Returns the last warning that NCCL logged in this process (`ncclGetLastError`). It may be about something else.
     #[must_use]
     pub fn last_error(&self) -> Option<String> {
-        // SAFETY: the communicator is not looked at, and what is returned is null or a buffer that is never freed.
+        // SAFETY: the function ignores the communicator, and returns null or a buffer that is never freed.
         self.table.ncclGetLastError.and_then(|function| unsafe { text(function(ptr::null_mut())) })
     }
 
-    /// A code as an error of a function, in NCCL's words.
+    /// Returns the error of a function that returned this code, with NCCL's text.
     #[must_use]
     pub fn error(&self, function: &'static str, code: ncclResult_t) -> Error {
         Error::Call { function, code, text: self.error_string(code), last: self.last_error() }
@@ -131,23 +131,24 @@ impl Nccl {
         }
     }
 
-    /// `ncclGetVersion`.
+    /// Returns the version (`ncclGetVersion`).
     pub fn version(&self) -> Result<Version> {
         let mut code = 0;
         let _ = call!(self, ncclGetVersion(&raw mut code))?;
         Ok(Version::from_code(code.try_into().unwrap_or_default()))
     }
 
-    /// `ncclGetUniqueId`: opens a port of this process, at which the ranks of one communicator will meet.
+    /// Creates a unique id (`ncclGetUniqueId`), and opens a port of this process, to which the ranks of one communicator
+    /// connect.
     pub fn unique_id(&self) -> Result<ncclUniqueId> {
         let mut id = ncclUniqueId { internal: [0; NCCL_UNIQUE_ID_BYTES] };
         let _ = call!(self, ncclGetUniqueId(&raw mut id))?;
         Ok(id)
     }
 
-    /// `ncclCommInitRankConfig`: the communicator of a rank, on the CUDA device that is current in this thread.
+    /// Creates the communicator of a rank (`ncclCommInitRankConfig`), on the CUDA device that is current in this thread.
     ///
-    /// A communicator in progress may be asked how it is, or aborted, and nothing else.
+    /// While it is in progress, a communicator may only be polled or aborted.
     ///
     /// # Safety
     ///
@@ -162,101 +163,102 @@ impl Nccl {
         let mut comm = ptr::null_mut();
         let begun = call!(self, ncclCommInitRankConfig(&raw mut comm, ranks, id, rank, ptr::from_mut(config)));
         if begun.is_err() && !comm.is_null() {
-            // SAFETY: NCCL made it, and nobody else has seen it.
+            // SAFETY: NCCL created it, and nothing else has the handle.
             let _ = unsafe { self.comm_abort(comm) };
         }
         Ok((comm, begun?))
     }
 
-    /// `ncclCommGetAsyncError`: what has become of what was started. Also fails with an error of the network.
+    /// Returns the progress of `function`, which was started before (`ncclCommGetAsyncError`). Also returns errors of the
+    /// network.
     ///
-    /// The error is that of `function`, which was started.
+    /// An error names `function`.
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library, not destroyed or aborted, and not used by another thread meanwhile.
+    /// `comm` is a communicator of this library that is not destroyed or aborted, and no other thread uses it meanwhile.
     pub unsafe fn comm_get_async_error(&self, comm: ncclComm_t, function: &'static str) -> Result<Progress> {
         let mut code = raw::ncclSuccess;
         let _ = call!(self, ncclCommGetAsyncError(comm, &raw mut code))?;
         self.progress(function, code)
     }
 
-    /// `ncclCommCount`: how many ranks there are.
+    /// Returns the number of ranks (`ncclCommCount`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`].
+    /// The conditions of [`Self::comm_get_async_error`] hold.
     pub unsafe fn comm_count(&self, comm: ncclComm_t) -> Result<c_int> {
         let mut count = 0;
         let _ = call!(self, ncclCommCount(comm, &raw mut count))?;
         Ok(count)
     }
 
-    /// `ncclCommUserRank`: which of them this one is.
+    /// Returns the rank of this communicator (`ncclCommUserRank`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`].
+    /// The conditions of [`Self::comm_get_async_error`] hold.
     pub unsafe fn comm_user_rank(&self, comm: ncclComm_t) -> Result<c_int> {
         let mut rank = 0;
         let _ = call!(self, ncclCommUserRank(comm, &raw mut rank))?;
         Ok(rank)
     }
 
-    /// `ncclCommCuDevice`: the ordinal of its CUDA device.
+    /// Returns the ordinal of the communicator's CUDA device (`ncclCommCuDevice`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`].
+    /// The conditions of [`Self::comm_get_async_error`] hold.
     pub unsafe fn comm_cu_device(&self, comm: ncclComm_t) -> Result<c_int> {
         let mut device = 0;
         let _ = call!(self, ncclCommCuDevice(comm, &raw mut device))?;
         Ok(device)
     }
 
-    /// `ncclCommFinalize`: flushes what was queued. When that is done, it may be destroyed.
+    /// Flushes the queued operations (`ncclCommFinalize`). When that is done, the communicator may be destroyed.
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`].
+    /// The conditions of [`Self::comm_get_async_error`] hold.
     pub unsafe fn comm_finalize(&self, comm: ncclComm_t) -> Result<Progress> {
         call!(self, ncclCommFinalize(comm))
     }
 
-    /// `ncclCommDestroy`: frees it.
+    /// Frees the communicator (`ncclCommDestroy`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`]; it is never used again.
+    /// The conditions of [`Self::comm_get_async_error`] hold, and the communicator is never used again.
     pub unsafe fn comm_destroy(&self, comm: ncclComm_t) -> Result<Progress> {
         call!(self, ncclCommDestroy(comm))
     }
 
-    /// `ncclCommAbort`: stops what it does, also kernels that run, and frees it.
+    /// Stops all work of the communicator, including running kernels, and frees it (`ncclCommAbort`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`]; it is never used again.
+    /// The conditions of [`Self::comm_get_async_error`] hold, and the communicator is never used again.
     pub unsafe fn comm_abort(&self, comm: ncclComm_t) -> Result<Progress> {
         call!(self, ncclCommAbort(comm))
     }
 
-    /// `ncclGroupStart`: calls of this thread are collected from here on.
+    /// Starts a group (`ncclGroupStart`): NCCL collects the following calls of this thread.
     pub fn group_start(&self) -> Result<Progress> {
         call!(self, ncclGroupStart())
     }
 
-    /// `ncclGroupEnd`: what was collected is queued on its streams as one.
+    /// Ends a group (`ncclGroupEnd`): NCCL queues the collected calls on their streams together.
     pub fn group_end(&self) -> Result<Progress> {
         call!(self, ncclGroupEnd())
     }
 
-    /// `ncclSend`: `count` elements to the rank `peer`, which receives as many of the same type.
+    /// Sends `count` elements to the rank `peer`, which receives as many of the same type (`ncclSend`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::comm_get_async_error`]. The buffer holds `count` elements, in memory that the device of the
-    /// communicator can access, until the work on the stream is done; the stream is one of that device.
+    /// The conditions of [`Self::comm_get_async_error`] hold. The buffer has `count` elements, in memory that the device of
+    /// the communicator can access until the work on the stream is done. The stream is a stream of that device.
     pub unsafe fn send(
         &self,
         buffer: *const c_void,
@@ -269,11 +271,11 @@ impl Nccl {
         call!(self, ncclSend(buffer, count, datatype, peer, comm, stream))
     }
 
-    /// `ncclRecv`: `count` elements from the rank `peer`, which sends as many of the same type.
+    /// Receives `count` elements from the rank `peer`, which sends as many of the same type (`ncclRecv`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`].
+    /// The conditions of [`Self::send`] hold.
     pub unsafe fn recv(
         &self,
         buffer: *mut c_void,
@@ -286,12 +288,12 @@ impl Nccl {
         call!(self, ncclRecv(buffer, count, datatype, peer, comm, stream))
     }
 
-    /// `ncclBroadcast`: `count` elements of `root` to all ranks; in place where both addresses are the same.
+    /// Copies `count` elements of `root` to all ranks (`ncclBroadcast`), in place if both addresses are equal.
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], for both buffers.
-    #[expect(clippy::too_many_arguments, reason = "those of nccl.h")]
+    /// The conditions of [`Self::send`] hold for both buffers.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn broadcast(
         &self,
         send: *const c_void,
@@ -305,12 +307,12 @@ impl Nccl {
         call!(self, ncclBroadcast(send, recv, count, datatype, root, comm, stream))
     }
 
-    /// `ncclReduce`: `count` elements, reduced over all ranks, to rank `root`; other ranks' `recv` is not looked at.
+    /// Reduces `count` elements over all ranks, to rank `root` (`ncclReduce`). NCCL ignores `recv` of other ranks.
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], for both buffers, of which only the root has `recv`.
-    #[expect(clippy::too_many_arguments, reason = "those of nccl.h")]
+    /// The conditions of [`Self::send`] hold for both buffers; only the root has `recv`.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn reduce(
         &self,
         send: *const c_void,
@@ -325,11 +327,11 @@ impl Nccl {
         call!(self, ncclReduce(send, recv, count, datatype, op, root, comm, stream))
     }
 
-    /// `ncclAllGather`: `count` elements of each rank, one behind the other, to all ranks.
+    /// Gathers `count` elements of each rank, in the order of ranks, to all ranks (`ncclAllGather`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], where `recv` holds `count` elements of each rank.
+    /// The conditions of [`Self::send`] hold; `recv` has `count` elements for each rank.
     pub unsafe fn all_gather(
         &self,
         send: *const c_void,
@@ -342,13 +344,12 @@ impl Nccl {
         call!(self, ncclAllGather(send, recv, count, datatype, comm, stream))
     }
 
-    /// `ncclAllReduce`: `count` elements, reduced over all ranks, to all of them; in place where both addresses are the
-    /// same.
+    /// Reduces `count` elements over all ranks, to all ranks (`ncclAllReduce`), in place if both addresses are equal.
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], for both buffers.
-    #[expect(clippy::too_many_arguments, reason = "those of nccl.h")]
+    /// The conditions of [`Self::send`] hold for both buffers.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn all_reduce(
         &self,
         send: *const c_void,
@@ -362,12 +363,13 @@ impl Nccl {
         call!(self, ncclAllReduce(send, recv, count, datatype, op, comm, stream))
     }
 
-    /// `ncclReduceScatter`: `count` elements for each rank, reduced over all ranks; the r-th `count` to rank r.
+    /// Reduces `count` elements for each rank over all ranks, and gives rank r the r-th `count` elements
+    /// (`ncclReduceScatter`).
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], where `send` holds `count` elements for each rank.
-    #[expect(clippy::too_many_arguments, reason = "those of nccl.h")]
+    /// The conditions of [`Self::send`] hold; `send` has `count` elements for each rank.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn reduce_scatter(
         &self,
         send: *const c_void,
@@ -382,20 +384,20 @@ impl Nccl {
     }
 }
 
-/// A C string that another thread may write to: what is there now, up to the size of NCCL's buffer.
+/// Copies a C string that another thread may change, up to the size of NCCL's buffer.
 ///
 /// # Safety
 ///
-/// `text` is null, or points to bytes of which one of the first [`LONGEST`] is 0.
+/// `text` is null, or one of the first [`LONGEST`] bytes that it points to is 0.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    /// Bytes of `ncclLastError` in `src/debug.cc`.
+    /// The size of `ncclLastError` in `src/debug.cc` of NCCL.
     const LONGEST: usize = 1024;
     if text.is_null() {
         return None;
     }
     let mut bytes = Vec::new();
     for at in 0..LONGEST {
-        // SAFETY: no byte before this one is the 0 at its end.
+        // SAFETY: all earlier bytes are not 0, so this byte is still part of the string.
         match unsafe { text.add(at).read_volatile() }.cast_unsigned() {
             0 => break,
             byte => bytes.push(byte),

@@ -1,25 +1,25 @@
-//! `NCCL_VERSION_CODE`, which changed its base with 2.9.
+//! Versions of NCCL: `NCCL_VERSION_CODE`, whose encoding changed with NCCL 2.9.
 
 use std::fmt;
 
-/// A version of NCCL as its one number: 23007 is 2.30.7.
+/// A version of NCCL, stored as its code: 23007 is 2.30.7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version(u32);
 
 impl Version {
-    /// The version with the number that `ncclGetVersion` tells.
+    /// Returns the version with this code, as returned by `ncclGetVersion`.
     #[must_use]
     pub const fn from_code(code: u32) -> Self {
         Self(code)
     }
 
-    /// That number, the same as `NCCL_VERSION_CODE`.
+    /// Returns the code, which is `NCCL_VERSION_CODE`.
     #[must_use]
     pub const fn code(self) -> u32 {
         self.0
     }
 
-    /// Major, minor and patch, as `NCCL_VERSION(X, Y, Z)` packed them.
+    /// Returns major, minor and patch, the arguments of `NCCL_VERSION(X, Y, Z)`.
     #[must_use]
     pub const fn parts(self) -> (u32, u32, u32) {
         // Up to 2.8 the major number counts thousands: 2.8.4 is 2804, and 2.9.6 is 20906.

@@ -1,4 +1,4 @@
-//! What is said where NCCL is not, or is something else. Needs neither NCCL nor a device.
+//! Tests of the errors if NCCL is missing or a file is not NCCL. They need neither NCCL nor a GPU.
 
 #![allow(unsafe_code, reason = "libraries are loaded")]
 
@@ -9,20 +9,20 @@ use nccl::result::Nccl;
 use nccl::{DataType, Error, Library, RedOp, UniqueId, Version};
 
 fn load(file: &str) -> Result<Library, Error> {
-    // SAFETY: the files of these tests are not there, or are the C library's, whose functions have other names.
+    // SAFETY: the files of these tests do not exist, or are the C library, whose functions have other names.
     unsafe { Library::load(Some(Path::new(file))) }
 }
 
 #[test]
-fn a_file_that_is_not_there_is_named_once_with_the_reason() {
+fn missing_file_is_named_once_with_the_reason() {
     let error = load("/nowhere/libnccl.so.2").unwrap_err();
     let why = "/nowhere/libnccl.so.2: cannot open shared object file: No such file or directory";
     assert_eq!(error.to_string(), format!("NCCL cannot be loaded: {why}"));
 }
 
 #[test]
-fn every_name_that_was_tried_is_told() {
-    // SAFETY: none of them is there.
+fn error_has_every_name_that_was_tried() {
+    // SAFETY: none of the files exists.
     let error = unsafe { Nccl::load(&["libnone.so.2", "libnone.so"]) }.unwrap_err();
     let Error::Load { tried } = error else { panic!("{error}") };
     assert_eq!(tried.len(), 2);
@@ -30,20 +30,20 @@ fn every_name_that_was_tried_is_told() {
 }
 
 #[test]
-fn a_file_that_is_no_library_is_refused() {
+fn invalid_library_is_an_error() {
     let error = load(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap_err();
     assert!(error.to_string().contains("Cargo.toml: "), "{error}");
 }
 
 #[test]
-fn a_library_that_is_not_nccl_is_refused() {
+fn library_other_than_nccl_is_an_error() {
     let error = load("libc.so.6").unwrap_err();
     let why = "libc.so.6 has no ncclGetVersion, so it is not NCCL";
     assert_eq!(error, Error::Load { tried: vec![why.into()] });
 }
 
 #[test]
-fn codes_and_sizes_are_those_of_the_header() {
+fn codes_and_sizes_equal_the_header() {
     for (place, dtype) in DataType::ALL.into_iter().enumerate() {
         assert_eq!(dtype.code() as usize, place);
         assert_eq!(DataType::from_code(dtype.code()), Some(dtype));
@@ -54,20 +54,20 @@ fn codes_and_sizes_are_those_of_the_header() {
 }
 
 #[test]
-fn results_without_a_name_stay_numbers() {
+fn unknown_code_is_shown_as_a_number() {
     assert_eq!(format!("{ncclSystemError:?}"), "ncclSystemError");
     assert_eq!(format!("{:?}", ncclResult_t(77)), "ncclResult_t 77");
 }
 
 #[test]
-fn versions_are_read_as_they_are_packed() {
+fn version_codes_are_decoded() {
     let shown = [2_804, 20_906, 21_805, 23_007].map(|code| Version::from_code(code).to_string());
     assert_eq!(shown, ["2.8.4", "2.9.6", "2.18.5", "2.30.7"]);
     assert!(Version::from_code(2_804) < Version::from_code(21_805));
 }
 
 #[test]
-fn an_error_tells_function_meaning_code_and_the_last_warning() {
+fn error_has_function_text_code_and_last_warning() {
     let error = |last: Option<&str>| Error::Call {
         function: "ncclCommInitRankConfig",
         code: ncclSystemError,
@@ -80,13 +80,13 @@ fn an_error_tells_function_meaning_code_and_the_last_warning() {
 }
 
 #[test]
-fn the_config_says_how_large_it_is() {
+fn config_has_its_size() {
     let config = ncclConfig_t::INITIALIZER;
     assert_eq!((config.size, config.magic), (48, NCCL_API_MAGIC));
 }
 
 #[test]
-fn ids_survive_the_way_to_other_ranks_and_are_not_printed() {
+fn unique_id_round_trips_and_is_not_printed() {
     let bytes: [u8; UniqueId::BYTES] = std::array::from_fn(|at| u8::try_from(at).unwrap() * 2);
     let id = UniqueId::from_bytes(bytes);
     assert_eq!(id.to_bytes(), bytes);

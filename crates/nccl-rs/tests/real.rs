@@ -1,4 +1,4 @@
-//! The declarations against a real NCCL, on a machine without a device: `DTSHARD_TEST_NCCL=.../libnccl.so.2`.
+//! Tests of the declarations with a real NCCL, on a machine without a GPU: `DTSHARD_TEST_NCCL=.../libnccl.so.2`.
 
 #![allow(unsafe_code, reason = "libraries are loaded")]
 
@@ -10,7 +10,7 @@ use nccl::{Communicator, Config, Error, Library, Place, UniqueId, Version, Wait}
 
 fn library() -> Library {
     let file = PathBuf::from(std::env::var_os("DTSHARD_TEST_NCCL").expect("DTSHARD_TEST_NCCL names a libnccl.so.2"));
-    // SAFETY: whoever sets the variable says that it is NCCL.
+    // SAFETY: the variable names NCCL.
     unsafe { Library::load(Some(&file)) }.unwrap()
 }
 
@@ -22,7 +22,7 @@ fn alone(library: &Library) -> Result<Communicator, Error> {
 
 #[test]
 #[ignore = "needs a real NCCL"]
-fn it_has_a_version_and_every_function() {
+fn library_has_a_version_and_all_functions() {
     let library = library();
     assert!(library.version().unwrap() >= Version::from_code(21_800));
     let table = format!("{:?}", library.nccl().table());
@@ -31,14 +31,14 @@ fn it_has_a_version_and_every_function() {
 
 #[test]
 #[ignore = "needs a real NCCL"]
-fn ids_differ() {
+fn unique_ids_differ() {
     let library = library();
     assert_ne!(UniqueId::new(&library).unwrap(), UniqueId::new(&library).unwrap());
 }
 
 #[test]
 #[ignore = "needs a real NCCL"]
-fn errors_are_in_its_own_words() {
+fn error_text_comes_from_nccl() {
     let library = library();
     assert!(library.nccl().error_string(ncclInvalidArgument).starts_with("invalid argument"));
     assert!(library.nccl().error_string(ncclResult_t(77)).starts_with("unknown result code"));
@@ -46,7 +46,7 @@ fn errors_are_in_its_own_words() {
 
 #[test]
 #[ignore = "needs a real NCCL, and no device"]
-fn without_a_device_a_communicator_fails_at_once() {
+fn missing_device_is_an_error() {
     let library = library();
     let begin = Instant::now();
     let error = alone(&library).unwrap_err();
@@ -57,7 +57,7 @@ fn without_a_device_a_communicator_fails_at_once() {
 
 #[test]
 #[ignore = "needs a real NCCL"]
-fn a_rank_that_cannot_be_is_refused_before() {
+fn invalid_rank_is_an_error() {
     let library = library();
     let wait = Wait::up_to(Duration::from_secs(30));
     let id = UniqueId::from_bytes([0; UniqueId::BYTES]);

@@ -1,4 +1,4 @@
-//! What has to go over the wire, told by elements.
+//! Bounds for the bytes that an exchange sends, computed element by element.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use crate::layout::partial::Share;
 use crate::storage::FileId;
 
 impl Case {
-    /// Bytes of the source that are needed for what is to be done, and that no file holds which is seen.
-    pub(super) fn lacking(&self, todo: &Extents, sees: &dyn Fn(FileId) -> bool) -> u64 {
+    /// Returns the bytes of the source that a rank needs for its output and cannot read itself.
+    pub(super) fn missing_bytes(&self, todo: &Extents, sees: &dyn Fn(FileId) -> bool) -> u64 {
         let lacking = self.reservation.tensors.iter().map(|tensor| {
             let source = self.catalog.tensor(tensor.source);
             let (shape, itemsize) = (&source.shape, tensor.dtype().itemsize());
@@ -26,11 +26,11 @@ impl Case {
                 }
             }
             let mut lacking = 0;
-            let summands = source.partial_values.as_ref();
-            for summand in 0..summands.map_or(1, |of| of.reduction.count()) {
+            let partial_values = source.partial_values.as_ref();
+            for partial in 0..partial_values.map_or(1, |of| of.reduction.count()) {
                 let mut lacked = needed.clone();
                 for (index, chunk) in source.chunks.iter().enumerate() {
-                    let is_of_it = summands.is_none_or(|of| of.by_chunk[index] == summand);
+                    let is_of_it = partial_values.is_none_or(|of| of.by_chunk[index] == partial);
                     if is_of_it && chunk.location.file().is_some_and(sees) {
                         for element in linear_indices(shape, &chunk.tile) {
                             lacked.remove(&element);
@@ -44,13 +44,13 @@ impl Case {
         lacking.sum()
     }
 
-    /// Bytes that go over the wire at most: each summand once, and what they become to each other rank.
-    pub(super) fn at_most(&self, todos: &[Extents]) -> u64 {
+    /// Returns the maximum number of bytes that are sent: each partial value once, and the result to each other rank.
+    pub(super) fn max_wire_bytes(&self, todos: &[Extents]) -> u64 {
         let of_tensor = |tensor: &Reserved| {
             let source = self.catalog.tensor(tensor.source);
-            let whole = source.partial_values.as_ref().map(|summands| summands.reduction.full_reduction());
+            let whole = source.partial_values.as_ref().map(|partial_values| partial_values.reduction.full_reduction());
             let itemsize = tensor.dtype().itemsize();
-            // By tile, share and element.
+            // The ranks that need each element, by tile, share and element.
             let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
             for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.file_offset(index) else { continue };
@@ -62,8 +62,8 @@ impl Case {
                 }
             }
             let most = ranks.iter().filter(|(_, needers)| !needers.is_empty()).map(|((_, share, _), needers)| {
-                let summands = share.map_or(1, |share| share.partial_values.len());
-                if summands > 1 { summands + needers.len() - 1 } else { needers.len() }
+                let count = share.map_or(1, |share| share.partial_values.len());
+                if count > 1 { count + needers.len() - 1 } else { needers.len() }
             });
             most.sum::<usize>() as u64 * source.dtype.itemsize()
         };

@@ -1,14 +1,16 @@
-//! A checkpoint, what is made of it, and how: alone and together.
+//! A test checkpoint, and its conversion by one process and by an exchange of several ranks.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Means, Spec, hard, term};
+use super::{Means, Spec, lossy_element, term};
 use crate::catalog::{OutputFile, PartialValues, Reserved, TensorId};
 use crate::comm::{Communicator, Local};
-use crate::exchange::{Counting, Exchange, FileOwners, FileVisibility, Load, ReductionMethod, Rounds, Topology, agree};
+use crate::exchange::{
+    Exchange, FileOwners, FileVisibility, Load, ReductionMethod, ReplicaChoice, Rounds, Topology, agree,
+};
 use crate::exec::Silent;
 use crate::exec::cast::DtypePair;
 use crate::exec::copy::CastCount;
@@ -17,7 +19,7 @@ use crate::layout::Region;
 use crate::layout::partial::{PartialReduction, Share};
 use crate::storage::{AnchoredPath, FileId};
 
-/// A checkpoint of a file for each rank of the job that saved it, and one that is laid out.
+/// A source checkpoint with one file for each saving rank, and the reservation of the target.
 pub(crate) struct Case {
     pub(super) folder: tempfile::TempDir,
     pub(super) files: Files,
@@ -27,41 +29,41 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn new(specs: &[Spec], transpose: bool) -> Self {
-        Self::of_terms(specs, transpose, &term)
+        Self::from_terms(specs, transpose, &term)
     }
 
-    /// Of elements that casts do not keep, some of them.
-    pub(crate) fn hard(specs: &[Spec], transpose: bool) -> Self {
-        Self::of_elements(specs, transpose, &hard)
+    /// Builds a case in which casts lose some elements.
+    pub(crate) fn lossy(specs: &[Spec], transpose: bool) -> Self {
+        Self::from_elements(specs, transpose, &lossy_element)
     }
 
-    /// With elements of summands by dtype, index and number of the summand.
-    pub(super) fn of_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
+    /// Builds a case in which `term` returns the elements of partial values, by dtype, index and number of the partial value.
+    pub(super) fn from_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
         let plain = |dtype: Dtype, index| element(index, dtype.itemsize());
-        Self::of_elements(specs, transpose, &|dtype, index, summand| {
-            summand.map_or_else(|| plain(dtype, index), |summand| term(dtype, index, summand))
+        Self::from_elements(specs, transpose, &|dtype, index, partial| {
+            partial.map_or_else(|| plain(dtype, index), |partial| term(dtype, index, partial))
         })
     }
 
-    /// With elements by dtype, index and number of the summand, if they are of one.
-    fn of_elements(specs: &[Spec], transpose: bool, value: &dyn Fn(Dtype, u64, Option<u64>) -> Vec<u8>) -> Self {
+    /// Builds a case in which `value` returns all elements, by dtype, index and number of the partial value, if there is one.
+    fn from_elements(specs: &[Spec], transpose: bool, value: &dyn Fn(Dtype, u64, Option<u64>) -> Vec<u8>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
         let (mut entries, mut targets) = (Vec::new(), Vec::new());
         let mut outputs: Vec<OutputFile> = Vec::new();
-        for (number, (shape, (from_dtype, to_dtype), from, to, summands)) in specs.iter().enumerate() {
+        for (number, (shape, (from_dtype, to_dtype), from, to, partial_values)) in specs.iter().enumerate() {
             let id = TensorId(u32::try_from(number).unwrap());
             let mut entry = TensorEntry::new(format!("t{number}").into(), *from_dtype, shape.as_slice().into());
             let mut of_chunk = Vec::new();
-            let count = summands.map_or(1, |(count, _)| count);
-            for summand in 0..count {
+            let count = partial_values.map_or(1, |(count, _)| count);
+            for partial in 0..count {
                 let path = folder.path().join("stored");
-                let value = |index: u64| value(*from_dtype, index, summands.map(|_| summand));
+                let value = |index: u64| value(*from_dtype, index, partial_values.map(|_| partial));
                 let (_, one) = store_values(shape, *from_dtype, from, transpose, IoMode::Read, &path, &value);
                 let bytes = fs::read(&path).unwrap();
                 for (rank, mut chunk) in one.chunks.iter().enumerate() {
-                    // Ranks that hold one summand are others than those of the next.
-                    let rank = rank * usize::try_from(count).unwrap() + usize::try_from(summand).unwrap();
+                    // Each partial value is held by its own ranks.
+                    let rank = rank * usize::try_from(count).unwrap() + usize::try_from(partial).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
                     if let FileLocation::Bytes { file, offset } = &mut chunk.location {
                         let start = usize::try_from(*offset).unwrap();
@@ -71,10 +73,10 @@ impl Case {
                         stored[rank].extend_from_slice(&bytes[start..start + len]);
                     }
                     entry.chunks.push(chunk);
-                    of_chunk.push(summand);
+                    of_chunk.push(partial);
                 }
             }
-            if let Some((count, op)) = summands {
+            if let Some((count, op)) = partial_values {
                 let reduction = PartialReduction::new(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
                 entry.partial_values = Some(Box::new(PartialValues { reduction, by_chunk: of_chunk }));
             }
@@ -105,8 +107,8 @@ impl Case {
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
     }
 
-    /// With targets that get shares of it: sums of a part of the tensor and nothing elsewhere, summands as they are, and
-    /// parts of values.
+    /// Adds shares to the targets: sums of a part of the tensor with zeros elsewhere, single partial values, and values divided
+    /// by a number.
     pub(crate) fn with_shares(mut self) -> Self {
         for tensor in &mut self.reservation.tensors {
             let source = &self.catalog.tensors[tensor.source.0 as usize];
@@ -114,11 +116,11 @@ impl Case {
                 (0..tensor.entry.chunks.len()).map(|chunk| Arc::new(of_chunk(chunk))).collect()
             };
             tensor.shares = match &source.partial_values {
-                Some(summands) => {
+                Some(partial_values) => {
                     let sizes: Dims = source.shape.iter().map(|size| size.div_ceil(2)).collect();
                     let part = Tile::from_region(&Region::new(smallvec::smallvec![0; sizes.len()], sizes));
-                    let whole = summands.reduction.full_reduction();
-                    let own = |chunk: usize| chunk as u64 % summands.reduction.count();
+                    let whole = partial_values.reduction.full_reduction();
+                    let own = |chunk: usize| chunk as u64 % partial_values.reduction.count();
                     shares(&|chunk| match chunk % 3 {
                         0 => Share { within: Some(part.clone()), ..whole.clone() },
                         1 => Share { partial_values: vec![own(chunk)], divisor: 1, within: None },
@@ -138,41 +140,41 @@ impl Case {
         Input { files: &self.files, catalog: &self.catalog, resolve: &resolve }
     }
 
-    pub(crate) fn alone(&self) -> Written {
-        let stats = self.attempt_alone().unwrap();
-        self.written(&self.folder.path().join("alone"), &[stats])
+    pub(crate) fn convert_alone(&self) -> ConvertedOutput {
+        let stats = self.try_convert_alone().unwrap();
+        self.read_output(&self.folder.path().join("alone"), &[stats])
     }
 
-    pub(super) fn attempt_alone(&self) -> Result<Stats> {
+    pub(super) fn try_convert_alone(&self) -> Result<Stats> {
         let folder = self.folder.path().join("alone");
         fs::create_dir(&folder).unwrap();
         copy(self.input(), &self.reservation, &folder, &options(), &Silent, &Stop::default())
     }
 
-    pub(crate) fn together<M: Means>(
+    pub(crate) fn exchange<M: Means>(
         &self,
         means: &M,
-        parties: &Topology,
+        topology: &Topology,
         todos: &[Extents],
         bucket_bytes: u64,
-    ) -> (Written, Vec<Load>) {
-        let loads = self.attempt(means, parties, todos, bucket_bytes);
+    ) -> (ConvertedOutput, Vec<Load>) {
+        let loads = self.try_exchange(means, topology, todos, bucket_bytes);
         let (loads, stats): (Vec<Vec<Load>>, Vec<Stats>) = loads.into_iter().map(Result::unwrap).unzip();
-        assert!(loads.iter().all(|other| *other == loads[0]), "all make the same plan");
-        (self.written(&self.folder.path().join("together"), &stats), loads[0].clone())
+        assert!(loads.iter().all(|other| *other == loads[0]), "all ranks make the same plan");
+        (self.read_output(&self.folder.path().join("exchanged"), &stats), loads[0].clone())
     }
 
-    /// What each rank foresees for all, and what it has done, if it gets to the end.
-    pub(super) fn attempt<M: Means>(
+    /// Runs the exchange. Returns, for each rank, the loads that it plans for all ranks and its statistics, or its error.
+    pub(super) fn try_exchange<M: Means>(
         &self,
         means: &M,
-        parties: &Topology,
+        topology: &Topology,
         todos: &[Extents],
         bucket_bytes: u64,
     ) -> Vec<Result<(Vec<Load>, Stats)>> {
-        let folder = self.folder.path().join("together");
+        let folder = self.folder.path().join("exchanged");
         fs::create_dir(&folder).unwrap();
-        let ranks = Local::fleet(parties.size());
+        let ranks = Local::fleet(topology.size());
         std::thread::scope(|scope| {
             let threads: Vec<_> = ranks
                 .into_iter()
@@ -182,13 +184,13 @@ impl Case {
                     scope.spawn(move || {
                         let seat = means.seat(rank);
                         let rank = M::rank(&seat);
-                        let heard = agree(rank, &self.reservation.files, todo).unwrap();
-                        assert_eq!(heard, todos);
-                        let owners = FileOwners::new(&self.reservation.files, &heard);
+                        let agreed = agree(rank, &self.reservation.files, todo).unwrap();
+                        assert_eq!(agreed, todos);
+                        let owners = FileOwners::new(&self.reservation.files, &agreed);
                         let files = self.files.clone();
                         let input = Input { files: &files, ..self.input() };
                         let (reservation, owners) = (&self.reservation, &owners);
-                        let exchange = Exchange { input, reservation, parties, owners, bucket_bytes };
+                        let exchange = Exchange { input, reservation, parties: topology, owners, bucket_bytes };
                         let folder = &AnchoredPath::new(folder);
                         let path = folder.join(format!("{}.journal", rank.rank()));
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
@@ -196,14 +198,14 @@ impl Case {
                         let (log, options, stop) = (&log, &options(), &Stop::default());
                         let writing = WriteContext { reservation, folder, log, options, reporter: &Silent, stop };
                         let stats = exchange.run(rank, shuffle, writing)?;
-                        // A rank that leaves sooner fails the others.
+                        // If a rank left earlier, the others would fail.
                         rank.barrier().unwrap();
                         if let Some(counted) = M::counted(&seat) {
                             let load = exchange.loads()[rank.rank() as usize];
                             assert_eq!(
                                 counted,
                                 (load.sent(), load.received()),
-                                "what goes over the wire is what is planned"
+                                "the bytes on the network equal the plan"
                             );
                         }
                         let loads = exchange.dry_run(&Stop::default())?.1;
@@ -216,40 +218,41 @@ impl Case {
         })
     }
 
-    /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
-    pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Topology, Vec<Extents>) {
-        let sight = wish.map_or(FileVisibility::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
-        let parties = Topology {
-            sight,
+    /// Returns a topology with random file visibility, and the bytes that each rank writes, as [`split_output`] assigns them.
+    pub(crate) fn topology(&self, ranks: u32, cuts: &[u64], seed: Option<u64>) -> (Topology, Vec<Extents>) {
+        let visibility =
+            seed.map_or(FileVisibility::Shared, |seed| random_visibility(self.files.ids().count(), ranks, seed));
+        let topology = Topology {
+            visibility,
             nodes: (0..ranks).map(|rank| rank / 2).collect(),
-            counting: Counting::Any,
+            replica_choice: ReplicaChoice::Any,
             reducing: ReductionMethod::InRankOrder,
         };
-        (parties, deal(&self.reservation, cuts, ranks))
+        (topology, split_output(&self.reservation, cuts, ranks))
     }
 
-    /// Make room for another exchange.
-    pub(super) fn forget_together(&self) {
-        fs::remove_dir_all(self.folder.path().join("together")).unwrap();
+    /// Removes the output of an exchange, so that another one can run.
+    pub(super) fn remove_exchanged(&self) {
+        fs::remove_dir_all(self.folder.path().join("exchanged")).unwrap();
     }
 
-    /// What is in a folder after runs with these figures.
-    fn written(&self, folder: &Path, stats: &[Stats]) -> Written {
+    /// Reads the output of a folder, and sums the cast losses of all ranks.
+    fn read_output(&self, folder: &Path, stats: &[Stats]) -> ConvertedOutput {
         let files = self.reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect();
         let mut casts = stats[0].casts.clone();
         for (pair, more) in stats[1..].iter().flat_map(|stats| &stats.casts) {
-            let sum = casts.get_mut(pair).expect("all cast the same");
+            let sum = casts.get_mut(pair).expect("all ranks cast the same dtypes");
             assert_eq!(sum.tensors, more.tensors);
             sum.overflows += more.overflows;
             sum.nans += more.nans;
         }
-        Written { files, casts }
+        ConvertedOutput { files, casts }
     }
 }
 
-/// The bytes of all files, and what casts met.
+/// The bytes of all files, and the counts of values that casts lost.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Written {
+pub(crate) struct ConvertedOutput {
     pub(super) files: Vec<Vec<u8>>,
     casts: BTreeMap<DtypePair, CastCount>,
 }
@@ -258,8 +261,8 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// The output files, cut at these places, dealt out in turn.
-pub(super) fn deal(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
+/// Splits each output file at these offsets, and assigns the parts to ranks in turn.
+pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {
         let mut ends: Vec<u64> = cuts.iter().map(|cut| cut % (output.len + 1)).chain([output.len]).collect();
@@ -273,10 +276,10 @@ pub(super) fn deal(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<E
     todos
 }
 
-/// Which ranks see which files: each is seen by some.
-fn seen(files: usize, ranks: u32, wish: u64) -> FileVisibility {
+/// Returns a random visibility in which at least one rank sees each file.
+fn random_visibility(files: usize, ranks: u32, seed: u64) -> FileVisibility {
     let of_file = |file: usize| {
-        let bits = wish.rotate_left(u32::try_from(file % 64).unwrap() * 7);
+        let bits = seed.rotate_left(u32::try_from(file % 64).unwrap() * 7);
         let mut seen: smallvec::SmallVec<[u32; 2]> =
             (0..ranks).filter(|rank| (bits >> (rank * 5)).trailing_zeros() > 2).collect();
         if seen.is_empty() {
@@ -288,7 +291,7 @@ fn seen(files: usize, ranks: u32, wish: u64) -> FileVisibility {
 }
 
 impl Exchange<'_> {
-    /// What each rank has in all rounds.
+    /// Returns the load of each rank, summed over all rounds.
     fn loads(&self) -> Vec<Load> {
         let Self { input, reservation, parties, owners, bucket_bytes } = *self;
         let rounds = Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
 use crate::comm::{Communicator, Process, WaitNotices, WaitReporter};
-use crate::error::{CommError, Error, FormatError, Result, Stopped, UsageError};
+use crate::error::{CommError, Error, FormatError, Result, Stopped};
 use crate::exchange::records::Records;
 use crate::exchange::source_copy::SourceCopy;
 use crate::exec::Stop;
@@ -66,7 +66,7 @@ fn link_in_place_of_a_folder_is_refused() {
             let patience = WaitNotices::silent(Duration::from_secs(5));
             let met = Records::meet(&folder, Part { index, of: 2 }, patience, &Stop::default());
             let error = met.map(drop).unwrap_err();
-            assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
+            assert!(matches!(error, Error::Storage(_)) && error.hint().is_some(), "{error:?}");
             let expected =
                 format!("{} is a link to {}, which is not followed", root.join(link).display(), victim.display());
             assert_eq!(error.to_string(), expected);

@@ -1,124 +1,135 @@
-//! What goes over the wire where all is cut evenly, and what rounds take of memory.
+//! Tests of the bytes that are sent for evenly sharded tensors, and of the memory of rounds.
 
-use super::case::deal;
-use super::folding::one_each;
+use super::case::split_output;
+use super::nccl_reduction::one_partial_value_per_rank;
 use super::{Case, Host};
-use crate::exchange::{Counting, FileOwners, FileVisibility, Load, Moves, ReductionMethod, Round, Rounds, Topology};
+use crate::exchange::{
+    FileOwners, FileVisibility, Load, Moves, ReductionMethod, ReplicaChoice, Round, Rounds, Topology,
+};
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 
-/// Bytes over the wire of an evenly cut tensor of 64 KiB: each rank sees a file of its own, and writes one.
-fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32, bucket_bytes: u64) -> Vec<(u64, u64)> {
-    let case = Case::new(&[(vec![64, 256], (Dtype::F32, Dtype::F32), from, to, summands)], false);
+/// Returns the bytes that each rank sends and receives for an evenly sharded tensor of 64 KiB. Each rank reads one file and
+/// writes one.
+fn wire_bytes(
+    from: Layout,
+    to: Layout,
+    partial_values: Option<(u64, ReduceOp)>,
+    ranks: u32,
+    bucket_bytes: u64,
+) -> Vec<(u64, u64)> {
+    let case = Case::new(&[(vec![64, 256], (Dtype::F32, Dtype::F32), from, to, partial_values)], false);
     assert_eq!((case.files.ids().count(), case.reservation.files.len()), (ranks as usize, ranks as usize));
     let seen = (0..ranks).map(|rank| std::iter::once(rank).collect()).collect();
-    let parties = Topology {
-        sight: FileVisibility::PerRank(seen),
+    let topology = Topology {
+        visibility: FileVisibility::PerRank(seen),
         nodes: vec![0; ranks as usize],
-        counting: Counting::Any,
+        replica_choice: ReplicaChoice::Any,
         reducing: ReductionMethod::InRankOrder,
     };
-    let todos = deal(&case.reservation, &[], ranks);
-    let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
-    assert!(together == case.alone());
+    let todos = split_output(&case.reservation, &[], ranks);
+    let (exchanged, loads) = case.exchange(&Host, &topology, &todos, bucket_bytes);
+    assert!(exchanged == case.convert_alone());
     let mut wire: Vec<(u64, u64)> = loads.iter().map(|load| (load.sent(), load.received())).collect();
     wire.sort_unstable();
     wire
 }
 
-/// All of the tensor, in bytes.
-const WHOLE: u64 = 64 << 10;
+/// The length of the whole tensor.
+const TENSOR_BYTES: u64 = 64 << 10;
 
-pub(super) fn placed(mesh: &[u64], placements: &[Placement]) -> Layout {
+pub(super) fn layout_of(mesh: &[u64], placements: &[Placement]) -> Layout {
     Layout { mesh: mesh.to_vec(), placements: placements.to_vec() }
 }
 
 #[test]
-fn what_all_need_is_sent_once() {
+fn replicated_target_sends_each_byte_once() {
     use crate::layout::Placement::{Replicate, Shard};
-    let (from, to) = (placed(&[4], &[Shard(TensorDim(0))]), placed(&[4], &[Replicate]));
+    let (from, to) = (layout_of(&[4], &[Shard(TensorDim(0))]), layout_of(&[4], &[Replicate]));
     for bucket_bytes in [3000, 1 << 20] {
-        let each = (WHOLE / 4, WHOLE / 4 * 3);
-        assert_eq!(wire(from.clone(), to.clone(), None, 4, bucket_bytes), [each; 4]);
+        let each = (TENSOR_BYTES / 4, TENSOR_BYTES / 4 * 3);
+        assert_eq!(wire_bytes(from.clone(), to.clone(), None, 4, bucket_bytes), [each; 4]);
     }
 }
 
 #[test]
-fn summands_go_to_who_makes_the_value() {
+fn partial_values_are_sent_to_the_reducing_rank() {
     use crate::layout::Placement::{Replicate, Shard};
-    let summands = Some((4, ReduceOp::Sum));
-    let one = placed(&[1], &[Replicate]);
+    let partial_values = Some((4, ReduceOp::Sum));
+    let one = layout_of(&[1], &[Replicate]);
     for bucket_bytes in [3000, 40 << 10] {
-        // All but its own part of its summand, and the value of that once; the same parts of the others' summands, and the
-        // other parts of the value.
-        let each = (WHOLE, WHOLE / 2 * 3);
-        assert_eq!(wire(one.clone(), placed(&[4], &[Replicate]), summands, 4, bucket_bytes), [each; 4]);
-        let each = (WHOLE / 4 * 3, WHOLE / 4 * 3);
-        let rows = placed(&[4], &[Shard(TensorDim(0))]);
-        assert_eq!(wire(one.clone(), rows, summands, 4, bucket_bytes), [each; 4]);
+        // A rank sends all but its own part of its partial value, and the reduced part once. It receives that part of the
+        // other partial values, and the other reduced parts.
+        let each = (TENSOR_BYTES, TENSOR_BYTES / 2 * 3);
+        assert_eq!(wire_bytes(one.clone(), layout_of(&[4], &[Replicate]), partial_values, 4, bucket_bytes), [each; 4]);
+        let each = (TENSOR_BYTES / 4 * 3, TENSOR_BYTES / 4 * 3);
+        let rows = layout_of(&[4], &[Shard(TensorDim(0))]);
+        assert_eq!(wire_bytes(one.clone(), rows, partial_values, 4, bucket_bytes), [each; 4]);
     }
-    // Two summands of each half, which two ranks need: half of a half goes each way, twice.
-    let halves = || placed(&[2], &[Shard(TensorDim(0))]);
-    let replicas = placed(&[2, 2], &[Shard(TensorDim(0)), Replicate]);
-    let each = (WHOLE / 2, WHOLE / 2);
-    assert_eq!(wire(halves(), replicas, Some((2, ReduceOp::Max)), 4, 3000), [each; 4]);
+    // Each half has two partial values, and two ranks need it: each sends half of a half twice.
+    let halves = || layout_of(&[2], &[Shard(TensorDim(0))]);
+    let replicas = layout_of(&[2, 2], &[Shard(TensorDim(0)), Replicate]);
+    let each = (TENSOR_BYTES / 2, TENSOR_BYTES / 2);
+    assert_eq!(wire_bytes(halves(), replicas, Some((2, ReduceOp::Max)), 4, 3000), [each; 4]);
 }
 
 #[test]
-fn buffers_are_no_longer_than_the_bucket() {
+fn buffers_fit_the_bucket_size() {
     use crate::layout::Placement::{Replicate, Shard};
-    let rows = placed(&[3], &[Shard(TensorDim(0))]);
-    let one = placed(&[1], &[Replicate]);
-    let specs = [(rows.clone(), None), (one, Some((3, ReduceOp::Sum)))]
-        .map(|(from, summands)| (vec![60, 60], (Dtype::F32, Dtype::F32), from, placed(&[3], &[Replicate]), summands));
+    let rows = layout_of(&[3], &[Shard(TensorDim(0))]);
+    let one = layout_of(&[1], &[Replicate]);
+    let specs = [(rows.clone(), None), (one, Some((3, ReduceOp::Sum)))].map(|(from, partial_values)| {
+        (vec![60, 60], (Dtype::F32, Dtype::F32), from, layout_of(&[3], &[Replicate]), partial_values)
+    });
     let case = Case::new(&specs, false);
-    let (parties, todos) = case.parties(3, &[], Some(1));
+    let (topology, todos) = case.topology(3, &[], Some(1));
     let owners = FileOwners::new(&case.reservation.files, &todos);
-    let rounds_of = |parties: &Topology| -> Vec<Moves> {
-        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, 2000);
+    let rounds_of = |topology: &Topology| -> Vec<Moves> {
+        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, topology, 2000);
         rounds.map(Result::unwrap).flat_map(|round| (0..3).map(move |rank| Moves::new(&round, rank))).collect()
     };
-    let by_nccl = rounds_of(&one_each(&case, 3));
-    assert!(by_nccl.iter().any(|moves| !moves.folds.is_empty()));
-    for moves in rounds_of(&parties).into_iter().chain(by_nccl) {
-        // Places are aligned.
-        let most = 2000 + 16 * (moves.arriving.len() + moves.reads.len() + moves.folds.len() + 1);
-        let (outgoing, incoming) = moves.wire_lens();
+    let by_nccl = rounds_of(&one_partial_value_per_rank(&case, 3));
+    assert!(by_nccl.iter().any(|moves| !moves.nccl_reductions.is_empty()));
+    for moves in rounds_of(&topology).into_iter().chain(by_nccl) {
+        // Ranges are aligned, so buffers may be longer than the bucket size.
+        let most = 2000 + 16 * (moves.arriving_tiles.len() + moves.reads.len() + moves.nccl_reductions.len() + 1);
+        let (outgoing, incoming) = moves.wire_buffer_lens();
         let longest = moves.stage_len.max(outgoing).max(incoming).max(moves.unpacked_len);
         assert!(longest <= most, "{longest} of {most}");
     }
 }
 
-/// Of which a round has one at last.
+/// Rounds shrink down to one element.
 #[test]
-fn single_elements_are_rounds_of_their_own() {
-    let replicas = |ranks| placed(&[ranks], &[Placement::Replicate]);
+fn tiny_bucket_gives_one_element_per_round() {
+    let replicas = |ranks| layout_of(&[ranks], &[Placement::Replicate]);
     let case = Case::new(&[(vec![5], (Dtype::F32, Dtype::F32), replicas(1), replicas(4), None)], false);
-    let (parties, todos) = case.parties(4, &[], Some(1));
+    let (topology, todos) = case.topology(4, &[], Some(1));
     let owners = FileOwners::new(&case.reservation.files, &todos);
     for bucket_bytes in [1, 4] {
-        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, bucket_bytes);
+        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &topology, bucket_bytes);
         let most = |round: Round<'_>| round.loads.iter().map(Load::received).max();
         let rounds: Vec<_> = rounds.map(|round| most(round.unwrap())).collect();
         assert_eq!(rounds, [Some(4); 5]);
     }
 }
 
-/// So many ranks hear it that all of them together copy more than a round has room for.
+/// With point-to-point messages, all ranks together would make more copies than fit in a round.
 #[test]
-fn what_is_told_counts_once() {
+fn all_gathered_bytes_count_as_one_copy() {
     use crate::layout::Placement::{Replicate, Shard};
     let (chunks, ranks) = (600, 16);
-    let (from, to) = (placed(&[chunks], &[Shard(TensorDim(0))]), placed(&[ranks], &[Replicate]));
+    let (from, to) = (layout_of(&[chunks], &[Shard(TensorDim(0))]), layout_of(&[ranks], &[Replicate]));
     let case = Case::new(&[(vec![chunks], (Dtype::F32, Dtype::F32), from, to, None)], false);
-    let (parties, todos) = case.parties(16, &[], None);
+    let (topology, todos) = case.topology(16, &[], None);
     let owners = FileOwners::new(&case.reservation.files, &todos);
-    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 1 << 20);
+    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &topology, 1 << 20);
     let rounds: Vec<Round<'_>> = rounds.map(Result::unwrap).collect();
     assert_eq!(rounds.len(), 1);
     for rank in 0..16 {
         let moves = Moves::new(&rounds[0], rank);
-        let packs = moves.first.tells.len() + moves.first.packs.iter().map(Vec::len).sum::<usize>();
-        assert!(packs <= rounds[0].drafts[0].copies, "{packs} of {}", rounds[0].drafts[0].copies);
+        let packs =
+            moves.first_phase.all_gather_packs.len() + moves.first_phase.packs.iter().map(Vec::len).sum::<usize>();
+        assert!(packs <= rounds[0].plans[0].copies, "{packs} of {}", rounds[0].plans[0].copies);
     }
 }

@@ -1,29 +1,32 @@
-//! Conversions: elements of one buffer, cast into another.
+//! Casts on a device: converts elements of one buffer to another dtype in another buffer.
 
 use std::ops::Range;
 
 use nccl::DeviceBuffer;
 
-use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
+use super::{Arithmetic, BLOCK_UNITS, access_bytes, address, read_records};
 use crate::error::Result;
 use crate::exec::cast::{Cast, LossCounts};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 
-/// Elements in one buffer that are cast into another.
+/// A cast of consecutive elements of one buffer into another buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CastJob {
+    /// The dtypes of the cast.
     pub cast: Cast,
+    /// The number of elements.
     pub numel: u64,
-    /// Elements among which those are counted that the cast does not keep.
+    /// The elements whose lost values are counted.
     pub counted: Range<u64>,
-    /// Where they begin, in bytes.
+    /// The offset of the first element in the source buffer, in bytes.
     pub source: usize,
+    /// The offset of the first element in the target buffer, in bytes.
     pub target: usize,
 }
 
-/// Those of a table, ready to be done.
+/// The casts of a job table, ready to run.
 #[derive(Debug)]
 pub struct CastJobs {
     launch: KernelLaunch,
@@ -31,11 +34,11 @@ pub struct CastJobs {
 }
 
 impl Arithmetic {
-    /// Conversions from one buffer into another, whose records go behind what the table has.
+    /// Lists casts from one buffer to another, and appends their jobs to the table.
     ///
     /// # Panics
-    /// Where they leave their buffers.
-    pub(in crate::gpu) fn conversions(
+    /// Panics if a cast leaves its buffers.
+    pub(in crate::gpu) fn cast_jobs(
         &self,
         jobs: &[CastJob],
         from: &impl DeviceBuffer,
@@ -43,23 +46,23 @@ impl Arithmetic {
         table: &mut Vec<u8>,
     ) -> CastJobs {
         table.resize(table.len().next_multiple_of(8), 0);
-        let mut listed = Jobs::behind(table, BLOCK_UNITS);
-        for (nth, job) in jobs.iter().enumerate() {
-            listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * LOST) as u64), table);
+        let mut list = Jobs::at_end_of(table, BLOCK_UNITS);
+        for (index, job) in jobs.iter().enumerate() {
+            list.push(&job.job(from, into, (jobs.len() * RECORD + index * LOST) as u64), table);
         }
-        let launch = KernelLaunch { kernel: self.cast.clone(), jobs: listed };
+        let launch = KernelLaunch { kernel: self.cast.clone(), jobs: list };
         let begin = table.len();
         table.resize(begin + jobs.len() * LOST, 0);
         CastJobs { launch, lost: begin..table.len() }
     }
 }
 
-/// Bytes of `struct Conversion`, and of `struct Lost`.
+/// The sizes of `struct Conversion` and of `struct Lost` in the kernel.
 const RECORD: usize = 72;
 const LOST: usize = 16;
 
 impl CastJob {
-    /// As `struct Conversion` of the kernel.
+    /// Returns the job as `struct Conversion` of the kernel.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
         let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
@@ -67,7 +70,7 @@ impl CastJob {
         let target = address(into, self.target, numel, sizes[1]);
         let each = if sizes.contains(&8) { 2 } else { 4 };
         let [source_lane, target_lane] =
-            [(source, sizes[0]), (target, sizes[1])].map(|(at, size)| lane(&[at], each * size));
+            [(source, sizes[0]), (target, sizes[1])].map(|(at, size)| access_bytes(&[at], each * size));
         Job {
             longs: [source, target, numel, self.counted.start, self.counted.end, lost],
             words: [0, cast.from() as u32, cast.to() as u32, source_lane, target_lane],
@@ -77,22 +80,22 @@ impl CastJob {
 }
 
 impl CastJobs {
-    /// Do them on a stream.
+    /// Queues the casts on a stream.
     ///
     /// # Safety
-    /// As [`Launch::run`]; the table is that of which the records are a part.
+    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table that the jobs were appended to.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.launch.run(stream, table) }
     }
 
-    /// Where in the table the device tells what was lost, in bytes.
-    pub fn lost(&self) -> Range<usize> {
+    /// Returns the range of the table where the device writes the counts of lost values, in bytes.
+    pub fn losses_range(&self) -> Range<usize> {
         self.lost.clone()
     }
 
-    /// Of what it told: by job.
-    pub fn counts(told_bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
-        told(told_bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
+    /// Reads the counts of lost values of each job.
+    pub fn read_losses(bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
+        read_records(bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
     }
 }

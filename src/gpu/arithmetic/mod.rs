@@ -1,17 +1,18 @@
-//! Arithmetic on a device: what summands come to, and casts. The bits are those of [`exec::reduce`](crate::exec::reduce)
-//! and [`exec::cast`](crate::exec::cast), of every dtype that these know.
+//! Arithmetic on a device: reductions of partial values, and casts. The results have the same bits as those of
+//! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support. Counts
+//! elements, and bytes where a name says so.
 //!
-//! A launch does a table of jobs, as copies have it. What jobs have to tell (values that do not fit, elements that a cast
-//! loses) the device writes into the table behind them, and the table is copied back as far as that goes.
+//! A launch runs the jobs of a table, as for copies. The device writes the results of jobs (sums that the dtype cannot hold,
+//! elements that a cast loses) to the table after the jobs, and that part of the table is copied back.
 //!
-//! Counts elements, and bytes where a name says so. Why the bits are the same:
+//! The bits are the same for these reasons:
 //!
-//! - sums have the types they have on the host, and summands the same order;
-//! - additions, products and divisions are those of IEEE 754, rounded to nearest: NVRTC is told to fuse nothing, to keep
-//!   subnormals and to divide exactly;
+//! - sums have the same types as on the host, and partial values are added in the same order;
+//! - additions, products and divisions follow IEEE 754, rounded to nearest: the NVRTC options forbid fused operations, keep
+//!   subnormals and request exact division;
 //! - every rounding to a narrower float is integer arithmetic on its bits, or a conversion that IEEE 754 defines;
-//! - a NaN that comes out has the bits that the host gives it, whatever those of the device are;
-//! - integers have 128 bits, as on the host.
+//! - a NaN result gets the bits that the host would give it, whatever the device computed;
+//! - integer sums have 128 bits, as on the host.
 
 mod conversion;
 mod reduction;
@@ -30,50 +31,53 @@ use super::device::Device;
 use super::kernels::ARITHMETIC;
 use super::settings::Kernels;
 
-/// Units that one block of threads does.
+/// The units that one thread block does.
 const BLOCK_UNITS: u32 = 1024;
 
-/// Kernels that compute.
+/// The kernels that reduce and cast.
 #[derive(Clone, Debug)]
 pub struct Arithmetic {
     reduce: CudaFunction,
-    tell_outcomes: CudaFunction,
+    report_outcomes: CudaFunction,
     cast: CudaFunction,
 }
 
 impl Arithmetic {
-    /// Compiled for a device, or why not.
+    /// Compiles the kernels for a device.
     ///
     /// # Errors
-    /// What is missing.
+    /// Returns the reason why they cannot be compiled.
     pub fn open(device: &Device, kernels: &Kernels) -> Result<Self, String> {
         let program = ARITHMETIC.load(device, kernels)?;
-        let [reduce, tell_outcomes, cast] = ["reduce", "tell_outcomes", "cast"].map(|name| program.kernel(name));
-        Ok(Self { reduce: reduce?, tell_outcomes: tell_outcomes?, cast: cast? })
+        let [reduce, report_outcomes, cast] = ["reduce", "report_outcomes", "cast"].map(|name| program.kernel(name));
+        Ok(Self { reduce: reduce?, report_outcomes: report_outcomes?, cast: cast? })
     }
 }
 
-/// The address of so many elements in a buffer.
+/// Returns the address of elements in a buffer.
 ///
 /// # Panics
-/// Where they are not all in it.
+/// Panics if the elements are not all in the buffer.
 fn address(memory: &impl DeviceBuffer, offset: usize, numel: u64, itemsize: u64) -> u64 {
     let end = numel.checked_mul(itemsize).and_then(|len| len.checked_add(offset as u64));
-    assert!(end.is_some_and(|end| end <= memory.bytes() as u64), "{numel} elements from {offset} on, in their buffer");
+    assert!(
+        end.is_some_and(|end| end <= memory.bytes() as u64),
+        "{numel} elements from offset {offset} leave their buffer"
+    );
     memory.address() + offset as u64
 }
 
-/// The widest access, up to 16 bytes, that these are all multiples of.
-fn lane(numbers: &[u64], widest: u64) -> u32 {
+/// Returns the widest access, up to `widest` bytes, that divides all numbers.
+fn access_bytes(numbers: &[u64], widest: u64) -> u32 {
     1 << numbers.iter().fold(widest, |bits, number| bits | number).trailing_zeros()
 }
 
-/// Numbers that the device wrote.
-fn told<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; N]> + '_ {
+/// Reads the records of `N` numbers that the device wrote.
+fn read_records<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; N]> + '_ {
     bytes.chunks_exact(8 * N).map(|record| {
-        let mut told = [0; N];
-        zip(&mut told, record.as_chunks::<8>().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
-        told
+        let mut numbers = [0; N];
+        zip(&mut numbers, record.as_chunks::<8>().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
+        numbers
     })
 }
 
@@ -82,8 +86,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_are_as_wide_as_all_numbers_allow() {
-        assert_eq!([&[0, 48][..], &[32, 8], &[6], &[4097]].map(|numbers| lane(numbers, 16)), [16, 8, 2, 1]);
-        assert_eq!(lane(&[64], 4), 4);
+    fn access_width_divides_all_numbers() {
+        assert_eq!([&[0, 48][..], &[32, 8], &[6], &[4097]].map(|numbers| access_bytes(numbers, 16)), [16, 8, 2, 1]);
+        assert_eq!(access_bytes(&[64], 4), 4);
     }
 }

@@ -1,4 +1,4 @@
-//! Reductions: summands that lie one behind the other become their value.
+//! Reductions on a device: partial values that follow each other in a buffer are reduced to one value per element.
 
 use std::iter::zip;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use cudarc::driver::CudaFunction;
 use nccl::DeviceBuffer;
 
-use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
+use super::{Arithmetic, BLOCK_UNITS, access_bytes, address, read_records};
 use crate::catalog::Dtype;
 use crate::error::Result;
 use crate::exec::reduce::{ReduceError, Reducer};
@@ -15,35 +15,36 @@ use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 use crate::layout::ReduceOp;
 
-/// Summands in one buffer whose value goes to another, or elsewhere in the same.
+/// A reduction of partial values in one buffer. The result goes to another buffer, or elsewhere in the same buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionJob {
+    /// The dtype, operation and divisor.
     pub reducer: Reducer,
-    /// How many there are, one at least.
-    pub parts: u32,
-    /// Elements of each.
+    /// The number of partial values, at least one.
+    pub partial_count: u32,
+    /// The number of elements of each partial value.
     pub numel: u64,
-    /// Where the first begins, in bytes.
-    pub summands: usize,
-    /// Where the value does.
+    /// The offset of the first partial value, in bytes.
+    pub partial_values: usize,
+    /// The offset of the result, in bytes.
     pub target: usize,
 }
 
-/// Those of a table, ready to be done.
+/// The reductions of a job table, ready to run.
 #[derive(Debug)]
 pub struct ReductionJobs {
     launch: KernelLaunch,
-    tell_outcomes: CudaFunction,
+    report_outcomes: CudaFunction,
     reducers: Vec<Reducer>,
     outcomes: Range<usize>,
 }
 
 impl Arithmetic {
-    /// Reductions from one buffer into another, whose records go behind what the table has.
+    /// Lists reductions from one buffer to another, and appends their jobs to the table.
     ///
     /// # Panics
-    /// Where they leave their buffers.
-    pub(in crate::gpu) fn reductions(
+    /// Panics if a reduction leaves its buffers.
+    pub(in crate::gpu) fn reduction_jobs(
         &self,
         jobs: &[ReductionJob],
         from: &impl DeviceBuffer,
@@ -51,52 +52,52 @@ impl Arithmetic {
         table: &mut Vec<u8>,
     ) -> ReductionJobs {
         table.resize(table.len().next_multiple_of(8), 0);
-        let mut listed = Jobs::behind(table, BLOCK_UNITS);
-        for (nth, job) in jobs.iter().enumerate() {
-            listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * OUTCOME) as u64), table);
+        let mut list = Jobs::at_end_of(table, BLOCK_UNITS);
+        for (index, job) in jobs.iter().enumerate() {
+            list.push(&job.job(from, into, (jobs.len() * RECORD + index * OUTCOME) as u64), table);
         }
-        let launch = KernelLaunch { kernel: self.reduce.clone(), jobs: listed };
+        let launch = KernelLaunch { kernel: self.reduce.clone(), jobs: list };
         let begin = table.len();
-        jobs.iter().for_each(|_| table.extend([NONE, 0, 0].map(u64::to_le_bytes).as_flattened()));
+        jobs.iter().for_each(|_| table.extend([NO_FAULT, 0, 0].map(u64::to_le_bytes).as_flattened()));
         ReductionJobs {
             launch,
-            tell_outcomes: self.tell_outcomes.clone(),
+            report_outcomes: self.report_outcomes.clone(),
             reducers: jobs.iter().map(|job| job.reducer).collect(),
             outcomes: begin..table.len(),
         }
     }
 }
 
-/// Bytes of `struct Reduction`, and of `struct Outcome`.
+/// The sizes of `struct Reduction` and of `struct Outcome` in the kernel.
 const RECORD: usize = 64;
 const OUTCOME: usize = 24;
-/// No element is wrong.
-const NONE: u64 = u64::MAX;
+/// The element number in an outcome if no element failed.
+const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
-    /// As `struct Reduction` of the kernel.
+    /// Returns the job as `struct Reduction` of the kernel.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
-        let Self { reducer, parts, numel, .. } = *self;
-        assert!(parts > 0, "a value has summands");
-        let (numel, dtype) = scalars(reducer.dtype(), numel);
+        let Self { reducer, partial_count: parts, numel, .. } = *self;
+        assert!(parts > 0, "a reduction has partial values");
+        let (numel, dtype) = real_elements(reducer.dtype(), numel);
         let itemsize = dtype.itemsize();
-        let all = numel.checked_mul(parts.into()).expect("summands in memory");
-        let summands = address(from, self.summands, all, itemsize);
+        let all = numel.checked_mul(parts.into()).expect("partial values in memory");
+        let partial_values = address(from, self.partial_values, all, itemsize);
         let target = address(into, self.target, numel, itemsize);
         let unit_bytes = unit_bytes(dtype);
         let stride = if parts > 1 { numel * itemsize } else { 0 };
-        let lane = lane(&[summands, stride, target], unit_bytes);
+        let lane = access_bytes(&[partial_values, stride, target], unit_bytes);
         let itemsize = u32::try_from(itemsize).expect("a few bytes");
         Job {
-            longs: [summands, target, numel, divisor(dtype, reducer.divisor()), outcome],
+            longs: [partial_values, target, numel, divisor(dtype, reducer.divisor()), outcome],
             words: [parts, dtype as u32, itemsize, op(reducer.op()), lane],
             units: (numel * u64::from(itemsize)).div_ceil(unit_bytes),
         }
     }
 }
 
-/// As what elements are reduced: complex numbers by real and imaginary part.
-fn scalars(dtype: Dtype, numel: u64) -> (u64, Dtype) {
+/// Returns the elements and the dtype to reduce: a complex number counts as two real numbers.
+fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     let part = match dtype {
         Dtype::C32 => Dtype::F16,
         Dtype::C64 => Dtype::F32,
@@ -106,7 +107,7 @@ fn scalars(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     (numel.checked_mul(2).expect("elements in memory"), part)
 }
 
-/// What a thread does at a time.
+/// Returns the bytes that a thread reduces at a time.
 fn unit_bytes(dtype: Dtype) -> u64 {
     match dtype {
         float if float.is_float() => {
@@ -116,11 +117,11 @@ fn unit_bytes(dtype: Dtype) -> u64 {
                 16
             }
         }
-        whole => whole.itemsize(),
+        integer => integer.itemsize(),
     }
 }
 
-/// The bits of a divisor in the type that sums have.
+/// Returns the bits of a divisor in the type of the sums.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded as on the host")]
 fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     match dtype {
@@ -130,7 +131,7 @@ fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     }
 }
 
-/// As `enum class Op` has it.
+/// Returns the number of an operation in `enum class Op` of the kernel.
 fn op(op: ReduceOp) -> u32 {
     match op {
         ReduceOp::Sum | ReduceOp::Avg => 0,
@@ -144,40 +145,41 @@ fn op(op: ReduceOp) -> u32 {
 }
 
 impl ReductionJobs {
-    /// Do them on a stream.
+    /// Queues the reductions on a stream.
     ///
     /// # Safety
-    /// As [`Launch::run`]; the table is that of which the records are a part.
+    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table that the jobs were appended to.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.launch.run(stream, table)? };
-        if self.reducers.iter().all(|reducer| scalars(reducer.dtype(), 0).1.is_float()) {
+        if self.reducers.iter().all(|reducer| real_elements(reducer.dtype(), 0).1.is_float()) {
             return Ok(());
         }
         let jobs = Jobs { blocks: self.launch.jobs.count, block_units: 1, ..self.launch.jobs };
-        let launch = KernelLaunch { kernel: self.tell_outcomes.clone(), jobs };
-        // SAFETY: promised by the caller.
+        let launch = KernelLaunch { kernel: self.report_outcomes.clone(), jobs };
+        // SAFETY: guaranteed by the caller.
         unsafe { launch.run(stream, table) }
     }
 
-    /// Where in the table the device tells how it went, in bytes.
-    pub fn outcomes(&self) -> Range<usize> {
+    /// Returns the range of the table where the device writes the outcomes, in bytes.
+    pub fn outcomes_range(&self) -> Range<usize> {
         self.outcomes.clone()
     }
 
-    /// Of what the device told: the first job that failed, and why.
+    /// Checks the outcomes that the device wrote.
     ///
     /// # Errors
-    /// As the host has it, of the first element of the job that has no value.
-    pub fn outcome(&self, told_bytes: &[u8]) -> Result<(), (usize, ReduceError)> {
-        for (job, (reducer, told)) in zip(&self.reducers, told(told_bytes)).enumerate() {
-            let [element, low, high] = told;
-            if element != NONE {
+    /// Returns the index of the first job that failed, with the error that the host would give for the first element that
+    /// the dtype cannot hold.
+    pub fn check_outcomes(&self, bytes: &[u8]) -> Result<(), (usize, ReduceError)> {
+        for (job, (reducer, record)) in zip(&self.reducers, read_records(bytes)).enumerate() {
+            let [element, low, high] = record;
+            if element != NO_FAULT {
                 let mut sum = [low, high].map(u64::to_le_bytes);
                 let mut value = [0; 8];
                 let value = &mut value[..usize::try_from(reducer.dtype().itemsize()).expect("a few bytes")];
-                let fault = reducer.finish(sum.as_flattened_mut(), value);
-                return Err((job, fault.expect_err("what has no value on a device has none on the host")));
+                let error = reducer.finish(sum.as_flattened_mut(), value);
+                return Err((job, error.expect_err("a sum that fails on a device fails on the host")));
             }
         }
         Ok(())

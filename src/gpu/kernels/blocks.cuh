@@ -1,7 +1,7 @@
-// What all kernels begin with: a launch does a table of jobs, each of which has a row of blocks.
+// The common beginning of all kernels: a launch runs the jobs of a table, and each job has consecutive thread blocks.
 //
-// Memory is read by `__ldg` and written by `__stwb` and atomics alone, so that a stand-in for a device can look at each
-// access. Needs no headers.
+// Kernels read memory only by `__ldg`, and write it only by `__stwb` and atomics, so that a stand-in for a device can check
+// each access. Needs no headers.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -13,7 +13,7 @@ __device__ void read(Job& job, const Job* from) {
     for (u32 word = 0; word < sizeof(Job) / sizeof(u64); word++) ((u64*)&job)[word] = __ldg((const u64*)from + word);
 }
 
-// Take the job of this block out of a table in the order of blocks: the last that begins at it or before.
+// Finds the job of this block in a table that is sorted by first blocks: the last job whose first block is not after it.
 template <typename Job>
 __device__ void take(Job& job, const Job* jobs, u32 count) {
     if (threadIdx.x == 0) {

@@ -1,24 +1,24 @@
-// Casts between floats, as src/exec/cast.rs does. Stands behind floats.cuh. src/gpu/arithmetic/conversion.rs writes the
-// table.
+// Casts between floats, with the same bits as src/exec/cast.rs. Follows floats.cuh. src/gpu/arithmetic/conversion.rs writes
+// the table.
 
 struct Conversion {
     u64 source, target, numel;
-    // Which elements are counted.
+    // The elements whose losses are counted.
     u64 begin, end;
-    // Where its `Lost` is, counted from the table.
+    // The offset of the job's `Lost` in the table.
     u64 lost;
     u32 first_block, unused;
     Dtype from, to;
-    // What source and target are multiples of.
+    // The alignment of source and target.
     u32 source_lane, target_lane;
 };
 
-// In elements: values beyond the largest finite one of the target, and NaNs of the source.
+// The numbers of lost elements: values beyond the largest finite value of the target, and NaNs of the source.
 struct Lost {
     u64 overflows, nans;
 };
 
-// Units of 4 elements, or of 2 where one of the dtypes has 64 bits.
+// A unit has 4 elements, or 2 if one of the dtypes has 64 bits.
 template <typename From, typename To>
 __device__ void convert(const Conversion& job, u64 begin, u32 units, Lost* lost) {
     typedef typename From::Bits Source;

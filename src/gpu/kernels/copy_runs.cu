@@ -1,25 +1,25 @@
-// Copies runs of bytes in nests of loops, many nests in one launch. Bytes, not elements: dtypes do not matter here.
+// Copies runs of bytes in loop nests, many nests in one launch. It counts bytes and ignores dtypes.
 //
-// A block copies `block_units` units of one nest. A unit is `lane` bytes: the widest that divides addresses, run and steps.
-// Stands behind blocks.cuh. src/gpu/copies.rs writes the table.
+// A block copies `block_units` units of one nest. A unit has `lane` bytes: the widest access that divides addresses, run and
+// steps. Follows blocks.cuh. src/gpu/copies.rs writes the table.
 
 struct Loop {
     u64 source_step, target_step;
-    // Of which the upper half is 0.
+    // The number of turns; the upper half is 0.
     u32 count, unused;
 };
 
 struct Copy {
     u64 source, target;
-    // Around the run, outermost first.
+    // The loops around the run, outermost first.
     Loop loop[4];
-    // Its first block; bytes of a unit; units in all, and of a run; loops that there are.
+    // The first block; the bytes of a unit; the units of the nest and of a run; the number of loops.
     u32 first_block, lane, units, run_units, loops, unused;
 };
 
 template <typename Lane>
 __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
-    // Loads before stores, so that several are on their way at once.
+    // All loads come before the stores, so that several loads run at once.
     const u32 batch = 4;
     for (u32 first = begin + threadIdx.x; first < end; first += batch * blockDim.x) {
         Lane value[batch];

@@ -1,12 +1,12 @@
-// Elements in memory: a thread takes up to 16 bytes at once. Stands behind blocks.cuh.
+// Elements in memory: a thread accesses up to 16 bytes at once. Follows blocks.cuh.
 
-// As src/catalog/dtype.rs counts them.
+// The numbers of dtypes, as in src/catalog/dtype.rs.
 enum class Dtype : u32 {
     Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, Bf16, F32, F64, C32, C64, C128,
     F8E4m3fn, F8E5m2, F8E4m3fnuz, F8E5m2fnuz,
 };
 
-// A few elements in registers; the first are in the low bits.
+// A few elements in registers. The first element is in the low bits.
 struct Group {
     u32 word[4] = {};
 
@@ -16,7 +16,7 @@ struct Group {
         return (Bits)(word[nth * sizeof(Bits) / 4] >> nth * sizeof(Bits) % 4 * 8);
     }
 
-    // Where nothing was put before.
+    // Sets an element that was not set before.
     template <typename Bits>
     __device__ void put(u32 nth, Bits bits) {
         word[nth * sizeof(Bits) / 4] |= (u32)bits << nth * sizeof(Bits) % 4 * 8;
@@ -24,7 +24,7 @@ struct Group {
     }
 };
 
-// What a whole group is accessed as.
+// The type of an access of a whole group.
 template <u32 WIDTH> struct Wide;
 template <> struct Wide<1> { typedef u8 Lane; };
 template <> struct Wide<2> { typedef u16 Lane; };
@@ -32,14 +32,14 @@ template <> struct Wide<4> { typedef u32 Lane; };
 template <> struct Wide<8> { typedef u64 Lane; };
 template <> struct Wide<16> { typedef uint4 Lane; };
 
-// The widest lane that is no wider than a word, and of which so many bytes are a multiple.
+// Returns the widest access that is at most a word and that divides the number of bytes.
 __device__ inline u32 narrow(u32 lane, u32 bytes) {
     lane = min(lane, 4u);
     while (bytes % lane) lane /= 2;
     return lane;
 }
 
-// Groups that lie anywhere, or are not whole: a function that is called, as it is long, and seldom needed.
+// Unaligned or partial groups: functions that are not inlined, because they are long and rarely needed.
 __device__ __noinline__ uint4 load_lanes(u64 address, u32 bytes, u32 lane) {
     lane = narrow(lane, bytes);
     u32 word[4] = {};
@@ -68,7 +68,7 @@ __device__ __noinline__ void store_lanes(uint4 value, u64 address, u32 bytes, u3
     }
 }
 
-// The first `bytes` of up to WIDTH; the address is a multiple of the lane, which is no wider.
+// Loads the first `bytes` of up to WIDTH bytes. The address is a multiple of the lane, which is at most WIDTH.
 template <u32 WIDTH>
 __device__ Group load(u64 address, u32 bytes, u32 lane) {
     Group group;
@@ -86,7 +86,7 @@ __device__ Group load(u64 address, u32 bytes, u32 lane) {
     return group;
 }
 
-// As `load`.
+// Stores bytes, with the same conditions as `load`.
 template <u32 WIDTH>
 __device__ void store(const Group& group, u64 address, u32 bytes, u32 lane) {
     uint4 value = make_uint4(group.word[0], group.word[1], group.word[2], group.word[3]);

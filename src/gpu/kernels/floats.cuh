@@ -1,33 +1,33 @@
-// Floats as bits: how each format is read, and how numbers are rounded to it. What src/exec/floats.rs does, bit for bit;
-// constants and reasons are there. Stands behind elements.cuh.
+// Floats as bits: reading each format, and rounding numbers to it, with the same bits as src/exec/floats.rs, which explains
+// the constants. Follows elements.cuh.
 
 #define INFINITY_BITS 0x7f800000u
 #define QUIET_NAN 0x7fc00000u
 
 __device__ inline u32 magnitude(u32 single) { return single & 0x7fffffff; }
 
-// An element of a source as the bits of an f32.
+// A source element, as the bits of an f32.
 struct Loaded {
     u32 single;
-    // Before anything was rounded.
+    // Whether the source value is finite, before any rounding.
     bool was_finite;
 };
 
-// What a target stores for the bits of an f32.
+// The value that a target stores for the bits of an f32.
 template <typename Bits>
 struct Stored {
     Bits bits;
-    // The value is beyond the largest finite one.
+    // Whether the value is beyond the largest finite value.
     bool beyond;
 };
 
 __device__ inline Loaded exact(u32 single) { return {single, magnitude(single) < INFINITY_BITS}; }
 
 struct F64 {
-    // What is stored, and what is reckoned in.
+    // The stored type, and the type of computations.
     typedef u64 Bits;
     typedef double Sum;
-    // Infinities are as finite values beyond the largest: the format has none.
+    // The format has no infinities, so they are treated as values beyond the largest finite value.
     static const bool loses_infinity = false;
 
     static __device__ Loaded loaded(u64 bits) {
@@ -46,7 +46,7 @@ struct F64 {
     static __device__ double number(u64 bits) { return __longlong_as_double(bits); }
     static __device__ double divisor(u64 bits) { return __longlong_as_double(bits); }
 
-    // NaN is always the same one.
+    // The format has only one NaN.
     static __device__ u64 rounded(double number) {
         return number == number ? __double_as_longlong(number) : 0x7ff8ull << 48;
     }
@@ -66,13 +66,13 @@ struct F32 {
     }
 };
 
-// The bits of a NaN: quiet, with sign and what fits of the payload; NAN with the sign; or NAN.
+// The bits of a NaN: quiet, with the sign and the part of the payload that fits; or NAN with the sign; or NAN.
 enum Nan { PAYLOAD, SIGNED, FIXED };
 
 #define FNUZ_NAN 0x80
 
-// Sign, exponent, MANTISSA bits. FIRST_BEYOND is the least f32 that rounds beyond the largest finite value, and BEYOND is
-// stored for it.
+// A format with sign, exponent and MANTISSA bits. FIRST_BEYOND is the smallest f32 that rounds beyond the largest finite
+// value, and BEYOND is stored for it.
 template <typename Stands, u32 MANTISSA, u32 BIAS, u32 FIRST_BEYOND, u32 BEYOND, Nan KIND, u32 NAN_BITS>
 struct Narrow {
     typedef Stands Bits;
@@ -106,7 +106,7 @@ struct Narrow {
 
     static __device__ float divisor(u64 bits) { return __uint_as_float((u32)bits); }
 
-    // What stands for a number: subnormals are exact, too, as a power of two is far from the ends of f32.
+    // The code of a number. Subnormals are exact, too, because the powers of two are well inside the range of f32.
     static __device__ float number(u32 stored) {
         float size = __uint_as_float((stored & ((1u << (bits - 1)) - 1)) << drop) * __uint_as_float((254 - BIAS) << 23);
         return __uint_as_float(__float_as_uint(size) | stored >> (bits - 1) << 31);

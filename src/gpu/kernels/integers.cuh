@@ -1,11 +1,11 @@
-// Integers of 128 bits, in which integers are reduced. Stands behind elements.cuh.
+// 128-bit integers, in which integers are reduced. Follows elements.cuh.
 
 typedef __int128 i128;
 typedef unsigned __int128 u128;
 
 #define LEAST ((i128)((u128)1 << 127))
 
-// The product, or the number of 128 bits that is next to it; the magnitude of the second has 64 bits.
+// Returns the product, or the nearest 128-bit number. The magnitude of the second factor has 64 bits.
 __device__ inline i128 saturating_product(i128 a, i128 b) {
     bool is_negative = a < 0 != b < 0;
     u128 size = a < 0 ? -(u128)a : (u128)a, most = (u128)~LEAST + is_negative;
@@ -16,7 +16,7 @@ __device__ inline i128 saturating_product(i128 a, i128 b) {
     return is_negative ? -product : product;
 }
 
-// An integer in memory, as one of 128 bits.
+// Reads an integer, and extends it to 128 bits.
 __device__ inline i128 load_integer(Dtype dtype, u64 address, u32 lane) {
     switch (dtype) {
         case Dtype::Bool: return load<1>(address, 1, lane).word[0] != 0;
@@ -31,7 +31,7 @@ __device__ inline i128 load_integer(Dtype dtype, u64 address, u32 lane) {
     }
 }
 
-// False where the dtype does not hold it; then nothing is stored.
+// Stores an integer. Returns false, and stores nothing, if the dtype cannot hold it.
 __device__ inline bool store_integer(i128 whole, Dtype dtype, u32 size, u64 address, u32 lane) {
     bool is_signed = dtype >= Dtype::I8;
     i128 most = ((i128)1 << 8 * size - is_signed) - 1, least = is_signed ? -most - 1 : 0;

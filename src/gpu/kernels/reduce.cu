@@ -1,51 +1,51 @@
-// Reduces summands that lie one behind the other, in their order, as src/exec/reduce.rs does: in its types, rounded once.
-// Stands behind integers.cuh and floats.cuh. src/gpu/arithmetic/reduction.rs writes the table.
+// Reduces partial values that follow each other, in their order, with the same types and the same single rounding as
+// src/exec/reduce.rs. Follows integers.cuh and floats.cuh. src/gpu/arithmetic/reduction.rs writes the table.
 
 enum class Op : u32 { Sum, Product, Max, Min, Band, Bor, Bxor };
 
 struct Reduction {
-    u64 summands, target;
-    // Elements of a summand, of which a complex number has two.
+    u64 partial_values, target;
+    // The elements of a partial value. A complex number has two.
     u64 numel;
-    // An integer, or the bits of a number in the type that sums have.
+    // The divisor: an integer, or the bits of a number in the type of the sums.
     u64 divisor;
-    // Where its `Outcome` is, counted from the table.
+    // The offset of the job's `Outcome` in the table.
     u64 outcome;
     u32 first_block, parts;
     Dtype dtype;
     u32 itemsize;
     Op op;
-    // What addresses of summands and target are multiples of.
+    // The alignment of partial values and target.
     u32 lane;
 };
 
-// The first element whose value does not fit the dtype or leaves a remainder, and what its summands come to.
+// The first element whose result does not fit the dtype or leaves a remainder, and the sum of its partial values.
 struct Outcome {
     u64 element, low, high;
 };
 
 struct Plus {
     template <typename Sum>
-    __device__ Sum operator()(Sum sum, Sum summand) const { return sum + summand; }
+    __device__ Sum operator()(Sum sum, Sum partial) const { return sum + partial; }
 };
 
 struct Chosen {
     Op op;
-    // A NaN stays one, and of zeros the first.
+    // A NaN stays a NaN, and of two zeros the first is kept.
     template <typename Sum>
-    __device__ Sum operator()(Sum sum, Sum summand) const {
-        bool is_nan = summand != summand;
-        if (op == Op::Product) return sum * summand;
-        if (op == Op::Max) return summand > sum || is_nan ? summand : sum;
-        return summand < sum || is_nan ? summand : sum;
+    __device__ Sum operator()(Sum sum, Sum partial) const {
+        bool is_nan = partial != partial;
+        if (op == Op::Product) return sum * partial;
+        if (op == Op::Max) return partial > sum || is_nan ? partial : sum;
+        return partial < sum || is_nan ? partial : sum;
     }
 };
 
-// Called where it is needed, as a division is long.
+// A function that is not inlined, because a division is long.
 template <typename Sum>
 __device__ __noinline__ Sum quotient(Sum sum, Sum divisor) { return sum / divisor; }
 
-// Units of 16 bytes, or of 4 elements that have 8 bits.
+// A unit has 16 bytes, or 4 elements of 8 bits.
 template <typename Format, typename Combine>
 __device__ void reduce_floats(const Reduction& job, u64 begin, u32 units, Combine combine) {
     typedef typename Format::Bits Bits;
@@ -59,15 +59,15 @@ __device__ void reduce_floats(const Reduction& job, u64 begin, u32 units, Combin
         if (offset >= len) return;
         u32 bytes = min((u64)width, len - offset);
         Sum sums[each];
-        Group summands = load<width>(job.summands + offset, bytes, job.lane);
+        Group partial_values = load<width>(job.partial_values + offset, bytes, job.lane);
 #pragma unroll
-        for (u32 nth = 0; nth < each; nth++) sums[nth] = Format::number(summands.get<Bits>(nth));
+        for (u32 nth = 0; nth < each; nth++) sums[nth] = Format::number(partial_values.get<Bits>(nth));
 #pragma unroll 1
         for (u32 part = 1; part < job.parts; part++) {
-            summands = load<width>(job.summands + part * len + offset, bytes, job.lane);
+            partial_values = load<width>(job.partial_values + part * len + offset, bytes, job.lane);
 #pragma unroll
             for (u32 nth = 0; nth < each; nth++)
-                sums[nth] = combine(sums[nth], (Sum)Format::number(summands.get<Bits>(nth)));
+                sums[nth] = combine(sums[nth], (Sum)Format::number(partial_values.get<Bits>(nth)));
         }
         Group values;
 #pragma unroll
@@ -86,26 +86,26 @@ __device__ void reduce_floats(const Reduction& job, u64 begin, u32 units) {
 }
 
 __device__ inline i128 sum_of(const Reduction& job, u64 element) {
-    u64 address = job.summands + element * job.itemsize;
+    u64 address = job.partial_values + element * job.itemsize;
     i128 sum = load_integer(job.dtype, address, job.lane);
 #pragma unroll 1
     for (u32 part = 1; part < job.parts; part++) {
         address += job.numel * job.itemsize;
-        i128 summand = load_integer(job.dtype, address, job.lane);
+        i128 partial = load_integer(job.dtype, address, job.lane);
         switch (job.op) {
-            case Op::Sum: sum += summand; break;
-            case Op::Product: sum = saturating_product(sum, summand); break;
-            case Op::Max: sum = summand > sum ? summand : sum; break;
-            case Op::Min: sum = summand < sum ? summand : sum; break;
-            case Op::Band: sum &= summand; break;
-            case Op::Bor: sum |= summand; break;
-            default: sum ^= summand;
+            case Op::Sum: sum += partial; break;
+            case Op::Product: sum = saturating_product(sum, partial); break;
+            case Op::Max: sum = partial > sum ? partial : sum; break;
+            case Op::Min: sum = partial < sum ? partial : sum; break;
+            case Op::Band: sum &= partial; break;
+            case Op::Bor: sum |= partial; break;
+            default: sum ^= partial;
         }
     }
     return sum;
 }
 
-// Units of an element.
+// A unit is one element.
 __device__ inline void reduce_integers(const Reduction& job, u64 begin, u32 units, Outcome* outcome) {
 #pragma unroll 1
     for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
@@ -137,8 +137,8 @@ extern "C" __global__ void reduce(const Reduction* jobs, u32 count, u32 block_un
     }
 }
 
-// Behind `reduce`, a block for each job: what the summands of its first bad element come to.
-extern "C" __global__ void tell_outcomes(const Reduction* jobs, u32, u32) {
+// Runs after `reduce`, with one block for each job: computes the sum for the first element that failed.
+extern "C" __global__ void report_outcomes(const Reduction* jobs, u32, u32) {
     if (threadIdx.x != 0) return;
     Reduction job;
     read(job, jobs + blockIdx.x);

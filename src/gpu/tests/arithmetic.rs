@@ -1,4 +1,4 @@
-//! What a device computes is what the host computes, to the last bit: the stand-in has the texts of the kernels.
+//! Tests of arithmetic on a device: the stand-in runs the kernels on the CPU, and the bits must equal those of the host.
 
 use std::ops::Range;
 
@@ -14,28 +14,28 @@ use crate::layout::ReduceOp;
 const PROMPT: [(&str, &str); 1] = [("GPU_STAND_IN_DELAY_US", "0")];
 
 #[test]
-fn reductions_are_those_of_hosts_stand_in() {
-    passes_with_kernels("arithmetic::reductions", 1, &PROMPT);
+fn device_reductions_equal_host_reductions_stand_in() {
+    run_test_with_kernels("arithmetic::random_reductions_equal_the_host", 1, &PROMPT);
 }
 
 #[test]
-fn faults_are_those_of_hosts_stand_in() {
-    passes_with_kernels("arithmetic::faults", 1, &PROMPT);
+fn device_reduction_errors_equal_host_errors_stand_in() {
+    run_test_with_kernels("arithmetic::errors_equal_the_host", 1, &PROMPT);
 }
 
 #[test]
-fn casts_of_all_hard_values_are_those_of_hosts_stand_in() {
-    passes_with_kernels("arithmetic::hard_values", 1, &PROMPT);
+fn device_casts_of_edge_values_equal_host_casts_stand_in() {
+    run_test_with_kernels("arithmetic::casts_of_edge_values_equal_the_host", 1, &PROMPT);
 }
 
 #[test]
-fn casts_of_some_elements_are_those_of_hosts_stand_in() {
-    passes_with_kernels("arithmetic::conversions", 1, &PROMPT);
+fn device_casts_of_random_elements_equal_host_casts_stand_in() {
+    run_test_with_kernels("arithmetic::random_casts_equal_the_host", 1, &PROMPT);
 }
 
 #[test]
-fn without_kernels_nothing_is_computed_stand_in() {
-    passes("arithmetic::nothing", 1, &[("KERNELS", "off")]);
+fn without_kernels_there_is_no_arithmetic_stand_in() {
+    run_test("arithmetic::missing_kernels_are_an_error", 1, &[("KERNELS", "off")]);
 }
 
 const FLOATS: [Dtype; 4] = [Dtype::F64, Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -66,7 +66,7 @@ fn size(dtype: Dtype) -> usize {
     usize::try_from(dtype.itemsize()).unwrap()
 }
 
-/// Random words, the same for the same seed.
+/// Returns random words that depend only on the seed.
 fn words(mut seed: u64) -> impl Iterator<Item = u64> {
     seed |= 1;
     std::iter::repeat_with(move || {
@@ -77,8 +77,8 @@ fn words(mut seed: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Elements of which many are at an edge: zeros, the largest and least, infinities, NaNs; others are close to 1, or small
-/// integers; and some are anything.
+/// Returns elements of which many are edge cases (zeros, the largest and smallest, infinities, NaNs), others are close to 1
+/// or small integers, and some are random bits.
 fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     let (scalar, count) = match dtype {
         Dtype::C32 => (Dtype::F16, 2 * numel),
@@ -86,7 +86,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
         Dtype::C128 => (Dtype::F64, 2 * numel),
         real => (real, numel),
     };
-    // Bits of the mantissa, and the number one.
+    // The bits of the mantissa, and of the number one.
     let (mantissa, one): (u32, u64) = match scalar {
         Dtype::F64 => (52, 0x3ff0 << 48),
         Dtype::F32 => (23, 0x3f80 << 16),
@@ -124,32 +124,33 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     elements.flat_map(|element| element.to_le_bytes().into_iter().take(size(scalar))).collect()
 }
 
-/// By the host.
-fn reduced(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
+/// Reduces on the host.
+fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);
-    for part in 0..job.parts as usize {
-        let begin = job.summands + part * len;
+    for part in 0..job.partial_count as usize {
+        let begin = job.partial_values + part * len;
         job.reducer.add(part == 0, &memory[begin..begin + len], &mut sums);
     }
     job.reducer.finish(&mut sums, &mut value).map(|()| value)
 }
 
-/// A device that has some memory to compute from, and room for so many bytes.
+/// Returns a device with a source buffer of these bytes, and a target buffer of this length.
 fn trial(from: &[u8], into: usize) -> (Gpu, TransferTrial) {
     let gpu = open(kernels(), 0).unwrap();
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
-    trial.bring(from).unwrap();
+    trial.upload(from).unwrap();
     (gpu, trial)
 }
 
-fn fetched(trial: &TransferTrial, len: usize) -> Vec<u8> {
+fn fetch(trial: &TransferTrial, len: usize) -> Vec<u8> {
     let mut got = vec![0xa5; len];
     trial.fetch(&mut got).unwrap();
     got
 }
 
-/// A reducer, its summands' number, length and seed, and how they and the value lie: the lower bits of where they begin.
+/// A reducer; the number, length and seed of its partial values; and the offsets of partial values and result modulo the
+/// alignment.
 type Job = (Reducer, u32, usize, u64, [usize; 2]);
 
 fn job() -> impl Strategy<Value = Job> {
@@ -162,18 +163,18 @@ fn job() -> impl Strategy<Value = Job> {
     (reducer, 1..6_u32, numel, any::<u64>(), [start(), start()])
 }
 
-/// Jobs with what they are about, and how long what they write into is.
-fn laid_out(jobs: &[Job]) -> (Vec<ReductionJob>, Vec<u8>, usize) {
+/// Returns jobs with their source bytes, and the length of their target buffer.
+fn lay_out(jobs: &[Job]) -> (Vec<ReductionJob>, Vec<u8>, usize) {
     let (mut memory, mut end) = (Vec::new(), 0_usize);
     let mut reductions = Vec::new();
-    for &(reducer, parts, numel, seed, [summands, target]) in jobs {
+    for &(reducer, parts, numel, seed, [partial_values, target]) in jobs {
         let len = numel * size(reducer.dtype());
-        let summands = memory.len().next_multiple_of(16) + summands;
-        memory.resize(summands, 0);
+        let partial_values = memory.len().next_multiple_of(16) + partial_values;
+        memory.resize(partial_values, 0);
         memory.extend(elements(reducer.dtype(), numel * parts as usize, seed));
         let target = end.next_multiple_of(16) + target;
         end = target + len;
-        reductions.push(ReductionJob { reducer, parts, numel: numel as u64, summands, target });
+        reductions.push(ReductionJob { reducer, partial_count: parts, numel: numel as u64, partial_values, target });
     }
     (reductions, memory, end)
 }
@@ -183,15 +184,15 @@ proptest! {
 
     #[test]
     #[ignore = "a process of a test"]
-    fn reductions(jobs in prop::collection::vec(job(), 0..6)) {
-        let (jobs, memory, end) = laid_out(&jobs);
+    fn random_reductions_equal_the_host(jobs in prop::collection::vec(job(), 0..6)) {
+        let (jobs, memory, end) = lay_out(&jobs);
         let (gpu, mut trial) = trial(&memory, end);
         let outcome = trial.reduce(gpu.arithmetic().unwrap(), &jobs, 1).unwrap();
-        let wanted: Vec<_> = jobs.iter().map(|job| reduced(job, &memory)).collect();
+        let wanted: Vec<_> = jobs.iter().map(|job| reduce_on_host(job, &memory)).collect();
         let failed = wanted.iter().position(Result::is_err);
         let wanted_outcome = failed.map_or(Ok(()), |job| Err((job, wanted[job].clone().unwrap_err())));
         prop_assert_eq!(outcome, wanted_outcome);
-        let got = fetched(&trial, end);
+        let got = fetch(&trial, end);
         let mut before = 0;
         for (job, wanted) in jobs.iter().zip(wanted) {
             prop_assert!(got[before..job.target].iter().all(|byte| *byte == 0), "beside {:?}", job);
@@ -205,16 +206,17 @@ proptest! {
 
 #[test]
 #[ignore = "a process of a test"]
-fn faults() {
+fn errors_equal_the_host() {
     let reducer = |op, divisor| Reducer::new(Dtype::I64, op, divisor).unwrap();
     let i64s = |values: &[i64]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-    // Wrong at two elements, of which the later is in a block and a thread before.
-    let mut summands = [vec![i64::MAX; 5000], vec![0; 5000], vec![0; 5000]];
-    (summands[1][4100], summands[1][1700], summands[2][1700]) = (1, 5, -3);
-    let memory = i64s(&summands.concat());
+    // Two elements overflow; the later one is in an earlier block and thread.
+    let mut partial_values = [vec![i64::MAX; 5000], vec![0; 5000], vec![0; 5000]];
+    (partial_values[1][4100], partial_values[1][1700], partial_values[2][1700]) = (1, 5, -3);
+    let memory = i64s(&partial_values.concat());
     let (gpu, mut trial) = trial(&memory, 3 * 40_000);
     let mut outcome = |jobs: &[ReductionJob]| trial.reduce(gpu.arithmetic().unwrap(), jobs, 1).unwrap();
-    let job = |reducer, parts, target| ReductionJob { reducer, parts, numel: 5000, summands: 0, target };
+    let job =
+        |reducer, parts, target| ReductionJob { reducer, partial_count: parts, numel: 5000, partial_values: 0, target };
     let sum = ReduceError::Overflow { dtype: Dtype::I64, op: ReduceOp::Sum, value: i128::from(i64::MAX) + 2 };
     let remainder = ReduceError::Remainder { value: i128::from(i64::MAX), divisor: 2 };
     assert_eq!(outcome(&[job(reducer(ReduceOp::Max, 1), 3, 0)]), Ok(()));
@@ -224,22 +226,22 @@ fn faults() {
     );
     let both = [job(reducer(ReduceOp::Avg, 2), 2, 0), job(reducer(ReduceOp::Sum, 1), 3, 40_000)];
     assert_eq!(outcome(&both), Err((0, remainder)), "the first of its job, and the first job");
-    // Too much for 128 bits, unless it is multiplied by 0.
+    // The product overflows 128 bits, unless it is multiplied by 0.
     let product = ReduceError::Overflow { dtype: Dtype::I64, op: ReduceOp::Product, value: i128::MAX };
     let most = ReductionJob { numel: 1, ..job(reducer(ReduceOp::Product, 1), 3, 0) };
     assert_eq!(outcome(&[most]), Err((0, product)));
     assert_eq!(outcome(&[ReductionJob { numel: 5000, ..most }]).unwrap_err().0, 0);
 }
 
-/// Casts the whole of it on the device, and compares with the host.
-fn same(cast: Cast, source: &[u8]) {
+/// Casts all elements on the device, and compares the result with the host.
+fn assert_cast_matches_host(cast: Cast, source: &[u8]) {
     let numel = source.len() / size(cast.from());
     let mut wanted = vec![0; numel * size(cast.to())];
     let counts = cast.convert(source, &mut wanted);
     let (gpu, mut trial) = trial(source, wanted.len());
     let job = CastJob { cast, numel: numel as u64, counted: 0..numel as u64, source: 0, target: 0 };
-    assert_eq!(trial.convert(gpu.arithmetic().unwrap(), &[job], 1).unwrap(), [counts], "{cast:?}");
-    let got = fetched(&trial, wanted.len());
+    assert_eq!(trial.cast(gpu.arithmetic().unwrap(), &[job], 1).unwrap(), [counts], "{cast:?}");
+    let got = fetch(&trial, wanted.len());
     if got != wanted {
         let (from, to) = (size(cast.from()), size(cast.to()));
         let all = source.chunks(from).zip(got.chunks(to).zip(wanted.chunks(to)));
@@ -250,8 +252,8 @@ fn same(cast: Cast, source: &[u8]) {
 
 #[test]
 #[ignore = "a process of a test"]
-fn hard_values() {
-    // Every sign, exponent and beginning of a mantissa, with what is about to be rounded behind it.
+fn casts_of_edge_values_equal_the_host() {
+    // Every sign, exponent and upper part of a mantissa, followed by bits that are close to a rounding boundary.
     let singles = |head: u16| {
         let tails = [0, 0x1000, 0x2000, 0x3000, 0x4000, 0x6000, 0x8000, 0xa000, 0xc000, 0xf000];
         tails.into_iter().flat_map(move |tail: u32| {
@@ -273,12 +275,12 @@ fn hard_values() {
             _ => (0..=u16::MAX).flat_map(u16::to_le_bytes).collect(),
         };
         for cast in Dtype::CAST_TARGETS.iter().filter_map(|to| Cast::new(from, *to)) {
-            same(cast, &source);
+            assert_cast_matches_host(cast, &source);
         }
     }
 }
 
-/// Of which elements those are counted that are between two shares of them.
+/// Dtypes, length, seed, offsets and counted range of a cast.
 type Casting = (Dtype, Dtype, usize, u64, [usize; 2], Range<u64>);
 
 fn casting() -> impl Strategy<Value = Casting> {
@@ -295,7 +297,7 @@ proptest! {
 
     #[test]
     #[ignore = "a process of a test"]
-    fn conversions(castings in prop::collection::vec(casting(), 0..6)) {
+    fn random_casts_equal_the_host(castings in prop::collection::vec(casting(), 0..6)) {
         let (mut memory, mut wanted, mut counts, mut jobs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (from, to, numel, seed, [source, target], counted) in castings {
             let Some(cast) = Cast::new(from, to) else { continue };
@@ -311,15 +313,15 @@ proptest! {
             jobs.push(CastJob { cast, numel: numel as u64, counted, source, target });
         }
         let (gpu, mut trial) = trial(&memory, wanted.len());
-        let got: Vec<LossCounts> = trial.convert(gpu.arithmetic().unwrap(), &jobs, 1).unwrap();
+        let got: Vec<LossCounts> = trial.cast(gpu.arithmetic().unwrap(), &jobs, 1).unwrap();
         prop_assert_eq!(got, counts);
-        prop_assert!(fetched(&trial, wanted.len()) == wanted, "{:?}", jobs);
+        prop_assert!(fetch(&trial, wanted.len()) == wanted, "{:?}", jobs);
     }
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn nothing() {
+fn missing_kernels_are_an_error() {
     let gpu = open(kernels(), 0).unwrap();
     assert!(gpu.arithmetic().unwrap_err().contains("switched off"));
     let gpu = open(Kernels::Ptx(PTX.replace("cast", "cost")), 0).unwrap();

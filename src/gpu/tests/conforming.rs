@@ -1,4 +1,4 @@
-//! NCCL, with notes of threads, does what every communicator does.
+//! Conformance tests of the NCCL communicator, with failure notes by threads.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
-/// A thread and a device for each rank.
+/// Ranks with a thread and a stand-in device each.
 #[derive(Default)]
 struct Devices(Threads);
 
@@ -23,7 +23,7 @@ impl Fleet for Devices {
     fn memory(&self, rank: &Nccl, bytes: &[u8]) -> DeviceBytes {
         let stream = Stream::new(rank.device()).unwrap();
         let mut memory = DeviceBytes::new(rank.device(), bytes.len(), "a test").unwrap();
-        // SAFETY: both stay until the stream has been waited for.
+        // SAFETY: both stay allocated until the stream is synchronized.
         unsafe { stream.copy_in(bytes, &mut memory) }.unwrap();
         stream.cuda().synchronize().unwrap();
         memory
@@ -32,31 +32,31 @@ impl Fleet for Devices {
     fn bytes(&self, rank: &Nccl, memory: &DeviceBytes) -> Vec<u8> {
         let stream = Stream::new(rank.device()).unwrap();
         let mut bytes = vec![0; memory.len()];
-        // SAFETY: both stay until the stream has been waited for.
+        // SAFETY: both stay allocated until the stream is synchronized.
         unsafe { stream.copy_out(memory, &mut bytes) }.unwrap();
         stream.cuda().synchronize().unwrap();
         bytes
     }
 
-    /// NCCL takes or waits for what the plan says.
+    /// Returns false: NCCL does not check that sender and receiver agree on lengths.
     fn checks_lengths(&self) -> bool {
         false
     }
 }
 
 #[test]
-fn nccl_conforms_stand_in() {
-    passes("conforming::devices", 5, &[]);
+fn nccl_passes_the_conformance_tests_stand_in() {
+    run_test("conforming::conformance_tests_pass", 5, &[]);
 }
 
-/// The death of a peer shows by the notes alone.
+/// Only the failure notes report the death of a peer.
 #[test]
-fn nccl_conforms_where_it_tells_nothing_of_the_dead_stand_in() {
-    passes("conforming::devices", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);
+fn nccl_without_peer_errors_passes_the_conformance_tests_stand_in() {
+    run_test("conforming::conformance_tests_pass", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn devices() {
+fn conformance_tests_pass() {
     conforms(Devices::default());
 }

@@ -1,28 +1,28 @@
-//! What a device copies is what the host copies: by the kernel, whose text the stand-in has, and by the driver's own
-//! copies.
+//! Tests of strided copies on a device, by the kernel and by the driver: the bytes must equal those of host copies.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::exchange::StridedCopy;
-use crate::gpu::copies::Nest;
+use crate::gpu::copies::LoopNest;
 use crate::gpu::{DeviceBytes, TransferTrial};
 use crate::plan::lower::LoopLevel;
 
 #[test]
-fn copies_by_the_kernel_are_those_of_hosts_stand_in() {
-    passes_with_kernels("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
+fn kernel_copies_equal_host_copies_stand_in() {
+    run_test_with_kernels("copying::random_copies_equal_the_host", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
 }
 
 #[test]
-fn copies_by_the_driver_are_those_of_hosts_stand_in() {
-    passes("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0"), ("KERNELS", "off")]);
+fn driver_copies_equal_host_copies_stand_in() {
+    run_test("copying::random_copies_equal_the_host", 1, &[("GPU_STAND_IN_DELAY_US", "0"), ("KERNELS", "off")]);
 }
 
-/// Counts, and the gaps behind each turn of a loop at both ends; the loops of the source in which order.
+/// For each loop, its count and the gaps after each turn in the source and in the target; then the order of the source's
+/// loops.
 type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
 
-/// A copy of runs of whole elements, whose target runs do not overlap, and the lengths of what it is in.
+/// Returns a copy of runs of whole elements, whose target runs do not overlap, and the lengths of both buffers.
 pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
     let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
     let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];
@@ -48,17 +48,17 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
         levels[nth].source_step = source_span + gap * itemsize;
         source_span = levels[nth].source_step * count;
     }
-    // Elements where they are aligned, or anywhere.
+    // Elements are aligned or not.
     let (source, target) = (starts.0 * itemsize + starts.2 / 16, starts.1 * itemsize + starts.3 / 16);
     let copy = StridedCopy { source, target, run_bytes, levels: levels.into_iter().collect() };
     (copy, source + source_span, target + target_span)
 }
 
-/// What the device has after all of them, one behind the other.
-fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
+/// Makes all copies on the device, in order, and returns the target buffer.
+fn copy_on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
     let mut got = vec![0; target_len];
-    trial.bring(source).unwrap();
+    trial.upload(source).unwrap();
     trial.copy(copies, 1).unwrap();
     trial.fetch(&mut got).unwrap();
     got
@@ -69,7 +69,7 @@ proptest! {
 
     #[test]
     #[ignore = "a process of a test"]
-    fn property(copies in prop::collection::vec(copy(), 0..5)) {
+    fn random_copies_equal_the_host(copies in prop::collection::vec(copy(), 0..5)) {
         let longest = copies.iter().map(|(_, source, _)| *source).max().unwrap_or(0);
         prop_assume!(longest < 4 << 20 && copies.iter().all(|(_, _, target)| *target < 4 << 20));
         let source: Vec<u8> = (0..longest).map(|at| u8::try_from(at * 7 % 251).unwrap() | 1).collect();
@@ -82,24 +82,24 @@ proptest! {
             placed.push((copy, base));
         }
         let gpu = open(kernels(), 0).unwrap();
-        prop_assert!(on_device(&gpu, &source, expected.len(), &placed) == expected);
+        prop_assert!(copy_on_device(&gpu, &source, expected.len(), &placed) == expected);
     }
 }
 
 #[test]
-fn a_copy_that_leaves_its_buffer_is_not_made_stand_in() {
-    passes("copying::beyond", 1, &[]);
+fn copy_beyond_its_buffer_panics_stand_in() {
+    run_test("copying::copy_beyond_its_buffer_panics", 1, &[]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn beyond() {
+fn copy_beyond_its_buffer_panics() {
     let gpu = open(kernels(), 0).unwrap();
     let memory = || DeviceBytes::new(&gpu.device, 64, "a test").unwrap();
     let (from, into) = (memory(), memory());
     let (copy, source, target) = strided(4, 2, (vec![(3, 1, 0)], vec![0]), (0, 0, 0, 0));
     assert_eq!((source, target), (36, 24));
-    assert!(Nest::new(&copy, &from, &into, 40).is_some());
-    let beyond = || Nest::new(&copy, &from, &into, 41);
+    assert!(LoopNest::new(&copy, &from, &into, 40).is_some());
+    let beyond = || LoopNest::new(&copy, &from, &into, 41);
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(beyond)).unwrap_err();
 }

@@ -46,12 +46,12 @@ fn process_that_leaves_does_not_wait_for_a_killed_peer_stand_in() {
 fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {
-        let mut process = process_of(test, 2, &folder);
+        let mut process = test_process(test, 2, &folder);
         process.env("RANK", rank).env("FOLDER", folder.path()).envs(settings.iter().copied());
         process.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     });
     let [survivor, dead] = ranks.map(|rank| rank.wait_with_output().unwrap());
-    passed(test, &survivor);
+    assert_passed(test, &survivor);
     assert!(!dead.status.success());
 }
 

@@ -1,4 +1,4 @@
-//! Ranks that exchange by devices write what one process writes.
+//! Tests of exchanges by GPUs: ranks together must write the same bytes as one process.
 
 use std::sync::Arc;
 
@@ -7,9 +7,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::comm::Local;
 use crate::exchange::Shuffle;
-use crate::exchange::tests::{Case, Means, check_each_cut, check_faults, fits, spec};
+use crate::exchange::tests::{Case, Means, check_each_cut, check_faults, has_valid_length, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
+/// Ranks with a stand-in device each.
 pub(super) struct Devices;
 
 impl Means for Devices {
@@ -42,41 +43,41 @@ impl Means for Devices {
 }
 
 #[test]
-fn exchanges_by_devices_are_those_of_hosts_stand_in() {
-    passes_with_kernels("exchanging::property", 3, &[]);
+fn device_exchange_equals_host_exchange_stand_in() {
+    run_test_with_kernels("exchanging::random_exchanges_equal_one_process", 3, &[]);
 }
 
 #[test]
-fn exchanges_without_kernels_are_those_of_hosts_stand_in() {
-    passes("exchanging::property", 3, &[("KERNELS", "off")]);
+fn device_exchange_without_kernels_equals_host_exchange_stand_in() {
+    run_test("exchanging::random_exchanges_equal_one_process", 3, &[("KERNELS", "off")]);
 }
 
 #[test]
-fn exchanges_of_which_some_compute_are_those_of_hosts_stand_in() {
-    passes_with_kernels("exchanging::property", 3, &[("KERNELS", "of even ranks")]);
+fn exchange_with_kernels_on_some_ranks_equals_host_exchange_stand_in() {
+    run_test_with_kernels("exchanging::random_exchanges_equal_one_process", 3, &[("KERNELS", "of even ranks")]);
 }
 
 #[test]
-fn an_element_that_two_write_counts_once_stand_in() {
-    passes_with_kernels("exchanging::each_cut", 3, &[]);
+fn cast_loss_in_a_shared_element_counts_once_stand_in() {
+    run_test_with_kernels("exchanging::cast_losses_count_once_at_every_split", 3, &[]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn each_cut() {
+fn cast_losses_count_once_at_every_split() {
     check_each_cut(&Devices);
 }
 
 #[test]
-fn summands_that_have_no_value_are_named_stand_in() {
-    passes_with_kernels("exchanging::faults", 3, &[]);
-    passes("exchanging::faults", 3, &[("KERNELS", "off")]);
-    passes_with_kernels("exchanging::faults", 3, &[("KERNELS", "of even ranks")]);
+fn overflowing_sum_names_the_tensor_stand_in() {
+    run_test_with_kernels("exchanging::overflowing_sums_name_the_tensor", 3, &[]);
+    run_test("exchanging::overflowing_sums_name_the_tensor", 3, &[("KERNELS", "off")]);
+    run_test_with_kernels("exchanging::overflowing_sums_name_the_tensor", 3, &[("KERNELS", "of even ranks")]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn faults() {
+fn overflowing_sums_name_the_tensor() {
     check_faults(&Devices);
 }
 
@@ -85,20 +86,20 @@ proptest! {
 
     #[test]
     #[ignore = "a process of a test"]
-    fn property(
+    fn random_exchanges_equal_one_process(
         specs in prop::collection::vec(spec(), 1..4),
         transpose in any::<bool>(),
         shares in any::<bool>(),
         ranks in 1..4_u32,
         cuts in prop::collection::vec(any::<u64>(), 0..4),
         bucket_bytes in prop_oneof![16..400_u64, Just(1 << 20)],
-        wish in prop::option::of(any::<u64>()),
+        visibility_seed in prop::option::of(any::<u64>()),
     ) {
-        prop_assume!(specs.iter().all(fits));
-        let case = Case::hard(&specs, transpose);
+        prop_assume!(specs.iter().all(has_valid_length));
+        let case = Case::lossy(&specs, transpose);
         let case = if shares { case.with_shares() } else { case };
-        let (parties, todos) = case.parties(ranks, &cuts, wish);
-        let (together, _) = case.together(&Devices, &parties, &todos, bucket_bytes);
-        prop_assert!(together == case.alone());
+        let (topology, todos) = case.topology(ranks, &cuts, visibility_seed);
+        let (exchanged, _) = case.exchange(&Devices, &topology, &todos, bucket_bytes);
+        prop_assert!(exchanged == case.convert_alone());
     }
 }

@@ -1,12 +1,12 @@
-//! Tests without a GPU. Those that need a driver run in a process of their own, which loads the stand-in for it.
+//! Tests without a GPU. Tests that need a CUDA driver run in a process of their own, which loads a stand-in library.
 
 mod arithmetic;
 mod conforming;
 mod copying;
 mod dying;
 mod exchanging;
-mod folding;
 mod kernels;
+mod nccl_reduction;
 mod opening;
 
 use std::os::unix::fs::symlink;
@@ -18,14 +18,14 @@ use super::{Gpu, Kernels, Settings};
 use crate::comm::tests::conformance::PATIENCE;
 use crate::error::Result;
 
-/// As PTX names the kernels; the stand-in has their texts.
+/// PTX that names the kernels. The stand-in has the kernels compiled for the CPU.
 const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n.visible .entry reduce(\n)\n{ ret; }\n\
-    .visible .entry tell_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
+    .visible .entry report_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
 
-/// What is under way in the stand-in is late by so many microseconds.
+/// The delay of each operation on a stream of the stand-in, in microseconds.
 const DELAY_US: &str = "30";
 
-/// A folder where the loader finds the stand-in under the names of the libraries.
+/// Returns a folder in which the loader finds the stand-in under the names of the libraries.
 fn libraries() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
@@ -35,8 +35,8 @@ fn libraries() -> tempfile::TempDir {
     folder
 }
 
-/// A process that runs one ignored test of this binary, on a machine of so many stand-ins for devices.
-fn process_of(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
+/// Returns a process that runs one ignored test of this binary, on a machine with this many stand-in devices.
+fn test_process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["--ignored", "--exact", "--nocapture"]).arg(format!("gpu::tests::{test}"));
     process.env("LD_LIBRARY_PATH", folder.path());
@@ -47,32 +47,32 @@ fn process_of(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
     process
 }
 
-/// Run a test in such a process, with `settings` of its environment.
-fn passes(test: &str, devices: u32, settings: &[(&str, &str)]) {
+/// Runs a test in such a process, with environment variables `settings`, and asserts that it passes.
+fn run_test(test: &str, devices: u32, settings: &[(&str, &str)]) {
     let folder = libraries();
-    let output = process_of(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
-    passed(test, &output);
+    let output = test_process(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
+    assert_passed(test, &output);
 }
 
-/// As [`passes`], where the stand-in has kernels.
-#[expect(clippy::print_stdout, reason = "whoever asks for this test learns why it was not run")]
-fn passes_with_kernels(test: &str, devices: u32, settings: &[(&str, &str)]) {
+/// Runs a test like [`run_test`], but skips it if the stand-in has no kernels.
+#[expect(clippy::print_stdout, reason = "the output says why the test was skipped")]
+fn run_test_with_kernels(test: &str, devices: u32, settings: &[(&str, &str)]) {
     if gpu_stand_in::HAS_KERNELS {
-        passes(test, devices, settings);
+        run_test(test, devices, settings);
     } else {
-        println!("skipped: {test}: the stand-in has no kernels without a compiler of C++");
+        println!("skipped: {test}: the stand-in has no kernels, because there was no C++ compiler");
     }
 }
 
-fn passed(test: &str, output: &Output) {
-    let told = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-    assert!(output.status.success() && told.contains("1 passed"), "{test}:\n{told}");
+fn assert_passed(test: &str, output: &Output) {
+    let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+    assert!(output.status.success() && text.contains("1 passed"), "{test}:\n{text}");
 }
 
-/// As a process of a run has it.
+/// Opens a GPU as a process of a run does.
 fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     static WATCH: Once = Once::new();
-    // A process that waits for ever is ended.
+    // A process that waits forever is aborted.
     WATCH.call_once(|| {
         let _ = thread::spawn(|| {
             thread::sleep(PATIENCE * 3);
@@ -82,7 +82,7 @@ fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     super::open(&Settings { kernels, ..Settings::default() }, Some(local_rank))
 }
 
-/// The kernels, or none.
+/// Returns the kernels, unless the environment variable `KERNELS` switches them off.
 fn kernels() -> Kernels {
     match std::env::var("KERNELS").as_deref() {
         Ok("off") => Kernels::Off,
@@ -90,5 +90,5 @@ fn kernels() -> Kernels {
     }
 }
 
-/// Where there is nothing.
+/// A path that does not exist.
 const NOWHERE: &str = "/nonexistent/libnccl.so.2";

@@ -1,4 +1,4 @@
-//! What is missing is told, and devices are chosen.
+//! Tests of the choice of a device, and of errors if a library or a device is missing.
 
 use std::sync::Arc;
 
@@ -10,43 +10,46 @@ use crate::error::{Error, UsageError};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::{Device, Nccl, Packer, Sharing};
 
-fn refusal(error: Error) -> String {
+fn usage_error_text(error: Error) -> String {
     assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
     format!("{error} / {}", error.hint().unwrap())
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "whoever asks for this test learns why it was not run")]
-fn without_a_driver_an_error_says_so() {
-    // SAFETY: what the system has under the name of the driver is the driver.
+#[expect(clippy::print_stdout, reason = "the output says why the test was skipped")]
+fn missing_driver_is_an_error() {
+    // SAFETY: the library that the system has under the name of the driver is the driver.
     if unsafe { is_culib_present() } {
         println!("skipped: there is a CUDA driver");
         return;
     }
-    let told = refusal(super::open(Kernels::Compiled, 0).unwrap_err());
-    assert!(told.contains("no CUDA driver here") && told.contains("options::backend cpu"), "{told}");
+    let message = usage_error_text(super::open(Kernels::Compiled, 0).unwrap_err());
+    assert!(message.contains("no CUDA driver: ") && message.contains("options::backend cpu"), "{message}");
 }
 
 #[test]
-fn without_a_device_or_nccl_an_error_says_so_stand_in() {
-    passes("opening::no_device", 0, &[]);
-    passes("opening::no_nccl", 1, &[]);
-}
-
-#[test]
-#[ignore = "a process of a test"]
-fn no_device() {
-    let told = refusal(super::open(kernels(), 0).unwrap_err());
-    assert!(told.contains("no CUDA-capable device is detected") && told.contains("CUDA_VISIBLE_DEVICES"), "{told}");
+fn missing_device_or_nccl_is_an_error_stand_in() {
+    run_test("opening::missing_device_is_an_error", 0, &[]);
+    run_test("opening::missing_nccl_is_an_error", 1, &[]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn no_nccl() {
+fn missing_device_is_an_error() {
+    let message = usage_error_text(super::open(kernels(), 0).unwrap_err());
+    assert!(
+        message.contains("no CUDA-capable device is detected") && message.contains("CUDA_VISIBLE_DEVICES"),
+        "{message}"
+    );
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn missing_nccl_is_an_error() {
     let settings = Settings { nccl: Some(NOWHERE.into()), ..Settings::default() };
-    let told = refusal(crate::gpu::open(&settings, None).unwrap_err());
-    assert!(told.contains(NOWHERE) && told.contains("DTSHARD_NCCL_LIB"), "{told}");
-    // Its kernels can be looked at.
+    let message = usage_error_text(crate::gpu::open(&settings, None).unwrap_err());
+    assert!(message.contains(NOWHERE) && message.contains("DTSHARD_NCCL_LIB"), "{message}");
+    // Without NCCL, the kernels still work.
     let gpu = crate::gpu::open_alone(&settings).unwrap();
     assert!(gpu.nccl().unwrap_err().contains(NOWHERE));
     let error = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0))).map(drop).unwrap_err();
@@ -54,48 +57,48 @@ fn no_nccl() {
 }
 
 #[test]
-fn memory_that_is_short_is_told_stand_in() {
-    passes("opening::short_of_memory", 1, &[("GPU_STAND_IN_MEMORY_MIB", "8")]);
+fn out_of_device_memory_error_has_sizes_stand_in() {
+    run_test("opening::out_of_memory_error_has_sizes", 1, &[("GPU_STAND_IN_MEMORY_MIB", "8")]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn short_of_memory() {
+fn out_of_memory_error_has_sizes() {
     let device = Device::open(None).unwrap();
-    let mut bytes = DeviceBytes::new(&device, 1 << 20, "what is read").unwrap();
-    let error = bytes.at_least(20 << 20, "what is read").unwrap_err();
+    let mut bytes = DeviceBytes::new(&device, 1 << 20, "the read buffer").unwrap();
+    let error = bytes.grow_to(20 << 20, "the read buffer").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "GPU: allocate memory: 20.97 MB for what is read: out of memory (CUDA_ERROR_OUT_OF_MEMORY); the device has \
-         7.34 MB left"
+        "GPU: allocate memory: 20.97 MB for the read buffer: out of memory (CUDA_ERROR_OUT_OF_MEMORY); the device has \
+         7.34 MB free"
     );
     assert!(error.hint().unwrap().contains("options::bucket_size"));
-    assert_eq!(bytes.len(), 1 << 20, "it is as it was");
-    bytes.at_least((2 << 20) + 1, "what is read").unwrap();
+    assert_eq!(bytes.len(), 1 << 20, "an error leaves the memory unchanged");
+    bytes.grow_to((2 << 20) + 1, "the read buffer").unwrap();
     assert_eq!(bytes.len(), 4 << 20);
 }
 
 #[test]
-fn devices_are_dealt_out_and_not_shared_stand_in() {
-    passes("opening::each_its_own", 3, &[]);
-    passes("opening::one_for_two", 1, &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")]);
+fn each_rank_gets_its_own_device_stand_in() {
+    run_test("opening::each_rank_opens_its_own_device", 3, &[]);
+    run_test("opening::shared_device_is_an_error_unless_allowed", 1, &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn each_its_own() {
+fn each_rank_opens_its_own_device() {
     let gpus = [0, 1, 2, 4].map(|rank| super::open(kernels(), rank).unwrap());
     let [first, second, third, fifth] = gpus.each_ref().map(|gpu| gpu.device.uuid());
     assert!(first != second && second != third && first != third && fifth == second);
     assert_eq!(format!("{:?}", gpus[2].device), "GPU 2 (stand-in (no GPU))");
     assert_eq!(matches!(gpus[0].packer, Packer::Kernel(_)), gpu_stand_in::HAS_KERNELS);
-    let Packer::Copies(why) = super::open(Kernels::Off, 0).unwrap().packer else { panic!("it has a kernel") };
+    let Packer::Driver(why) = super::open(Kernels::Off, 0).unwrap().packer else { panic!("it has a kernel") };
     assert!(why.contains("switched off"));
 }
 
 #[test]
 #[ignore = "a process of a test"]
-fn one_for_two() {
+fn shared_device_is_an_error_unless_allowed() {
     let meet = |sharing: Sharing| {
         let ranks = Local::fleet(2).into_iter().map(|local| {
             std::thread::spawn(move || {
@@ -107,8 +110,11 @@ fn one_for_two() {
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     };
     for refused in meet(Sharing::Refused) {
-        let told = refusal(refused.unwrap_err());
-        assert!(told.contains("processes 0 and 1 have one GPU") && told.contains("DTSHARD_SHARE_GPU"), "{told}");
+        let message = usage_error_text(refused.unwrap_err());
+        assert!(
+            message.contains("processes 0 and 1 have one GPU") && message.contains("DTSHARD_SHARE_GPU"),
+            "{message}"
+        );
     }
     for met in meet(Sharing::Allowed) {
         met.unwrap();
@@ -116,7 +122,7 @@ fn one_for_two() {
 }
 
 #[test]
-fn switches_are_read_from_the_environment() {
+fn settings_are_read_from_the_environment() {
     let of = |variables: &'static [(&str, &str)]| {
         let value = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into());
         Settings::new(&value)

@@ -143,7 +143,7 @@ fn source_that_no_rank_sees_is_refused() {
     fs::copy(spread.own[3].with_extension("gone").join(name), spread.own[0].join(name)).unwrap();
     let seen = spread.run_each(|_, mirror| {
         let checkpoint = mirror.open(&all())?;
-        Ok((FileVisibility::of(&checkpoint.files, 4), mirror.written()))
+        Ok((FileVisibility::from_files(&checkpoint.files, 4), mirror.written()))
     });
     let seen: Vec<_> = seen.into_iter().map(|seen| seen.unwrap()).collect();
     let of = |ranks: [u32; 4]| FileVisibility::PerRank(ranks.map(|rank| [rank].into_iter().collect()).to_vec());

@@ -184,8 +184,8 @@ fn replicas_on_several_ranks_are_compared_like_on_one() {
             let spread = Spread::new(&source, ranks);
             let found = spread.run_each(|rank, mirror| {
                 let checkpoint = mirror.open(&ReadOptions::default())?;
-                let visibility = FileVisibility::of(&checkpoint.files, rank.size());
-                exchange::differing(rank, &visibility, input(&checkpoint), &ids, &Silent, &Stop::default())
+                let visibility = FileVisibility::from_files(&checkpoint.files, rank.size());
+                exchange::differing_replicas(rank, &visibility, input(&checkpoint), &ids, &Silent, &Stop::default())
             });
             for found in found {
                 assert_eq!(found.unwrap(), expected, "{} by {ranks}", source.display());

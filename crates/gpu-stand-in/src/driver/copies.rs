@@ -1,8 +1,8 @@
 //! Copies between host and device, and within a device.
 //!
-//! A range is looked up when the copy is asked for, where a wrong one is an error of the call, and again when the stream
-//! gets there, where one that was freed meanwhile is a fault of the device. Bytes are copied as a device does: two
-//! streams that write the same ones race.
+//! A range is checked when the call is made, where an invalid range is an error of the call, and again when the stream runs
+//! the copy, where memory that was freed meanwhile is a fault of the device. As on a device, two streams that write the same
+//! bytes race.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -11,14 +11,14 @@ use super::{Answer, Code, entries, started, stream};
 use crate::machine::Device;
 use crate::memory::Illegal;
 
-/// Does work of a stream; memory that is none faults the device, and then nothing is done any more.
+/// Runs work of a stream. Invalid memory faults the device, which then runs no more work.
 pub fn on_device(device: &'static Device, work: impl FnOnce() -> Result<(), Illegal>) {
     if !device.has_faulted() && work().is_err() {
         device.fault();
     }
 }
 
-/// Where the bytes of one end of a copy are, when the copy is done.
+/// One end of a copy: the position of its bytes when the stream runs the copy.
 #[derive(Clone, Copy)]
 enum End {
     Device(u64),
@@ -37,13 +37,13 @@ impl End {
 fn copy(device: &'static Device, from: End, into: End, bytes: usize) {
     on_device(device, || {
         let (from, into) = (from.locate(device, bytes)?, into.locate(device, bytes)?);
-        // SAFETY: ranges of devices were looked up now; those of the host are pinned, staged, or waited for.
+        // SAFETY: device ranges were checked just now; host ranges are pinned, staged, or waited for.
         unsafe { ptr::copy(from, into, bytes) };
         Ok(())
     });
 }
 
-/// `CUDA_MEMCPY3D`, in its second version.
+/// `CUDA_MEMCPY3D`, version 2.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Copy3D {
@@ -54,7 +54,7 @@ struct Copy3D {
     depth: usize,
 }
 
-/// One side of it: a box of bytes in an array of `pitch` bytes a row and `height` rows a slice.
+/// One side of a 3-D copy: a box of bytes in an array with `pitch` bytes per row and `height` rows per slice.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Side {
@@ -74,7 +74,7 @@ struct Side {
 /// `CU_MEMORYTYPE_DEVICE`
 const DEVICE: c_uint = 2;
 
-/// A side with the distances in bytes between rows and slices.
+/// One side of a 3-D copy, with the distances between rows and between slices in bytes.
 #[derive(Clone, Copy)]
 struct Strided {
     begin: u64,
@@ -84,7 +84,7 @@ struct Strided {
 }
 
 impl Copy3D {
-    /// A side of the copy, within the array it says it is in. Copies from and to the host are by rows alone.
+    /// Returns the distances of a side, after checking that it is within its array. Host memory is not supported.
     fn strided(&self, side: &Side) -> Answer<Strided> {
         if side.memory_type != DEVICE || side.lod != 0 {
             return Err(Code::ERROR_NOT_SUPPORTED);
@@ -115,7 +115,7 @@ entries! {
             stream.push(move || copy(device, End::Host(from), End::Device(into), bytes));
             return Ok(());
         }
-        // SAFETY: as in C, the caller of the library has so many bytes there, until the call returns.
+        // SAFETY: as in C, the caller of the library has `bytes` bytes there until the call returns.
         let staged = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
         stream.push(move || copy(device, End::Host(staged.as_ptr() as usize), End::Device(into), bytes));
         Ok(())
@@ -143,20 +143,20 @@ entries! {
         let (stream, device) = stream(handle)?;
         device.heap.locate(address, bytes)?;
         stream.push(move || on_device(device, || {
-            // SAFETY: the range was looked up now.
+            // SAFETY: the range was checked just now.
             unsafe { ptr::write_bytes(device.heap.locate(address, bytes)?, byte, bytes) };
             Ok(())
         }));
         Ok(())
     }
 
-    /// From device memory to device memory alone.
+    /// Copies from device memory to device memory only.
     fn cuMemcpy3DAsync_v2(asked: *const Copy3D, handle: usize) {
         let (stream, device) = stream(handle)?;
         if asked.is_null() || !asked.is_aligned() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library has it there.
+        // SAFETY: as in C, the caller of the library has the struct there.
         let asked = unsafe { asked.read() };
         if asked.width == 0 || asked.height == 0 || asked.depth == 0 {
             return Ok(());
@@ -168,7 +168,7 @@ entries! {
             let source = device.heap.locate(from.begin, from.span)?;
             let target = device.heap.locate(into.begin, into.span)?;
             for (z, y) in (0..asked.depth).flat_map(|z| (0..asked.height).map(move |y| (z, y))) {
-                // SAFETY: rows lie within the spans, which were looked up now.
+                // SAFETY: rows are within the spans, which were checked just now.
                 unsafe {
                     let row = source.add(z * from.slice + y * from.row);
                     ptr::copy(row, target.add(z * into.slice + y * into.row), asked.width);

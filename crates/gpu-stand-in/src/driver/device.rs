@@ -1,4 +1,4 @@
-//! Devices and their primary contexts. There are no others.
+//! Devices and their primary contexts. Other contexts are not supported.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::ptr;
@@ -7,10 +7,10 @@ use super::{Code, device, entries, put, started};
 use crate::fault::Fault;
 use crate::machine::{self, Machine};
 
-/// What `cuDriverGetVersion` tells: CUDA 13.0.
+/// The version of `cuDriverGetVersion`: CUDA 13.0.
 const DRIVER_VERSION: c_int = 13_000;
 
-/// The handle of the primary context of a device.
+/// Returns the handle of the primary context of a device.
 fn context(ordinal: usize) -> usize {
     (ordinal + 1) * 0x10
 }

@@ -1,14 +1,14 @@
-//! Modules and launches. A module is the text of PTX; its kernels are [those](crate::kernels) that have their names.
+//! Modules and launches. A module is PTX text, and its kernels are the [compiled kernels](crate::kernels) of the same names.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
 use super::{Code, copies, current, entries, put, started, stream};
 use crate::kernels::{ARGUMENTS, Kernel, Launch};
 
-/// Threads of a block, at most.
+/// The maximum number of threads of a block.
 const LARGEST_BLOCK: u32 = 1024;
 
-/// Whether PTX declares a kernel.
+/// Returns whether PTX declares a kernel.
 fn declares(ptx: &str, name: &str) -> bool {
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     ptx.split(".entry").skip(1).any(|text| text.trim_start().split(|c| !is_name(c)).next() == Some(name))
@@ -47,7 +47,7 @@ entries! {
             return Err(Code::ERROR_NOT_FOUND);
         }
         let Some(kernel) = Kernel::named(name) else {
-            eprintln!("gpu-stand-in: the kernel {name} is not known, or there was no compiler of C++");
+            eprintln!("gpu-stand-in: the kernel {name} is not known, or there was no C++ compiler");
             return Err(Code::ERROR_NOT_FOUND);
         };
         let function = tables.handle();
@@ -72,7 +72,7 @@ entries! {
             return Err(Code::ERROR_INVALID_VALUE);
         }
         let argument = |(at, bytes): (usize, &usize)| {
-            // SAFETY: as in C, the caller of the library has a pointer to each argument, which has so many bytes.
+            // SAFETY: as in C, the caller of the library has a pointer to each argument, which has this size.
             unsafe { std::slice::from_raw_parts((*arguments.add(at)).cast::<u8>(), *bytes) }.to_vec()
         };
         let values: Vec<Vec<u8>> = ARGUMENTS.iter().enumerate().map(argument).collect();
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_are_found_by_their_whole_name() {
+    fn kernels_are_found_by_whole_names() {
         let ptx = ".version 8.0\n.visible .entry pack_16(\n\t.param .u64 a\n)\n.visible .entry unpack (";
         assert!(declares(ptx, "pack_16") && declares(ptx, "unpack"));
         assert!(!declares(ptx, "pack") && !declares(ptx, "entry"));

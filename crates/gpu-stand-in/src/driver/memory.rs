@@ -1,4 +1,4 @@
-//! Memory of devices, and pinned memory of the host.
+//! Device memory, and pinned host memory.
 
 use std::alloc::{self, Layout};
 use std::ffi::c_uint;
@@ -6,7 +6,7 @@ use std::ffi::c_uint;
 use super::{Answer, Code, current, entries, put, started, stream};
 use crate::fault::Fault;
 
-/// What pinned memory is aligned to: a page.
+/// The alignment of pinned memory: a page.
 const PAGE: usize = 4096;
 
 fn pages(bytes: usize) -> Answer<Layout> {
@@ -31,7 +31,7 @@ entries! {
         put(address, heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Waits for all work of the device, as CUDA does.
+    /// Waits for all work of the device, as CUDA does, and frees the memory.
     fn cuMemFree_v2(address: u64) {
         current()?;
         if address == 0 {
@@ -50,7 +50,7 @@ entries! {
         put(address, device.heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Frees when the stream gets there.
+    /// Frees the memory when the stream runs this call.
     fn cuMemFreeAsync(address: u64, handle: usize) {
         let (stream, device) = stream(handle)?;
         device.heap.locate(address, 0)?;
@@ -67,7 +67,7 @@ entries! {
         if Fault::RefusesPinned.happens() {
             return Err(Code::ERROR_OUT_OF_MEMORY);
         }
-        // SAFETY: it has bytes.
+        // SAFETY: the layout is not empty.
         let memory = unsafe { alloc::alloc(pages(bytes)?) } as usize;
         if memory == 0 {
             return Err(Code::ERROR_OUT_OF_MEMORY);
@@ -76,11 +76,11 @@ entries! {
         put(address, memory)
     }
 
-    /// Waits for all work of the device, as CUDA does.
+    /// Waits for all work of the device, as CUDA does, and frees the memory.
     fn cuMemFreeHost(address: usize) {
         started()?.synchronize();
         let bytes = started()?.tables().pinned.remove(&address).ok_or(Code::ERROR_INVALID_VALUE)?;
-        // SAFETY: it was allocated so, and is no longer in the table.
+        // SAFETY: it was allocated with this layout, and is no longer in the table.
         unsafe { alloc::dealloc(address as *mut u8, pages(bytes)?) };
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! `libcuda`: the functions of the driver API that are used, as `cuda.h` declares them.
+//! `libcuda`: the functions of the driver API that `dtshard` uses, as `cuda.h` declares them.
 
 mod copies;
 mod device;
@@ -14,7 +14,7 @@ use crate::machine::{self, Device, Machine};
 use crate::memory::Illegal;
 use crate::stream::Stream;
 
-/// `CUresult`: what is not 0 is an error.
+/// `CUresult`: codes other than 0 are errors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
@@ -24,7 +24,7 @@ macro_rules! codes {
         impl Code {
             $(pub const $name: Self = Self($code);)*
 
-            /// Name and description, both ending in 0.
+            /// Returns the name and description of the code, both ending in a 0 byte.
             fn texts(self) -> Option<(&'static str, &'static str)> {
                 match self {
                     $(Self::$name => Some((concat!("CUDA_", stringify!($name), "\0"), concat!($text, "\0"))),)*
@@ -59,37 +59,38 @@ impl From<Illegal> for Code {
     }
 }
 
-/// Writes what a function returns to where the caller wants it.
+/// Writes a result to the place that the caller's pointer names.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| Code::ERROR_INVALID_VALUE)
 }
 
-/// The machine, once `cuInit` was called.
+/// Returns the machine, or an error if `cuInit` was not called.
 fn started() -> Answer<&'static Machine> {
     Machine::get().ok_or(Code::ERROR_NOT_INITIALIZED)
 }
 
-/// The device with this ordinal.
+/// Returns the device with this ordinal.
 fn device(ordinal: c_int) -> Answer<&'static Device> {
     let ordinal = usize::try_from(ordinal).map_err(|_| Code::ERROR_INVALID_DEVICE)?;
     started()?.devices.get(ordinal).ok_or(Code::ERROR_INVALID_DEVICE)
 }
 
-/// The device whose context is current in this thread, unless it has faulted.
+/// Returns the device whose context is current in this thread, or an error if it has faulted.
 fn current() -> Answer<&'static Device> {
     let ordinal = machine::current().ok_or(Code::ERROR_INVALID_CONTEXT)?;
-    sound(&started()?.devices[ordinal])
+    check_fault(&started()?.devices[ordinal])
 }
 
-fn sound(device: &'static Device) -> Answer<&'static Device> {
+/// Returns the device, or an error if it has faulted.
+fn check_fault(device: &'static Device) -> Answer<&'static Device> {
     if device.has_faulted() { Err(Code::ERROR_ILLEGAL_ADDRESS) } else { Ok(device) }
 }
 
-/// The stream of a handle, and its device.
+/// Returns the stream of a handle, and its device.
 fn stream(handle: usize) -> Answer<(Arc<Stream>, &'static Device)> {
     current()?;
     let stream = started()?.stream(handle).ok_or(Code::ERROR_INVALID_HANDLE)?;
-    let device = sound(&started()?.devices[stream.device()])?;
+    let device = check_fault(&started()?.devices[stream.device()])?;
     Ok((stream, device))
 }
 

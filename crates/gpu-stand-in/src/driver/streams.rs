@@ -1,4 +1,4 @@
-//! Streams and events by their handles.
+//! Streams and events, which callers name by handles.
 
 use std::ffi::c_uint;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ entries! {
         put(handle, name)
     }
 
-    /// What is queued is still done.
+    /// Destroys a stream. Its queued work still runs.
     fn cuStreamDestroy_v2(handle: usize) {
         started()?.tables().streams.remove(&handle).ok_or(Code::ERROR_INVALID_HANDLE)?.close();
         Ok(())

@@ -1,4 +1,4 @@
-//! How ranks find each other: the process that made the id tells each of them where all others listen.
+//! Connection setup: the process that created the id sends the ports of all ranks to each rank.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind, Read, Write};
@@ -11,10 +11,10 @@ use super::{Answer, Code, refused};
 use crate::fault::Fault;
 use crate::wire::{read_u32, read_u64};
 
-/// How often a rank that waits looks whether it was aborted.
+/// The interval at which a waiting rank checks whether it was aborted.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Which rank of how many, on which of the visible devices.
+/// The rank, the number of ranks, and the device among the visible devices.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub rank: usize,
@@ -22,18 +22,18 @@ pub struct Place {
     pub device: usize,
 }
 
-/// `ncclUniqueId`: where the process listens that made it, and what one has to say there.
+/// `ncclUniqueId`: the port of the process that created it, and a token.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId([u8; 128]);
 
-/// What a rank says of itself.
+/// The description that a rank sends of itself.
 #[derive(Clone, Copy)]
 struct Card {
     rank: u32,
     ranks: u32,
     port: u32,
-    /// The number of its device in the machine.
+    /// The number of the rank's device in the machine.
     device: u32,
     host: u64,
 }
@@ -65,7 +65,7 @@ impl UniqueId {
     }
 }
 
-/// Hears all ranks, then tells each the ports of all.
+/// Receives the descriptions of all ranks, then sends the ports of all ranks to each.
 fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     let mut guests: Vec<(Card, TcpStream)> = Vec::new();
     while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
@@ -89,9 +89,10 @@ fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// A socket to each other rank, in their order, once all have come; an error where two have one device.
+/// Connects to all other ranks, and returns the sockets in the order of ranks. Returns an error if two ranks have one
+/// device.
 ///
-/// `aborted` is asked while it waits.
+/// `aborted` is polled while it waits.
 pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> bool) -> Answer<Vec<Option<TcpStream>>> {
     let (root, token) = id.parts();
     let met = || -> io::Result<(Vec<Card>, TcpListener)> {
@@ -110,7 +111,7 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         card.write(&mut stream)?;
         Fault::DiesMeeting.strikes();
         if Fault::FailsMeeting.happens() {
-            return Err(io::Error::other("the network was told to fail"));
+            return Err(io::Error::other("injected network failure"));
         }
         stream.set_nonblocking(true)?;
         let mut bytes = vec![0; place.ranks * Card::BYTES];
@@ -134,7 +135,7 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
     connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
 }
 
-/// As NCCL tells ends that others have closed from what is wrong here.
+/// Returns the code of an error: NCCL distinguishes connections that peers closed from errors of this rank.
 fn code(error: &io::Error) -> Code {
     match error.kind() {
         ErrorKind::UnexpectedEof
@@ -145,7 +146,7 @@ fn code(error: &io::Error) -> Code {
     }
 }
 
-/// A rank calls those before it, and is called by those behind it.
+/// Connects to lower ranks, and accepts connections of higher ranks.
 fn connect(
     place: Place,
     cards: &[Card],
@@ -185,7 +186,7 @@ fn wait(error: io::Error, aborted: &dyn Fn() -> bool) -> io::Result<()> {
     Ok(())
 }
 
-/// What ranks of one machine have in common: `NCCL_HOSTID` where it is set, as in NCCL.
+/// Returns the id of the machine, or `NCCL_HOSTID` if it is set, as NCCL does.
 fn host() -> u64 {
     let name = env::var("NCCL_HOSTID").unwrap_or_default();
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))

@@ -1,7 +1,7 @@
-//! A communicator: what came from its peers, and how it is.
+//! A communicator: the messages of its peers, and its state.
 //!
-//! It is in progress while it meets its peers, while a group is on its way to the stream, and while it is finalized.
-//! Once it has failed it stays so, and its stream stands still, until it is aborted.
+//! It is in progress while it connects to its peers, while a group is being queued, and while it is finalized. After a
+//! failure it stays failed, and its stream blocks, until it is aborted.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ use crate::wire::{Head, Kind};
 pub struct Communicator {
     place: Place,
     blocking: bool,
-    /// The ends of sockets to all other ranks.
+    /// The sockets to all other ranks.
     peers: OnceLock<Vec<Option<Peer>>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -26,28 +26,28 @@ pub struct Communicator {
 
 struct Peer {
     socket: TcpStream,
-    /// Held by who writes a message.
+    /// The lock for writing a message.
     writing: Mutex<()>,
 }
 
 struct State {
     failed: Option<Code>,
-    /// What was begun and is not on its stream yet.
+    /// The number of started calls that are not on their stream yet.
     starting: usize,
-    /// Groups on a stream that are not done.
+    /// The number of groups on a stream that are not done.
     running: usize,
     aborted: bool,
     finalized: bool,
-    /// Collectives so far.
+    /// The number of collectives so far.
     collectives: u64,
     from: Vec<From>,
 }
 
-/// What is known of a peer.
+/// The state of a peer.
 #[derive(Default)]
 struct From {
     messages: VecDeque<(Head, Vec<u8>)>,
-    /// Messages to it that it has not taken.
+    /// The number of messages that the peer has not taken.
     untaken: usize,
     lost: bool,
 }
@@ -57,7 +57,7 @@ struct From {
 pub struct Broken;
 
 impl Communicator {
-    /// Meets its peers, in a thread of its own.
+    /// Creates a communicator, which connects to its peers in a thread of its own.
     pub fn begin(place: Place, id: UniqueId, blocking: bool) -> Arc<Self> {
         let state = State {
             failed: None,
@@ -95,7 +95,7 @@ impl Communicator {
         self.blocking
     }
 
-    /// What `ncclCommGetAsyncError` tells.
+    /// Returns the result of `ncclCommGetAsyncError`.
     pub fn result(&self) -> Code {
         let state = self.state();
         match state.failed {
@@ -110,12 +110,12 @@ impl Communicator {
         drop(self.wait_while(|state| state.starting > 0));
     }
 
-    /// Waits until its streams have done all of it, or it has failed.
+    /// Waits until all groups are done or the communicator has failed.
     pub fn drained(&self) {
         drop(self.wait_while(|state| state.starting + state.running > 0 && state.failed.is_none()));
     }
 
-    /// An error unless it may be used.
+    /// Returns an error unless the communicator may be used.
     pub fn ready(&self) -> Answer {
         match self.result() {
             Code::IN_PROGRESS => {
@@ -129,14 +129,14 @@ impl Communicator {
         }
     }
 
-    /// The number of a new collective, from 1 on.
+    /// Returns the number of a new collective, from 1.
     pub fn next_collective(&self) -> u64 {
         let mut state = self.state();
         state.collectives += 1;
         state.collectives
     }
 
-    /// Something is begun, and goes on in another thread.
+    /// Starts work in another thread. The communicator is in progress until it ends.
     pub fn start(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) {
         self.change(|state| state.starting += 1);
         let this = Arc::clone(self);
@@ -154,7 +154,7 @@ impl Communicator {
         self.change(|state| state.running -= 1);
     }
 
-    /// Is in progress until its streams have done all of it.
+    /// Finalizes the communicator, which is in progress until all groups are done.
     pub fn finalize(self: &Arc<Self>) -> Answer {
         self.ready()?;
         self.change(|state| state.finalized = true);
@@ -162,32 +162,32 @@ impl Communicator {
         Ok(())
     }
 
-    /// Ends whatever waits, and returns when nothing does.
+    /// Stops all waiting threads, and returns when none waits.
     pub fn abort(&self) {
         self.change(|state| state.aborted = true);
         self.close();
         drop(self.wait_while(|state| state.starting > 0 || state.running > 0));
     }
 
-    /// Closes its sockets; who reads or writes there hears of it.
+    /// Closes the sockets, so that reads and writes of peers fail.
     pub fn close(&self) {
         for peer in self.peers.get().into_iter().flatten().flatten() {
             let _ = peer.socket.shutdown(Shutdown::Both);
         }
     }
 
-    /// Fails, unless it has failed before, and lets the peers know by closing its sockets.
+    /// Sets the error of the communicator, unless it has one, and closes its sockets so that peers notice.
     pub fn fail(&self, code: Code) {
         self.change(|state| state.failed = state.failed.or(Some(code)));
         self.close();
     }
 
-    /// Stands still, as a kernel does whose peer never answers.
+    /// Blocks until the communicator is aborted, like a kernel whose peer never answers.
     pub fn stand_still(&self) {
         drop(self.wait_while(|state| !state.aborted));
     }
 
-    /// Sends a message; it is taken at some later time.
+    /// Sends a message, without waiting until it is taken.
     pub fn put(&self, peer: usize, head: Head, data: &[u8]) -> Result<(), Broken> {
         self.change(|state| state.from[peer].untaken += 1);
         if peer == self.place.rank {
@@ -197,7 +197,7 @@ impl Communicator {
         self.write(peer, head, data)
     }
 
-    /// The next message of a peer, which has to be this one.
+    /// Takes the next message of a peer, which must have the expected header.
     pub fn take(&self, peer: usize, expected: Head) -> Result<Vec<u8>, Broken> {
         let mut state = self.wait_while(|state| state.waits(peer) && state.from[peer].messages.is_empty());
         let Some((head, data)) = state.from[peer].messages.pop_front() else {
@@ -210,7 +210,7 @@ impl Communicator {
         drop(state);
         if head != expected {
             let rank = self.place.rank;
-            let why = format!("rank {rank} expected {expected:?} from rank {peer}, and got {head:?}");
+            let why = format!("rank {rank} expected {expected:?} from rank {peer}, found {head:?}");
             self.fail(refused(Code::INVALID_USAGE, &why));
             return Err(Broken);
         }
@@ -220,17 +220,17 @@ impl Communicator {
         Ok(data)
     }
 
-    /// Waits until a peer has taken what was sent to it.
+    /// Waits until a peer has taken all messages.
     pub fn wait_taken(&self, peer: usize) -> Result<(), Broken> {
         let taken = self.wait_while(|state| state.waits(peer) && state.from[peer].untaken > 0).from[peer].untaken == 0;
         if taken { Ok(()) } else { Err(self.without(peer)) }
     }
 
-    /// What is to be done when a peer does not answer any more.
+    /// Handles a lost peer: fails, or blocks if lost peers are silent.
     fn without(&self, peer: usize) -> Broken {
         let state = self.state();
-        let told = Machine::start().settings.lost_peers == LostPeers::Told;
-        if told && !state.aborted && state.failed.is_none() {
+        let reports_error = Machine::start().settings.lost_peers == LostPeers::Error;
+        if reports_error && !state.aborted && state.failed.is_none() {
             drop(state);
             self.fail(refused(Code::REMOTE_ERROR, &format!("rank {}: rank {peer} is lost", self.place.rank)));
         }
@@ -247,7 +247,7 @@ impl Communicator {
         written.map_err(|_| self.without(peer))
     }
 
-    /// Takes what comes from each peer, in a thread for each.
+    /// Receives the messages of each peer, in one thread for each.
     fn listen(self: &Arc<Self>, sockets: Vec<Option<TcpStream>>) {
         for (peer, socket) in sockets.iter().enumerate() {
             let Some(Ok(mut socket)) = socket.as_ref().map(TcpStream::try_clone) else { continue };
@@ -292,7 +292,7 @@ impl Peer {
 }
 
 impl State {
-    /// Whether there is any use in waiting for a peer.
+    /// Returns whether a message of a peer may still come.
     fn waits(&self, peer: usize) -> bool {
         !self.aborted && self.failed.is_none() && !self.from[peer].lost
     }

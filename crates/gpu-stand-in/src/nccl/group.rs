@@ -1,4 +1,4 @@
-//! Calls of one thread that become one piece of work on a stream.
+//! Groups: calls of one thread that are queued on a stream together.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ thread_local! {
 struct Group {
     depth: usize,
     members: Vec<(Arc<Communicator>, usize, Operation)>,
-    /// The first call that was refused: then nothing of the group is done.
+    /// The error of the first invalid call. If there is one, no call of the group runs.
     refused: Option<Code>,
 }
 
@@ -29,14 +29,14 @@ pub fn end() -> Answer {
         group.depth = group.depth.checked_sub(1)?;
         Some(if group.depth == 0 { std::mem::take(group) } else { Group::default() })
     });
-    let group = group.ok_or_else(|| refused(Code::INVALID_USAGE, "a group ends that has not begun"))?;
+    let group = group.ok_or_else(|| refused(Code::INVALID_USAGE, "ncclGroupEnd without ncclGroupStart"))?;
     match group.refused {
         Some(code) => Err(code),
         None => queue(group.members),
     }
 }
 
-/// Adds a call to the group, or does it at once where there is none.
+/// Adds a call to the current group, or queues it at once if there is no group.
 pub fn add(communicator: &Arc<Communicator>, what: What, call: Collected) -> Answer {
     let stream = call.stream;
     let checked = communicator.ready().and_then(|()| Operation::new(communicator, what, call));
@@ -60,7 +60,7 @@ fn queue(members: Vec<(Arc<Communicator>, usize, Operation)>) -> Answer {
     if members.iter().any(|(other, stream, _)| !Arc::ptr_eq(other, &communicator) || *stream != handle) {
         return Err(refused(
             Code::INVALID_USAGE,
-            "a group of several communicators or streams, which is not done here",
+            "the stand-in does not support groups of several communicators or streams",
         ));
     }
     let unknown = || refused(Code::CUDA_ERROR, "there is no such stream");
@@ -81,7 +81,7 @@ fn queue(members: Vec<(Arc<Communicator>, usize, Operation)>) -> Answer {
         push(&communicator);
         return Ok(());
     }
-    // Late, so that a program that does not wait for it queues its next work before this one.
+    // Delayed, so that a program that does not wait queues its next work before this work.
     let (delay, device) = (Machine::start().settings.delay, machine::current());
     communicator.start(move |this| {
         machine::make_current(device);

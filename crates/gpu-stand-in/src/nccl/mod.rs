@@ -1,4 +1,5 @@
-//! `libnccl`: the functions that are used, as `nccl.h` 2.30 declares them. Ranks are processes; data goes over loopback.
+//! `libnccl`: the functions that `dtshard` uses, as `nccl.h` 2.30 declares them. Ranks are processes, which send data over
+//! the loopback interface.
 
 mod bootstrap;
 mod communicator;
@@ -48,11 +49,11 @@ impl Code {
 
 pub type Answer<T = ()> = Result<T, Code>;
 
-/// What NCCL 2.30.7 tells as its version.
+/// The version code of NCCL 2.30.7.
 const VERSION: c_int = 23_007;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;
 
-/// The first fields of `ncclConfig_t`, which every version has.
+/// The first fields of `ncclConfig_t`, which all versions have.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Config {
@@ -62,34 +63,36 @@ struct Config {
     blocking: c_int,
 }
 
-/// What `ncclGetLastError` tells: a string that is never freed, or null.
+/// The result of `ncclGetLastError`: a string that is never freed, or null.
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
-/// An error with its reason, which is printed.
+/// Prints the reason of an error, and returns its code.
 pub fn refused(code: Code, why: &str) -> Code {
     eprintln!("gpu-stand-in: NCCL: {why}");
     LAST_ERROR.store(CString::new(why).unwrap_or_default().into_raw(), Ordering::Release);
     code
 }
 
-/// Writes what a function returns to where the caller wants it.
+/// Writes a result to the place that the caller's pointer names.
 fn put<T>(place: *mut T, value: T) -> Answer {
-    entry::put(place, value).map_err(|_| refused(Code::INVALID_ARGUMENT, "there is no place for the result"))
+    entry::put(place, value).map_err(|_| refused(Code::INVALID_ARGUMENT, "the pointer for the result is null"))
 }
 
-/// The communicator of a handle.
+/// Returns the communicator of a handle.
 fn known(handle: usize) -> Answer<Arc<Communicator>> {
     let found = Machine::start().tables().communicators.get(&handle).cloned();
-    found.ok_or_else(|| refused(Code::INVALID_ARGUMENT, "no such communicator, or one that was destroyed"))
+    found.ok_or_else(|| refused(Code::INVALID_ARGUMENT, "the communicator does not exist, or was destroyed"))
 }
 
-/// Takes the communicator of a handle out of the table: it is not known after.
+/// Removes the communicator of a handle from the table, and returns it.
 fn taken(handle: usize) -> Answer<Arc<Communicator>> {
     let found = Machine::start().tables().communicators.remove(&handle);
-    found.ok_or_else(|| refused(Code::INVALID_ARGUMENT, "a communicator is destroyed that is none, or was before"))
+    found.ok_or_else(|| {
+        refused(Code::INVALID_ARGUMENT, "the communicator to destroy does not exist, or was destroyed before")
+    })
 }
 
-/// What a call that is not waited for has come to.
+/// Returns the current result of a non-blocking call; waits first if the communicator is blocking.
 fn now(communicator: &Communicator) -> Answer {
     match communicator.result() {
         Code::SUCCESS => Ok(()),
@@ -97,7 +100,7 @@ fn now(communicator: &Communicator) -> Answer {
     }
 }
 
-/// A new communicator, which meets its peers.
+/// Creates a communicator, which connects to its peers.
 fn begin(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, blocking: bool) -> Answer {
     put(handle, 0)?;
     let device = machine::current().ok_or_else(|| refused(Code::CUDA_ERROR, "no CUDA context is current"))?;
@@ -131,9 +134,9 @@ entries! {
 
     fn ncclCommInitRankConfig(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, config: *const Config) {
         if config.is_null() || !config.is_aligned() {
-            return Err(refused(Code::INVALID_ARGUMENT, "there is no config"));
+            return Err(refused(Code::INVALID_ARGUMENT, "the config is null"));
         }
-        // SAFETY: as in C, the caller of the library has one there; every version has these fields.
+        // SAFETY: as in C, the caller of the library has a config there; all versions have these fields.
         let config = unsafe { config.read() };
         if config.magic != CONFIG_MAGIC || config.size < size_of::<Config>() {
             return Err(refused(Code::INVALID_ARGUMENT, "the config is not initialized"));

@@ -1,4 +1,4 @@
-//! What the operations do: all of a group send, then all receive, then what was sent has to be taken.
+//! The operations of a group: all send, then all receive, then all wait until their messages were taken.
 
 use std::ffi::c_int;
 use std::slice;
@@ -9,7 +9,7 @@ use crate::fault::Fault;
 use crate::machine::Machine;
 use crate::wire::{Head, Kind};
 
-/// A call as it was made: addresses, elements, codes.
+/// The arguments of a call: addresses, counts and codes.
 #[derive(Clone, Copy)]
 pub struct Collected {
     pub from: u64,
@@ -31,15 +31,15 @@ pub enum What {
     ReduceScatter,
 }
 
-/// The same, checked.
+/// A checked call.
 pub struct Operation {
     kind: Kind,
-    /// The peer, or the root.
+    /// The peer or the root.
     rank: usize,
     receives: bool,
     from: u64,
     into: u64,
-    /// Of one rank.
+    /// The number of bytes of one rank.
     bytes: usize,
     head: Head,
 }
@@ -60,7 +60,7 @@ impl Operation {
         let rank = usize::try_from(rank).ok().filter(|rank| *rank < place.ranks);
         let rank = rank.ok_or_else(|| wrong("there is no such rank"))?;
         let size = reduce::size(call.dtype).ok_or_else(|| wrong("there is no such type"))?;
-        let bytes = call.count.checked_mul(size).ok_or_else(|| wrong("that many elements cannot be"))?;
+        let bytes = call.count.checked_mul(size).ok_or_else(|| wrong("the number of bytes overflows"))?;
         let reduces = matches!(kind, Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter);
         if reduces && !reduce::can(call.dtype, call.op) {
             return Err(wrong("these elements cannot be reduced so by a device of compute capability 8.0"));
@@ -73,7 +73,7 @@ impl Operation {
         Ok(new)
     }
 
-    /// Bytes that are read and written: of all ranks where there is a part for each.
+    /// Returns the numbers of bytes that are read and written: those of all ranks if a buffer has a part for each.
     fn sizes(&self, communicator: &Communicator) -> (usize, usize) {
         let all = self.bytes.saturating_mul(communicator.place().ranks);
         match self.kind {
@@ -93,20 +93,20 @@ impl Operation {
         let (read, written) = self.sizes(communicator);
         for (address, bytes) in [(self.from, read), (self.into, written)] {
             if bytes > 0 && heap.locate(address, bytes).is_err() {
-                return Err(refused(Code::INVALID_ARGUMENT, "a buffer is no memory of the device"));
+                return Err(refused(Code::INVALID_ARGUMENT, "a buffer is not memory of the device"));
             }
         }
         Ok(())
     }
 }
 
-/// Does all of a group. After an error nothing goes on until the communicator is aborted.
+/// Runs the operations of a group. After an error, the stream blocks until the communicator is aborted.
 pub fn run(communicator: &Communicator, operations: &[Operation]) {
     let done = || {
         operations.iter().try_for_each(|operation| operation.send(communicator))?;
         Fault::DiesInGroup.strikes();
         if Fault::FailsInGroup.happens() {
-            communicator.fail(refused(Code::SYSTEM_ERROR, "the network was told to fail"));
+            communicator.fail(refused(Code::SYSTEM_ERROR, "injected network failure"));
             return Err(Broken);
         }
         operations.iter().try_for_each(|operation| operation.receive(communicator))?;
@@ -148,7 +148,7 @@ impl Operation {
             }
             Kind::Reduce if self.rank != communicator.place().rank => Ok(()),
             Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter => {
-                // The order is not that of ranks, and every step rounds: nobody is to rely on either.
+                // Not in rank order, and rounded at every step, so that tests do not rely on either.
                 let mut total = communicator.take(ranks - 1, self.head)?;
                 for peer in (0..ranks - 1).rev() {
                     reduce::add(self.head.dtype, self.head.op, &mut total, &communicator.take(peer, self.head)?);
@@ -159,16 +159,16 @@ impl Operation {
         }
     }
 
-    /// The part for, or of, a rank.
+    /// Reads the part of the send buffer for a rank.
     fn read(&self, communicator: &Communicator, part: usize) -> Result<Vec<u8>, Broken> {
         let from = self.locate(communicator, self.from, part)?;
-        // SAFETY: the range was looked up now.
+        // SAFETY: the range was checked just now.
         Ok(from.map_or_else(Vec::new, |from| unsafe { slice::from_raw_parts(from, self.bytes) }.to_vec()))
     }
 
     fn write(&self, communicator: &Communicator, part: usize, data: &[u8]) -> Result<(), Broken> {
         if let Some(into) = self.locate(communicator, self.into, part)? {
-            // SAFETY: the range was looked up now, and what came has its length: the head says so.
+            // SAFETY: the range was checked just now, and the header guarantees that `data` has its length.
             unsafe { data.as_ptr().copy_to_nonoverlapping(into, self.bytes) };
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! Elements of two ranks become one.
+//! Reductions of the elements of two ranks.
 
 use half::{bf16, f16};
 
-/// Bytes of an element of this `ncclDataType_t`.
+/// Returns the size of an element of this `ncclDataType_t`.
 pub fn size(dtype: u32) -> Option<usize> {
     match dtype {
         0 | 1 | 10 | 11 => Some(1),
@@ -13,7 +13,7 @@ pub fn size(dtype: u32) -> Option<usize> {
     }
 }
 
-/// Whether there is such a reduction. Floats of 8 bits need a newer device than this one is pretended to be.
+/// Returns whether a reduction is supported. 8-bit floats need a newer device than the stand-in imitates.
 pub fn can(dtype: u32, op: u32) -> bool {
     dtype <= 9 && op <= AVG
 }
@@ -74,7 +74,7 @@ floats! {
     f64 as f64: std::convert::identity, std::convert::identity;
 }
 
-/// Does something with elements of a type that a code names.
+/// Runs code with the Rust type of a dtype code.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $body:expr) => {
         match $dtype {
@@ -123,7 +123,7 @@ macro_rules! with_type {
     };
 }
 
-/// Reduces elements into those of `total`.
+/// Reduces the elements of `other` into `total`.
 pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     with_type!(dtype, T => {
         let size = size_of::<T>();
@@ -134,7 +134,7 @@ pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     });
 }
 
-/// Divides by the number of ranks where that is asked.
+/// Divides by the number of ranks if the operation is an average.
 pub fn finish(dtype: u32, op: u32, ranks: usize, total: &mut [u8]) {
     if op != AVG {
         return;
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_are_reduced_in_their_type() {
+    fn elements_are_reduced_in_their_dtype() {
         let mut total = [200, 3];
         add(1, 0, &mut total, &[100, 4]);
         assert_eq!(total, [44, 7], "integers wrap");
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_reduction_is_known() {
+    fn unsupported_reductions_are_rejected() {
         assert!(can(9, AVG) && !can(10, 0) && !can(7, 5));
         assert_eq!((size(11), size(12)), (Some(1), None));
     }

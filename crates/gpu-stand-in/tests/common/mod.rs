@@ -1,6 +1,6 @@
-//! A small client of the driver, and the way to be several processes.
+//! A small client of the driver, and functions to run several processes.
 
-#![allow(dead_code, reason = "each test binary takes what it needs")]
+#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -11,13 +11,13 @@ use std::{env, ptr};
 
 use nccl::{Communicator, Config, DeviceBuffer, DeviceStream, Library, Place, UniqueId, Wait};
 
-/// The library under test, which cargo puts beside the tests that depend on it.
+/// Returns the path of the library under test, which cargo builds next to the tests.
 fn file() -> PathBuf {
     env::current_exe().unwrap().with_file_name("libgpu_stand_in.so")
 }
 
 pub fn nccl() -> Library {
-    // SAFETY: it keeps to the declarations of nccl.h.
+    // SAFETY: it follows the declarations of nccl.h.
     unsafe { Library::load(Some(&file())) }.unwrap()
 }
 
@@ -128,7 +128,7 @@ impl Buffer {
         new
     }
 
-    /// Its bytes, once the stream is done.
+    /// Waits for the stream, and returns the bytes.
     pub fn read(&self, stream: &Stream) -> Vec<u8> {
         let mut data = vec![0; self.bytes];
         assert_eq!(driver().cuMemcpyDtoHAsync_v2(data.as_mut_ptr(), self.address, self.bytes, stream.0), 0);
@@ -148,12 +148,12 @@ unsafe impl DeviceBuffer for Buffer {
     }
 }
 
-/// Runs the ignored test `name` of this binary as so many ranks, and tells what each exits with.
+/// Runs the ignored test `name` of this binary in `ranks` processes, and returns their exit codes.
 pub fn ranks(name: &str, ranks: usize) -> Vec<i32> {
     ranks_with(name, ranks, &[])
 }
 
-/// The same in an environment.
+/// Runs ranks like [`ranks`], with environment variables.
 pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<i32> {
     let id = UniqueId::new(&nccl()).unwrap().to_bytes().map(|byte| format!("{byte:02x}")).concat();
     let start = |rank: usize| -> Child {
@@ -170,14 +170,15 @@ pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec
     children.into_iter().map(|mut child| child.wait().unwrap().code().unwrap_or(-1)).collect()
 }
 
-/// Runs the ignored test `name` of this binary in a process whose streams are so late that the test is always earlier.
+/// Runs the ignored test `name` of this binary in a process whose streams are delayed so long that the test is always
+/// earlier.
 pub fn passes_early(name: &str) -> bool {
     let mut early = Command::new(env::current_exe().unwrap());
     early.args(["--ignored", "--exact", name, "--nocapture"]).env("GPU_STAND_IN_DELAY_US", "100000");
     early.stdout(Stdio::null()).status().unwrap().success()
 }
 
-/// Which of the ranks this process is.
+/// Returns the rank of this process, and the number of ranks.
 pub fn place() -> Place {
     let number = |name: &str| env::var(name).unwrap().parse().unwrap();
     Place { rank: number("RANK"), ranks: number("RANKS") }

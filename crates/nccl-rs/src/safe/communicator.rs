@@ -1,7 +1,7 @@
-//! A rank among others.
+//! The communicator of one rank.
 //!
-//! It is either usable or gone: what fails after NCCL was asked leaves peers waiting and buffers in use, so the
-//! communicator is aborted before the error is returned, and every later call is [`Error::Aborted`].
+//! It is either usable or aborted. An error after a call of NCCL leaves peers waiting and buffers in use, so the communicator
+//! is aborted before the error is returned, and every later call returns [`Error::Aborted`].
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -15,23 +15,23 @@ use crate::raw::{ncclComm_t, ncclConfig_t};
 use crate::result::Progress;
 use crate::{DataType, Error, RedOp, Result};
 
-/// Which rank of how many.
+/// A rank, and the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// From 0 on.
+    /// The rank, from 0.
     pub rank: usize,
-    /// How many there are.
+    /// The number of ranks.
     pub ranks: usize,
 }
 
-/// What a communicator is to be like; what is not said, NCCL decides.
+/// Options of a communicator. NCCL decides about options that are not set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     max_ctas: Option<u16>,
 }
 
 impl Config {
-    /// How many blocks a kernel may have (`maxCTAs`): few where several ranks share a device.
+    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a device.
     #[must_use]
     pub fn max_ctas(self, blocks: u16) -> Self {
         Self { max_ctas: Some(blocks) }
@@ -44,31 +44,31 @@ impl Config {
     }
 }
 
-/// This rank's end of a communicator (`ncclComm_t`).
+/// The communicator of this rank (`ncclComm_t`).
 ///
-/// Operations are queued on a stream, and done when the stream is. Meanwhile [`Self::status`] tells whether a peer or
-/// the network is lost, which the stream does not: it would wait for ever.
+/// Operations are queued on a stream, and are done when the stream is done. If a peer or the network is lost, the stream
+/// waits forever, and [`Self::status`] returns the error.
 pub struct Communicator {
     library: Library,
-    /// None: aborted.
+    /// The handle; `None` after an abort.
     comm: Option<NonNull<c_void>>,
     place: Place,
     wait: Wait,
 }
 
-// SAFETY: NCCL binds a communicator to a device and not to a thread; it may not be used by two at once, and is not Sync.
+// SAFETY: NCCL binds a communicator to a device and not to a thread. Two threads may not use it at once, so it is not Sync.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Meets all ranks (`ncclCommInitRankConfig`): each calls it with the same id and number of ranks, and a rank of its
-    /// own.
+    /// Connects to all ranks (`ncclCommInitRankConfig`). All ranks call it with the same id and number of ranks, and each with
+    /// its own rank.
     ///
-    /// The device is the one whose CUDA context is current in this thread.
+    /// Uses the device whose CUDA context is current in this thread.
     ///
     /// # Errors
     ///
-    /// [`Error::Late`] and [`Error::GivenUp`] where not all ranks come; [`Error::Call`] where there is no device, or NCCL
-    /// cannot use it as asked.
+    /// Returns [`Error::Late`] or [`Error::GivenUp`] if not all ranks join, and [`Error::Call`] if there is no device or NCCL
+    /// cannot use it.
     pub fn new(library: &Library, place: Place, id: &UniqueId, config: &Config, wait: Wait) -> Result<Self> {
         const FUNCTION: &str = "ncclCommInitRankConfig";
         let (rank, ranks) = place.checked(FUNCTION)?;
@@ -84,33 +84,33 @@ impl Communicator {
         Ok(this)
     }
 
-    /// Which rank it is of how many.
+    /// Returns this rank and the number of ranks.
     #[must_use]
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// The ordinal of its CUDA device (`ncclCommCuDevice`).
+    /// Returns the ordinal of the communicator's CUDA device (`ncclCommCuDevice`).
     pub fn device(&self) -> Result<usize> {
-        // SAFETY: it is neither destroyed nor aborted, and this thread alone has it.
+        // SAFETY: it is neither destroyed nor aborted, and only this thread has it.
         let device = unsafe { self.library.nccl().comm_cu_device(self.comm()?) }?;
         Ok(usize::try_from(device).unwrap_or_default())
     }
 
-    /// Whether all is well (`ncclCommGetAsyncError`): an error tells of a peer or a network that is lost since it was used.
+    /// Checks for asynchronous errors (`ncclCommGetAsyncError`): whether a peer or the network was lost since the last call.
     ///
-    /// After an error it is to be dropped or aborted, which also ends what runs on the device.
+    /// After an error, drop or abort the communicator, which also stops its kernels on the device.
     pub fn status(&self) -> Result<()> {
         progress(&self.library, self.comm, "ncclCommGetAsyncError").map(drop)
     }
 
-    /// Queues operations on a stream as one (`ncclGroupStart`, `ncclGroupEnd`), so that none waits for another.
+    /// Queues operations on a stream as one group (`ncclGroupStart`, `ncclGroupEnd`), so that none waits for another.
     ///
-    /// Returns when they are on the stream: what is queued there next comes behind them.
+    /// Returns when the operations are on the stream, so work that is queued there later runs after them.
     ///
     /// # Errors
     ///
-    /// Those of `body`, with nothing queued. Any other aborts the communicator.
+    /// Returns the errors of `body`, and queues nothing then. Any other error aborts the communicator.
     pub fn group<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -122,13 +122,13 @@ impl Communicator {
         if group.is_empty() {
             return Ok(());
         }
-        // SAFETY: the communicator is neither destroyed nor aborted, and this thread alone has it. The stream and the
-        // memory are what DeviceStream and DeviceBuffer promise.
+        // SAFETY: the communicator is neither destroyed nor aborted, and only this thread has it. DeviceStream and
+        // DeviceBuffer guarantee the stream and the memory.
         let queued = unsafe { group.queue(self.library.nccl(), comm, stream.handle()) };
         self.settle("ncclGroupEnd", queued)
     }
 
-    /// [`Group::send`] by itself.
+    /// Queues one [`Group::send`].
     pub fn send(
         &mut self,
         stream: &impl DeviceStream,
@@ -139,7 +139,7 @@ impl Communicator {
         self.group(stream, |group| group.send(from, dtype, peer))
     }
 
-    /// [`Group::recv`] by itself.
+    /// Queues one [`Group::recv`].
     pub fn recv(
         &mut self,
         stream: &impl DeviceStream,
@@ -150,7 +150,7 @@ impl Communicator {
         self.group(stream, |group| group.recv(into, dtype, peer))
     }
 
-    /// [`Group::broadcast`] by itself.
+    /// Queues one [`Group::broadcast`].
     pub fn broadcast(
         &mut self,
         stream: &impl DeviceStream,
@@ -161,7 +161,7 @@ impl Communicator {
         self.group(stream, |group| group.broadcast(buffer, dtype, root))
     }
 
-    /// [`Group::reduce`] by itself.
+    /// Queues one [`Group::reduce`].
     pub fn reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -173,7 +173,7 @@ impl Communicator {
         self.group(stream, |group| group.reduce(send, recv, dtype, (op, root)))
     }
 
-    /// [`Group::all_gather`] by itself.
+    /// Queues one [`Group::all_gather`].
     pub fn all_gather<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -184,7 +184,7 @@ impl Communicator {
         self.group(stream, |group| group.all_gather(send, recv, dtype))
     }
 
-    /// [`Group::all_reduce`] by itself.
+    /// Queues one [`Group::all_reduce`].
     pub fn all_reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -196,7 +196,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce(send, recv, dtype, op))
     }
 
-    /// [`Group::all_reduce_in_place`] by itself.
+    /// Queues one [`Group::all_reduce_in_place`].
     pub fn all_reduce_in_place(
         &mut self,
         stream: &impl DeviceStream,
@@ -207,7 +207,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce_in_place(buffer, dtype, op))
     }
 
-    /// [`Group::reduce_scatter`] by itself.
+    /// Queues one [`Group::reduce_scatter`].
     pub fn reduce_scatter<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -219,26 +219,26 @@ impl Communicator {
         self.group(stream, |group| group.reduce_scatter(send, recv, dtype, op))
     }
 
-    /// Lets go of the others when all of them do (`ncclCommFinalize`, then `ncclCommDestroy`), and waits for what is
-    /// queued. An error aborts it.
+    /// Waits for queued work, and closes the communicator together with all other ranks (`ncclCommFinalize`, then
+    /// `ncclCommDestroy`). An error aborts it.
     pub fn finalize(mut self) -> Result<()> {
         let comm = self.comm()?;
-        // SAFETY: it is neither destroyed nor aborted, and this thread alone has it.
+        // SAFETY: it is neither destroyed nor aborted, and only this thread has it.
         let begun = unsafe { self.library.nccl().comm_finalize(comm) };
         self.settle("ncclCommFinalize", begun)?;
         self.comm = None;
-        // SAFETY: it is finalized, and nobody has it any more.
+        // SAFETY: it is finalized, and nothing else has the handle.
         unsafe { self.library.nccl().comm_destroy(comm) }.map(drop)
     }
 
-    /// Stops what it does, also on the device, and lets go of the others, who are not asked (`ncclCommAbort`).
+    /// Stops all work, also on the device, and closes the communicator without the other ranks (`ncclCommAbort`).
     ///
-    /// So does dropping it, without telling whether NCCL could.
+    /// Dropping the communicator does the same, but ignores errors.
     pub fn abort(mut self) -> Result<()> {
         self.abort_now()
     }
 
-    /// Waits for what was started; unless that gets done, it is aborted.
+    /// Waits until a started function is done. Aborts the communicator if that fails.
     fn settle(&mut self, function: &'static str, begun: Result<Progress>) -> Result<()> {
         let unsettled = Unsettled(self);
         if begun? == Progress::InProgress {
@@ -251,7 +251,7 @@ impl Communicator {
 
     fn abort_now(&mut self) -> Result<()> {
         match self.comm.take() {
-            // SAFETY: nobody has it any more.
+            // SAFETY: nothing else has the handle.
             Some(comm) => unsafe { self.library.nccl().comm_abort(comm.as_ptr()) }.map(drop),
             None => Ok(()),
         }
@@ -262,20 +262,20 @@ impl Communicator {
     }
 }
 
-/// A communicator that may not be used before it is settled; also not after its watch has panicked.
+/// A guard that aborts the communicator unless a started function completes, also if the watch panics.
 struct Unsettled<'a>(&'a mut Communicator);
 
 impl Drop for Unsettled<'_> {
     fn drop(&mut self) {
-        // There is an error that says why; that aborting failed as well would say nothing more.
+        // The caller already has the cause; a failed abort would add nothing.
         let _ = self.0.abort_now();
     }
 }
 
-/// How far a communicator of this library is with what was started.
+/// Returns the progress of the function that a communicator was started with.
 fn progress(library: &Library, comm: Option<NonNull<c_void>>, function: &'static str) -> Result<Progress> {
     let comm = comm.ok_or(Error::Aborted)?;
-    // SAFETY: only those who own the communicator ask, and take it out of the option before they free it.
+    // SAFETY: only the owner of the communicator calls this, and takes the handle out of the option before freeing it.
     unsafe { library.nccl().comm_get_async_error(comm.as_ptr(), function) }
 }
 
@@ -292,7 +292,7 @@ impl fmt::Debug for Communicator {
 }
 
 impl Place {
-    /// Rank and number of ranks as NCCL counts.
+    /// Returns the rank and the number of ranks in NCCL's types.
     fn checked(self, function: &'static str) -> Result<(c_int, c_int)> {
         match (c_int::try_from(self.rank), c_int::try_from(self.ranks)) {
             (Ok(rank), Ok(ranks)) if rank < ranks => Ok((rank, ranks)),

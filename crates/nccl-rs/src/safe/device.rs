@@ -1,30 +1,29 @@
-//! Memory and streams of a device, which belong to others.
+//! Memory and streams of a device, which the caller owns.
 //!
-//! NCCL only queues: a call returns before data moves, so a borrow that ends with the call cannot prove that the memory
-//! is still there when it is used. That is promised instead, once for each type that owns such memory. A view lends
-//! some of it for one call, with the rules of borrowing: what is written is lent to nobody else.
+//! NCCL only queues work: a call returns before data moves, so a borrow that ends with the call cannot guarantee that the
+//! memory still exists when it is used. Instead, each type that owns such memory guarantees it by an `unsafe` trait. A view
+//! lends a part of the memory for one call, with Rust's rules of borrowing: memory that is written is not lent twice.
 //!
-//! What lies on a device is no Rust value. Reading it before the stream has come so far gives wrong bytes, never
-//! undefined behaviour, and is the caller's to avoid.
+//! Device memory holds no Rust values. Reading it before the stream has run gives wrong bytes, but no undefined behaviour.
+//! The caller has to avoid that.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
 
 use crate::{DataType, Error, Result};
 
-/// Memory on a device.
+/// A buffer of device memory.
 ///
 /// # Safety
 ///
-/// The bytes from [`Self::address`] on, as many as [`Self::bytes`] says, are memory of the device of each communicator
-/// to which they are lent, or memory that it can access. They stay so until all work is done that was queued on streams
-/// before the value is dropped: whoever frees them does it in the order of those streams (`cuMemFreeAsync`), or waits for
-/// them before.
+/// The [`Self::bytes`] bytes from [`Self::address`] are memory that the device of each communicator to which they are lent
+/// can access. They stay allocated until all work that was queued before the value is dropped is done: they are freed in the
+/// order of those streams (`cuMemFreeAsync`), or after waiting for them.
 pub unsafe trait DeviceBuffer {
-    /// Where it begins: a `CUdeviceptr`.
+    /// Returns the address of the first byte: a `CUdeviceptr`.
     fn address(&self) -> u64;
 
-    /// How many bytes it has.
+    /// Returns the length in bytes.
     fn bytes(&self) -> usize;
 }
 
@@ -32,28 +31,28 @@ pub unsafe trait DeviceBuffer {
 ///
 /// # Safety
 ///
-/// [`Self::handle`] is a `CUstream` of the device of each communicator with which it is used, and not destroyed before
+/// [`Self::handle`] is a `CUstream` of the device of each communicator with which it is used, and it is not destroyed before
 /// the value is dropped.
 pub unsafe trait DeviceStream {
-    /// The `CUstream`, which is the `cudaStream_t` of the runtime.
+    /// Returns the `CUstream`, which is the same as the `cudaStream_t` of the runtime API.
     fn handle(&self) -> *mut c_void;
 }
 
-/// Some bytes of a [`DeviceBuffer`], to be read.
+/// A part of a [`DeviceBuffer`] that is read.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceView<'a> {
     bytes: Extent,
     lent: PhantomData<&'a ()>,
 }
 
-/// Some bytes of a [`DeviceBuffer`], to be written.
+/// A part of a [`DeviceBuffer`] that is written.
 #[derive(Debug)]
 pub struct DeviceViewMut<'a> {
     bytes: Extent,
     lent: PhantomData<&'a mut ()>,
 }
 
-/// Bytes on a device: where, and how many.
+/// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub address: u64,
@@ -61,19 +60,19 @@ pub(super) struct Extent {
 }
 
 impl<'a> DeviceView<'a> {
-    /// All bytes of a buffer.
+    /// Returns a view of the whole buffer.
     #[must_use]
     pub fn of(buffer: &'a impl DeviceBuffer) -> Self {
         Self { bytes: Extent { address: buffer.address(), bytes: buffer.bytes() }, lent: PhantomData }
     }
 
-    /// How many bytes it has.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.bytes
     }
 
-    /// The first `at` bytes and the others; `None` if there are not so many.
+    /// Splits the view after the first `at` bytes. Returns `None` if the view is shorter.
     #[must_use]
     pub fn split_at(self, at: usize) -> Option<(Self, Self)> {
         let (front, back) = self.bytes.split_at(at)?;
@@ -86,19 +85,19 @@ impl<'a> DeviceView<'a> {
 }
 
 impl<'a> DeviceViewMut<'a> {
-    /// All bytes of a buffer.
+    /// Returns a view of the whole buffer.
     #[must_use]
     pub fn of(buffer: &'a mut impl DeviceBuffer) -> Self {
         Self { bytes: Extent { address: buffer.address(), bytes: buffer.bytes() }, lent: PhantomData }
     }
 
-    /// How many bytes it has.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.bytes
     }
 
-    /// The first `at` bytes and the others; `None` if there are not so many.
+    /// Splits the view after the first `at` bytes. Returns `None` if the view is shorter.
     #[must_use]
     pub fn split_at(self, at: usize) -> Option<(Self, Self)> {
         let (front, back) = self.bytes.split_at(at)?;
@@ -117,15 +116,16 @@ impl Extent {
         Some((Self { bytes: at, ..self }, Self { address: behind, bytes: rest }))
     }
 
-    /// How many elements they are; an error unless they are whole elements where such elements may be.
+    /// Returns the number of elements, or an error if the range is not a whole number of aligned elements.
     pub(super) fn elements(self, dtype: DataType, function: &'static str) -> Result<usize> {
         let size = dtype.size();
         if !self.bytes.is_multiple_of(size) {
-            let why = format!("{} B are no whole number of {dtype:?} ({size} B each)", self.bytes);
+            let why = format!("{} B are not a whole number of {dtype:?} elements ({size} B each)", self.bytes);
             return Err(Error::Argument { function, why });
         }
         if self.bytes > 0 && !self.address.is_multiple_of(size as u64) {
-            let why = format!("{dtype:?} cannot lie at {:#x}, which is not a multiple of {size}", self.address);
+            let why =
+                format!("{dtype:?} elements cannot start at {:#x}, which is not a multiple of {size}", self.address);
             return Err(Error::Argument { function, why });
         }
         Ok(self.bytes / size)

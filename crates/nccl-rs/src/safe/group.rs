@@ -1,8 +1,8 @@
-//! Operations that are queued as one.
+//! Groups of operations that are queued together.
 //!
-//! They are collected and checked here before NCCL hears of the first: a group that fails half way would leave peers
-//! waiting for the other half. Of operations without elements NCCL never hears; that is the same on all ranks, since
-//! sender and receiver have the same count.
+//! All operations are collected and checked before the first call of NCCL: if a group failed halfway, peers would wait for
+//! the other half. Operations without elements are not passed to NCCL; all ranks omit the same ones, because sender and
+//! receiver have the same count.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -13,13 +13,13 @@ use crate::raw::{cudaStream_t, ncclComm_t};
 use crate::result::{Nccl, Progress};
 use crate::{DataType, Error, RedOp, Result};
 
-/// Operations of one communicator on one stream, which all progress together.
+/// Operations of one communicator on one stream, which progress together.
 ///
-/// Sends and receives between the same two ranks pair up in the order in which each side adds them. With a send to
-/// itself a rank receives from itself.
+/// Sends and receives between the same two ranks pair up in the order in which each side adds them. A rank that sends to
+/// itself also receives from itself.
 ///
-/// Its first lifetime is the call that made it, so that it cannot be exchanged for the group of another communicator,
-/// with other ranks; the second is that of the buffers.
+/// The first lifetime is that of the call that created the group, so that it cannot be swapped with the group of another
+/// communicator with other ranks. The second lifetime is that of the buffers.
 #[derive(Debug)]
 pub struct Group<'g, 'b> {
     place: Place,
@@ -31,7 +31,7 @@ pub struct Group<'g, 'b> {
 #[derive(Debug)]
 struct Operation {
     kind: Kind,
-    /// As the function of `nccl.h` counts: elements of one rank.
+    /// The number of elements of one rank, as the function of `nccl.h` counts.
     count: usize,
     dtype: DataType,
 }
@@ -52,7 +52,7 @@ impl<'b> Group<'_, 'b> {
         Self { place, operations: Vec::new(), call: PhantomData, lent: PhantomData }
     }
 
-    /// Sends all elements of a view to a rank, which receives as many of the same type (`ncclSend`).
+    /// Sends all elements of a view to a rank, which must receive as many elements of the same type (`ncclSend`).
     pub fn send(&mut self, from: DeviceView<'b>, dtype: DataType, peer: usize) -> Result<()> {
         let (from, to) = (from.extent(), self.rank("ncclSend", peer)?);
         let count = from.elements(dtype, "ncclSend")?;
@@ -60,7 +60,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Fills a view with elements from a rank, which sends as many of the same type (`ncclRecv`).
+    /// Fills a view with elements from a rank, which must send as many elements of the same type (`ncclRecv`).
     pub fn recv(&mut self, into: DeviceViewMut<'b>, dtype: DataType, peer: usize) -> Result<()> {
         let (into, from) = (into.extent(), self.rank("ncclRecv", peer)?);
         let count = into.elements(dtype, "ncclRecv")?;
@@ -68,7 +68,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// All ranks get what `root` has in a view of the same size (`ncclBroadcast`, in place).
+    /// Copies the buffer of `root` to the buffers of all ranks, which have the same size (`ncclBroadcast`, in place).
     pub fn broadcast(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType, root: usize) -> Result<()> {
         let (buffer, root) = (buffer.extent(), self.rank("ncclBroadcast", root)?);
         let count = buffer.elements(dtype, "ncclBroadcast")?;
@@ -76,8 +76,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Rank `root` gets the elements of `send`, each reduced over all ranks, in a view of the same size that it alone gives
-    /// (`ncclReduce`).
+    /// Reduces the elements of `send` over all ranks, to the view `recv` of rank `root` (`ncclReduce`). The root passes a view
+    /// of the same size; other ranks pass none.
     pub fn reduce(
         &mut self,
         send: DeviceView<'b>,
@@ -88,7 +88,7 @@ impl<'b> Group<'_, 'b> {
         let function = "ncclReduce";
         let (send, recv) = (send.extent(), recv.map(|recv| recv.extent()));
         if recv.is_some() != (root == self.place.rank) {
-            let why = format!("rank {root}, and no other, gets what is reduced");
+            let why = format!("only the root, rank {root}, must pass a receive buffer");
             return Err(Error::Argument { function, why });
         }
         let (count, root) = (send.elements(dtype, function)?, self.rank(function, root)?);
@@ -100,8 +100,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// All ranks get what each has in `send`, in the order of ranks: `recv` is as many times as large as there are
-    /// ranks (`ncclAllGather`).
+    /// Gathers `send` of all ranks, in the order of ranks, to `recv` of all ranks. `recv` is `ranks` times as long as `send`
+    /// (`ncclAllGather`).
     pub fn all_gather(&mut self, send: DeviceView<'b>, recv: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
         let (send, recv) = (send.extent(), recv.extent());
         let count = send.elements(dtype, "ncclAllGather")?;
@@ -110,7 +110,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// The same in place: what a rank sends is its part of `buffer`, in the order of ranks (`ncclAllGather`).
+    /// Gathers in place: each rank sends its part of `buffer`, whose parts are in the order of ranks (`ncclAllGather`).
     pub fn all_gather_in_place(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
         let recv = buffer.extent();
         let all = recv.elements(dtype, "ncclAllGather")?;
@@ -122,7 +122,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// All ranks get the elements of `send`, each reduced over all ranks (`ncclAllReduce`).
+    /// Reduces the elements of `send` over all ranks, to `recv` of all ranks (`ncclAllReduce`).
     pub fn all_reduce(
         &mut self,
         send: DeviceView<'b>,
@@ -140,7 +140,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// The same in place (`ncclAllReduce`).
+    /// Reduces a buffer over all ranks, in place (`ncclAllReduce`).
     pub fn all_reduce_in_place(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType, op: RedOp) -> Result<()> {
         let buffer = buffer.extent();
         let count = buffer.elements(dtype, "ncclAllReduce")?;
@@ -148,8 +148,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Of the elements of `send`, reduced over all ranks, each rank gets its part: `send` is as many times as large as
-    /// there are ranks (`ncclReduceScatter`).
+    /// Reduces the elements of `send` over all ranks, and gives each rank its part in `recv`. `send` is `ranks` times as long
+    /// as `recv` (`ncclReduceScatter`).
     pub fn reduce_scatter(
         &mut self,
         send: DeviceView<'b>,
@@ -170,7 +170,7 @@ impl<'b> Group<'_, 'b> {
         }
     }
 
-    /// A rank of the communicator as NCCL counts.
+    /// Checks a rank, and converts it to NCCL's type.
     fn rank(&self, function: &'static str, rank: usize) -> Result<c_int> {
         let known = c_int::try_from(rank).ok().filter(|_| rank < self.place.ranks);
         known.ok_or_else(|| Error::Argument {
@@ -184,25 +184,30 @@ impl<'b> Group<'_, 'b> {
         if expected == Some(all) {
             return Ok(());
         }
-        Err(uneven(function, "the elements of one rank for each rank", count.saturating_mul(self.place.ranks), all))
+        Err(uneven(
+            function,
+            "as many elements as all ranks have together",
+            count.saturating_mul(self.place.ranks),
+            all,
+        ))
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.operations.is_empty()
     }
 
-    /// Hands them to NCCL, as one.
+    /// Queues all operations as one NCCL group.
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library with the group's number of ranks, not used by another thread meanwhile;
-    /// `stream` is one of its device. All views are of memory that its device can access until the work on the stream
-    /// is done.
+    /// `comm` is a communicator of this library with the group's number of ranks, and no other thread uses it meanwhile.
+    /// `stream` is a stream of its device. Its device can access the memory of all views until the work on the stream is
+    /// done.
     pub(super) unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let _ = nccl.group_start()?;
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         let queued = self.operations.iter().try_for_each(|each| unsafe { each.queue(nccl, comm, stream) }.map(drop));
-        // What was started has to be ended, also in vain.
+        // A group that was started has to be ended, even after an error.
         let ended = nccl.group_end();
         queued.and(ended)
     }
@@ -215,11 +220,11 @@ fn uneven(function: &'static str, what: &str, expected: usize, found: usize) -> 
 impl Operation {
     /// # Safety
     ///
-    /// As for [`Group::queue`].
+    /// The conditions of [`Group::queue`] hold.
     unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let (count, dtype) = (self.count, self.dtype.code());
-        // SAFETY: the memory, the stream and the communicator are promised by the caller. Each view holds the elements
-        // that the function takes of it: that was checked when the operation was added.
+        // SAFETY: the caller guarantees the memory, the stream and the communicator. Each view is long enough for the
+        // function: that was checked when the operation was added.
         unsafe {
             match self.kind {
                 Kind::Send { from, to } => nccl.send(from.pointer(), count, dtype, to, comm, stream),
@@ -250,10 +255,10 @@ mod tests {
     use super::super::device::DeviceBuffer;
     use super::*;
 
-    /// An address and a size; nothing is there, and nothing looks.
+    /// A buffer with an address and a size but without memory, which is never accessed.
     struct Nothing(u64, usize);
 
-    // SAFETY: no test hands it to NCCL.
+    // SAFETY: no test passes it to NCCL.
     unsafe impl DeviceBuffer for Nothing {
         fn address(&self) -> u64 {
             self.0
@@ -273,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_become_elements() {
+    fn lengths_in_bytes_are_converted_to_elements() {
         let mut into = Nothing(0x1000, 24);
         let mut group = group();
         group.recv(DeviceViewMut::of(&mut into), DataType::Float32, 2).unwrap();
@@ -281,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_are_not_there_are_refused() {
+    fn invalid_rank_is_an_error() {
         let from = Nothing(0x1000, 8);
         let refused = group().send(DeviceView::of(&from), DataType::Uint8, 3);
         assert_eq!(message(refused), "ncclSend: there is no rank 3 of 3");
@@ -289,26 +294,26 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_elements_and_odd_addresses_are_refused() {
+    fn partial_or_misaligned_elements_are_an_error() {
         let (short, odd) = (Nothing(0x1000, 7), Nothing(0x1002, 8));
         let refused = group().send(DeviceView::of(&short), DataType::Bfloat16, 0);
-        assert_eq!(message(refused), "ncclSend: 7 B are no whole number of Bfloat16 (2 B each)");
+        assert_eq!(message(refused), "ncclSend: 7 B are not a whole number of Bfloat16 elements (2 B each)");
         let refused = group().send(DeviceView::of(&odd), DataType::Float32, 0);
-        assert_eq!(message(refused), "ncclSend: Float32 cannot lie at 0x1002, which is not a multiple of 4");
+        assert_eq!(message(refused), "ncclSend: Float32 elements cannot start at 0x1002, which is not a multiple of 4");
         assert!(group().send(DeviceView::of(&odd), DataType::Float16, 0).is_ok());
     }
 
     #[test]
-    fn collectives_want_buffers_that_fit_each_other() {
+    fn mismatched_buffer_lengths_are_an_error() {
         let (one, mut all) = (Nothing(0x1000, 8), Nothing(0x2000, 23));
         let refused = group().all_gather(DeviceView::of(&one), DeviceViewMut::of(&mut all), DataType::Uint8);
-        let why = "ncclAllGather: expected the elements of one rank for each rank, 24, found 23";
+        let why = "ncclAllGather: expected as many elements as all ranks have together, 24, found 23";
         assert_eq!(message(refused), why);
         all.1 = 24;
         group().all_gather(DeviceView::of(&one), DeviceViewMut::of(&mut all), DataType::Uint8).unwrap();
 
         let refused = group().all_gather_in_place(DeviceViewMut::of(&mut Nothing(0x2000, 25)), DataType::Uint8);
-        let why = "ncclAllGather: expected the elements of one rank for each rank, 24, found 25";
+        let why = "ncclAllGather: expected as many elements as all ranks have together, 24, found 25";
         assert_eq!(message(refused), why);
         let mut group_of_one = group();
         group_of_one.all_gather_in_place(DeviceViewMut::of(&mut all), DataType::Float32).unwrap();
@@ -323,12 +328,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_reduced_goes_to_the_root_alone() {
+    fn only_the_root_passes_a_receive_buffer() {
         let (send, mut recv) = (Nothing(0x1000, 24), Nothing(0x2000, 20));
         let from = DeviceView::of(&send);
         let sum = |root| (RedOp::Sum, root);
         let refused = group().reduce(from, None, DataType::Float32, sum(1));
-        assert_eq!(message(refused), "ncclReduce: rank 1, and no other, gets what is reduced");
+        assert_eq!(message(refused), "ncclReduce: only the root, rank 1, must pass a receive buffer");
         assert!(group().reduce(from, Some(DeviceViewMut::of(&mut recv)), DataType::Float32, sum(2)).is_err());
         let refused = group().reduce(from, Some(DeviceViewMut::of(&mut recv)), DataType::Float32, sum(1));
         assert_eq!(message(refused), "ncclReduce: expected as many elements as are sent, 6, found 5");
@@ -340,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn of_nothing_nccl_does_not_hear() {
+    fn empty_operations_are_omitted() {
         let none = Nothing(0x1001, 0);
         let mut group = group();
         group.send(DeviceView::of(&none), DataType::Float64, 0).unwrap();
@@ -348,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn views_are_split_where_they_have_bytes() {
+    fn views_are_split_within_their_length() {
         let mut buffer = Nothing(0x1000, 10);
         let (front, back) = DeviceViewMut::of(&mut buffer).split_at(4).unwrap();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The library, loaded once, and the ids it makes.
+//! The NCCL library, which is loaded once, and unique ids.
 
 use std::ffi::{OsStr, c_char};
 use std::fmt;
@@ -9,26 +9,25 @@ use crate::raw::{NCCL_UNIQUE_ID_BYTES, ncclUniqueId};
 use crate::result::Nccl;
 use crate::{Result, Version};
 
-/// What is looked for where no file is named. Wheels and run-time packages have only the first.
+/// The file names to try if none is given. Python wheels and run-time packages have only the first.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// NCCL, loaded. Clones are the same library.
+/// The loaded NCCL library. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Library(Arc<Nccl>);
 
 impl Library {
-    /// Loads NCCL: the file that is named and no other, or else `libnccl.so.2` or `libnccl.so`, where the system finds
-    /// libraries.
+    /// Loads NCCL: only `file` if it is given, or else `libnccl.so.2` or `libnccl.so` from the library search path.
     ///
-    /// Needs no device and no driver. It is never unloaded.
+    /// Needs no device and no driver. The library is never unloaded.
     ///
     /// # Errors
     ///
-    /// [`Error::Load`](crate::Error::Load), with each name that was tried and why not.
+    /// Returns [`Error::Load`](crate::Error::Load) with each name that was tried and the reason why it could not be loaded.
     ///
     /// # Safety
     ///
-    /// A file that is found must be NCCL, or keep to the declarations of `nccl.h`: it is run.
+    /// The file must be NCCL, or follow the declarations of `nccl.h`, because its code is run.
     pub unsafe fn load(file: Option<&Path>) -> Result<Self> {
         let names = match file {
             Some(file) => vec![file.as_os_str()],
@@ -38,47 +37,47 @@ impl Library {
         unsafe { Nccl::load(&names) }.map(|nccl| Self(Arc::new(nccl)))
     }
 
-    /// The name under which it was found.
+    /// Returns the name under which the library was found.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
     }
 
-    /// Its version (`ncclGetVersion`).
+    /// Returns the version of the library (`ncclGetVersion`).
     pub fn version(&self) -> Result<Version> {
         self.0.version()
     }
 
-    /// Its functions, unchecked.
+    /// Returns the functions of the library, without checks of arguments.
     #[must_use]
     pub fn nccl(&self) -> &Nccl {
         &self.0
     }
 }
 
-/// What the ranks of one communicator have in common (`ncclUniqueId`): one rank makes it, and hands it to all others.
+/// The id that all ranks of one communicator share (`ncclUniqueId`). One rank creates it and sends it to all others.
 ///
-/// It says where that rank listens, so it is for one communicator and of no use when that process has ended.
+/// It has the address where that rank listens. So it is valid for one communicator, and only while that process runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; Self::BYTES]);
 
 impl UniqueId {
-    /// How many bytes it has.
+    /// The length of an id in bytes.
     pub const BYTES: usize = NCCL_UNIQUE_ID_BYTES;
 
-    /// Makes one (`ncclGetUniqueId`), which opens a port of this process.
+    /// Creates an id (`ncclGetUniqueId`), which opens a port of this process.
     pub fn new(library: &Library) -> Result<Self> {
         let id = library.nccl().unique_id()?;
         Ok(Self(id.internal.map(c_char::cast_unsigned)))
     }
 
-    /// One that another rank has made.
+    /// Returns the id that another rank created.
     #[must_use]
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
     }
 
-    /// To be handed to other ranks.
+    /// Returns the bytes to send to other ranks.
     #[must_use]
     pub const fn to_bytes(self) -> [u8; Self::BYTES] {
         self.0
@@ -90,7 +89,7 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Without the bytes: who knows them may take part.
+    /// Omits the bytes: any process that knows them can join.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UniqueId").finish_non_exhaustive()
     }

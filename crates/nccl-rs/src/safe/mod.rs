@@ -1,7 +1,6 @@
-//! Communicators that look after themselves, over buffers that others own.
+//! The safe layer: communicators that detect errors and abort themselves, over buffers that the caller owns.
 //!
-//! What cannot be checked is promised once, where a type implements [`DeviceBuffer`] or [`DeviceStream`], or where a
-//! library is loaded; all other calls are safe.
+//! Only implementing [`DeviceBuffer`] or [`DeviceStream`] and loading a library are `unsafe`; all other calls are safe.
 
 mod communicator;
 mod device;

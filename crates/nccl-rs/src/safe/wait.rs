@@ -1,4 +1,4 @@
-//! How long peers are waited for, and who may say before that it is in vain.
+//! The limit of waiting for peers, and a watch that may stop waiting earlier.
 
 use std::fmt;
 use std::ops::ControlFlow;
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use crate::result::Progress;
 use crate::{Error, Result};
 
-/// The first pause between two looks; each is twice as long as the one before.
+/// The first pause between two polls. Each pause is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
-/// The longest pause: what is done is noticed that late.
+/// The longest pause, which is the maximum delay until completion is noticed.
 const LONGEST: Duration = Duration::from_millis(5);
 
-/// The patience of a communicator: for peers that take part in its making, in the first exchange with them, in its end.
+/// The limit of a communicator for waiting until peers join its creation, the first exchange with them, and its end.
 ///
-/// It is not about data: operations are waited for where their stream is.
+/// It does not limit data transfers: the caller waits for those on the stream.
 pub struct Wait {
     limit: Duration,
     watch: Box<Watch>,
@@ -24,20 +24,20 @@ pub struct Wait {
 type Watch = dyn FnMut(Duration) -> ControlFlow<String> + Send;
 
 impl Wait {
-    /// Waits for so long.
+    /// Waits up to this limit.
     #[must_use]
     pub fn up_to(limit: Duration) -> Self {
         Self { limit, watch: Box::new(|_| ControlFlow::Continue(())) }
     }
 
-    /// Asks `watch` every few milliseconds, with the time that has passed, whether there is any use in it:
-    /// `Break(why)` gives up at once. It is where a program looks after its peers, or at its signals.
+    /// Calls `watch` every few milliseconds with the elapsed time. If it returns `Break(why)`, waiting stops at once. A program
+    /// can check its peers or its signals there.
     #[must_use]
     pub fn watching(self, watch: impl FnMut(Duration) -> ControlFlow<String> + Send + 'static) -> Self {
         Self { watch: Box::new(watch), ..self }
     }
 
-    /// Looks until it is done.
+    /// Polls until the operation is done.
     pub(super) fn until_done(
         &mut self,
         function: &'static str,
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_looks_until_it_is_done() {
+    fn polls_until_done() {
         let mut looks = 0;
         let done = Wait::up_to(Duration::from_mins(1)).until_done("ncclGroupEnd", || {
             looks += 1;
@@ -81,33 +81,33 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_ends_it_and_is_told() {
+    fn exceeded_limit_is_an_error_with_the_limit() {
         let limit = Duration::from_millis(30);
         let late = Wait::up_to(limit).until_done("ncclCommInitRankConfig", || Ok(Progress::InProgress)).unwrap_err();
         assert_eq!(late, Error::Late { function: "ncclCommInitRankConfig", limit });
-        assert_eq!(late.to_string(), "ncclCommInitRankConfig is not done after 0.0 s; do all ranks take part?");
+        assert_eq!(late.to_string(), "ncclCommInitRankConfig is not done after 0.0 s; check that all ranks run");
     }
 
     #[test]
-    fn a_limit_of_nothing_looks_once() {
+    fn zero_limit_polls_once() {
         let mut wait = Wait::up_to(Duration::ZERO);
         assert_eq!(wait.until_done("ncclGroupEnd", || Ok(Progress::Done)), Ok(()));
         assert!(matches!(wait.until_done("ncclGroupEnd", || Ok(Progress::InProgress)), Err(Error::Late { .. })));
     }
 
     #[test]
-    fn the_watch_ends_it_before_the_limit() {
+    fn watch_stops_before_the_limit() {
         let mut asked = 0;
         let mut wait = Wait::up_to(Duration::from_hours(1)).watching(move |_| {
             asked += 1;
             if asked < 3 { ControlFlow::Continue(()) } else { ControlFlow::Break("rank 3 is gone".into()) }
         });
         let given_up = wait.until_done("ncclGroupEnd", || Ok(Progress::InProgress)).unwrap_err();
-        assert_eq!(given_up.to_string(), "ncclGroupEnd was given up: rank 3 is gone");
+        assert_eq!(given_up.to_string(), "ncclGroupEnd was stopped: rank 3 is gone");
     }
 
     #[test]
-    fn an_error_ends_it() {
+    fn error_stops_polling() {
         let error = Wait::up_to(Duration::from_hours(1)).until_done("ncclGroupEnd", || Err(Error::Aborted));
         assert_eq!(error, Err(Error::Aborted));
     }
