@@ -11,7 +11,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::SidecarFile;
-use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, RankNames};
+use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, RankNamePattern};
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 
@@ -27,7 +27,7 @@ pub struct PartTarget {
     /// Where in the whole state dict it is.
     pub at: Path,
     /// How its rank files are called; a DCP directory has fixed names.
-    pub names: Option<RankNames>,
+    pub names: Option<RankNamePattern>,
 }
 
 impl PartTarget {
@@ -45,22 +45,22 @@ pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     let parts = &example.unwrap_or(&source.checkpoint).parts;
     let whole = |names| PartTarget { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
-        if let [CheckpointPart { content: PartContent::Whole, names: Some(names), .. }] =
+        if let [CheckpointPart { content: PartContent::Whole, name_pattern: Some(names), .. }] =
             source.checkpoint.parts.as_slice()
             && *parts == source.checkpoint.parts
         {
             return vec![whole(Some(names.clone()))];
         }
-        let known: Vec<(&str, RankNames)> = parts
+        let known: Vec<(&str, RankNamePattern)> = parts
             .iter()
-            .filter_map(|part| match (&part.content, &part.names) {
-                (PartContent::Below(key), Some(names)) => Some((key.as_str(), names.clone())),
+            .filter_map(|part| match (&part.content, &part.name_pattern) {
+                (PartContent::Subtree(key), Some(names)) => Some((key.as_str(), names.clone())),
                 _ => None,
             })
             .collect();
         let names_of = |key: &str| {
             let own = known.iter().find(|(name, _)| *name == key).map(|(_, names)| names.clone());
-            own.unwrap_or_else(|| RankNames::new_series(key))
+            own.unwrap_or_else(|| RankNamePattern::new_series(key))
         };
         return match series(state) {
             Some(series) => series
@@ -73,9 +73,9 @@ pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
                 })
                 .collect(),
             None => {
-                let only = || parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
+                let only = || parts.first().filter(|_| parts.len() == 1).and_then(|part| part.name_pattern.clone());
                 let model = || source.like.is_some().then(|| names_of("model"));
-                vec![whole(only().or_else(model).or_else(|| Some(RankNames::new_series("model"))))]
+                vec![whole(only().or_else(model).or_else(|| Some(RankNamePattern::new_series("model"))))]
             }
         };
     }
@@ -89,7 +89,7 @@ pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
 fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
     let dict = state.as_dict()?;
     let names_series = |key: &str| {
-        let file = PathBuf::from(RankNames::new_series(key).render(0, 1));
+        let file = PathBuf::from(RankNamePattern::new_series(key).render(0, 1));
         RankName::parse(&file).is_some_and(|name| name.series == key)
     };
     let is_series = |(key, value): &(Value, Value)| key.as_str().is_some_and(names_series) && value.as_dict().is_some();

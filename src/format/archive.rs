@@ -1,5 +1,6 @@
-//! torch.save archives in the files of a checkpoint: where their bytes come from, what their errors are here, and how they
-//! are laid out in output files.
+//! Connects torch.save archives with the files of a checkpoint: the source of their bytes, the conversion of their
+//! errors, and their layout in output files. Offsets and lengths count bytes. The format is that of
+//! `torch/serialization.py`.
 
 use std::collections::HashSet;
 use std::io;
@@ -16,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{FileId, FileRange, Files, IoMode};
 
-/// A file of a checkpoint as a source of archives. It is opened when something is read, and not kept open: the archives of
-/// all ranks are known at a time.
+/// A file of a checkpoint as the source of archives. It is opened for each read and not kept open, because the archives
+/// of all ranks exist at the same time.
 #[derive(Clone, Copy)]
 pub struct ArchiveSource<'a> {
     files: &'a Files,
@@ -25,28 +26,30 @@ pub struct ArchiveSource<'a> {
 }
 
 impl<'a> ArchiveSource<'a> {
+    /// Returns the file as a source of archives.
     pub fn new(files: &'a Files, file: FileId) -> Self {
         Self { files, file }
     }
 
-    /// Reads the directory of the archive that fills a stretch.
+    /// Reads the directory of the archive that fills a range of the file.
     ///
     /// # Errors
-    /// `Malformed` where it is no archive, `Unsupported` where entries are compressed, `Io`.
-    pub fn archive(self, stretch: FileRange) -> Result<Archive> {
-        Archive::read_at(&self, stretch.offset, stretch.len).map_err(|error| self.error(error))
+    /// `Malformed` if it is not an archive, `Unsupported` if entries are compressed, `Io`.
+    pub fn archive(self, file_range: FileRange) -> Result<Archive> {
+        Archive::read_at(&self, file_range.offset, file_range.len).map_err(|error| self.error(error))
     }
 
-    /// Returns an error of reading an archive as the error of its file.
+    /// Converts an error of reading an archive to an error of its file.
     pub fn error(self, error: ArchiveError) -> Error {
         let path = self.files.path(self.file);
         match error {
             ArchiveError::Malformed { at, expected, found } => Error::malformed(path, at, expected, found),
-            ArchiveError::TorchScript => torch_script(path),
+            ArchiveError::TorchScript => torch_script_error(path),
             ArchiveError::Io(error) => error.downcast::<Error>().unwrap_or_else(Error::io("read", path)),
             ArchiveError::Compressed { .. } | _ => Error::unsupported(
                 format!("{}: {error}", path.display()),
-                "torch.save stores entries as they are; the file was repacked by another tool",
+                "save the checkpoint again with torch.save, which does not compress entries; another tool has \
+                 repacked the file",
             ),
         }
     }
@@ -69,24 +72,24 @@ impl ReadAt for ArchiveSource<'_> {
     }
 }
 
-/// The error for an archive of torch.jit.save.
-pub fn torch_script(path: &Path) -> Error {
+/// Returns the error for an archive of torch.jit.save.
+pub fn torch_script_error(path: &Path) -> Error {
     Error::unsupported(
         format!("{}: a TorchScript archive, not a checkpoint", path.display()),
         "save the module's state_dict() with torch.save",
     )
 }
 
-/// Returns where the data of a record begins.
+/// Returns the offset of a record's data.
 ///
 /// # Errors
-/// `Malformed` where there is no local header, `Io`.
+/// `Malformed` if the record has no local header, `Io`.
 pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
     let source = ArchiveSource::new(files, file);
     zip::data_offset(&source, record).map_err(|error| source.error(error))
 }
 
-/// Known bytes of many archives, equal ones kept once.
+/// Known bytes of many archives, of which equal ones are kept once.
 #[derive(Debug, Default)]
 pub struct SharedBytes(HashSet<Arc<Vec<u8>>>);
 
@@ -100,7 +103,7 @@ impl SharedBytes {
         shared
     }
 
-    /// Appends an archive to an output file; returns where it begins.
+    /// Appends an archive to an output file; returns its offset.
     pub fn append(&mut self, archive: ArchiveLayout, file: &mut OutputFile) -> u64 {
         let base = file.len;
         for (at, bytes) in archive.known {
@@ -116,10 +119,10 @@ impl SharedBytes {
     }
 }
 
-/// Writes what of a value a pickle has no opcodes for: tensors by a closure, and of values that ranks store differently the
-/// one of a rank.
+/// Writes the values that have no pickle opcodes: tensors with a closure, and values that differ between ranks as the
+/// value of one rank.
 pub struct Leaves<F> {
-    /// Whose pickle it is; `None` where such a value is an error.
+    /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
     pub rank: Option<Rank>,
     pub tensors: F,
 }
@@ -129,11 +132,11 @@ impl<F: FnMut(&mut Writer, TensorId) -> Result<(), WriteError>> WriteLeaves<Tens
         (self.tensors)(writer, tensor)
     }
 
-    fn other(&mut self, writer: &mut Writer, holdings: &Vec<RankValue>) -> Result<(), WriteError> {
-        if let Some(value) = self.rank.and_then(|rank| RankValue::value_for(holdings, rank)) {
+    fn other(&mut self, writer: &mut Writer, rank_values: &Vec<RankValue>) -> Result<(), WriteError> {
+        if let Some(value) = self.rank.and_then(|rank| RankValue::value_for(rank_values, rank)) {
             return writer.value(value, self);
         }
-        let ranks: Vec<Rank> = holdings.iter().flat_map(|holding| holding.ranks.iter().copied()).collect();
+        let ranks: Vec<Rank> = rank_values.iter().flat_map(|rank_value| rank_value.ranks.iter().copied()).collect();
         Err(WriteError::Leaf(format!("{} store different values", list_ranks(&ranks))))
     }
 }

@@ -1,6 +1,6 @@
-//! Checking the CRC-32s that torch.save archives carry: of whole files, and of every item of DCP data files.
+//! Verifies the CRC-32s in torch.save archives: whole files, and every item of DCP data files. Lengths count bytes.
 //!
-//! torch.load never looks at them, so a flipped bit in a file loads in silence there.
+//! torch.load never verifies them, so it loads a file with a flipped bit without an error.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,27 +10,29 @@ use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// The archives of a checkpoint, those of single tensors with their names; none where the format has no checksums.
+/// Returns the archives of a checkpoint; those of single tensors have the tensor's name. Empty if the format has no
+/// checksums.
 #[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =
-        catalog.archives.iter().map(|stretch| (*stretch, None)).collect();
+        catalog.archives.iter().map(|file_range| (*file_range, None)).collect();
     for entry in &catalog.tensors {
         for index in 0..entry.chunks.len() {
-            if let FileLocation::Item(stretch) = entry.chunks.location(index) {
-                archives.insert(stretch, Some(&entry.fqn));
+            if let FileLocation::Item(file_range) = entry.chunks.location(index) {
+                archives.insert(file_range, Some(&entry.fqn));
             }
         }
     }
     archives.into_iter().collect()
 }
 
-/// Check every record of an archive whose writer computed sums.
+/// Verifies every record of an archive whose writer computed checksums.
 ///
 /// # Errors
-/// `Malformed` naming the record, `Io`, or what `each_block` returns, which is told of every block that is read.
-pub fn check(files: &Files, stretch: FileRange, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
-    let source = ArchiveSource::new(files, stretch.file);
+/// `Malformed` naming the record, `Io`, or the error of `each_block`, which is called with the length of every block
+/// that is read.
+pub fn check(files: &Files, file_range: FileRange, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
+    let source = ArchiveSource::new(files, file_range.file);
     let mut each_block = |len| each_block(len).map_err(io::Error::other);
-    source.archive(stretch)?.check(&source, &mut each_block).map_err(|error| source.error(error))
+    source.archive(file_range)?.check(&source, &mut each_block).map_err(|error| source.error(error))
 }

@@ -98,7 +98,7 @@ fn lone_files(listing: &FolderListing<'_>) -> Result<Vec<(Format, PathBuf)>> {
 
 fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved: &[(Format, PathBuf)]) -> Error {
     let what = format!("{} holds no checkpoint of a known format", folder.display());
-    if let Some(error) = names.iter().find_map(|name| foreign::by_name(&folder.join(name))) {
+    if let Some(error) = names.iter().find_map(|name| foreign::refuse_by_name(&folder.join(name))) {
         return error;
     }
     if let [(format, _), _, ..] = saved {

@@ -175,7 +175,7 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     }
     let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
     match (candidates.as_slice(), pointer) {
-        ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron(folder)),
+        ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron_error(folder)),
         ([], Some(pointer)) => Err(Error::Format(FormatError::Missing {
             path: pointer.file,
             at: String::from("content"),

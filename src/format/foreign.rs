@@ -1,6 +1,7 @@
-//! What other frameworks write, and what cannot be read in place: refused by name, with what to do instead.
+//! Detects formats of other frameworks and addresses that are not paths, and refuses them with an error that names the
+//! format and a way to convert it.
 //!
-//! Only names and first bytes are looked at.
+//! Only names and the first bytes of files are examined. It must never refuse a file that this crate can read.
 
 use std::fs::File;
 use std::io::Read;
@@ -15,7 +16,7 @@ fn refuse(path: &Path, what: &str, hint: &str) -> Error {
     Error::unsupported(format!("{}: {what}", path.display()), hint)
 }
 
-/// A path that is an address: `s3://bucket/checkpoint`.
+/// Refuses a path that is an address, such as `s3://bucket/checkpoint`.
 ///
 /// # Errors
 /// `Unsupported` naming the kind of address.
@@ -27,11 +28,11 @@ pub fn refuse_address(path: &Path) -> Result<()> {
     }
     let (what, hint) = match scheme {
         "s3" | "s3a" | "gs" | "gcs" | "az" | "abfs" | "abfss" | "r2" | "oss" => {
-            ("object storage", "copy the checkpoint to a disk first, or mount the bucket")
+            ("object storage", "copy the checkpoint to a local disk first, or mount the bucket")
         }
         "hf" => ("a Hugging Face repository", "download it first: `hf download REPO --local-dir DIR`"),
         "file" => ("an address of a local file", "give the path itself, without file://"),
-        _ => ("an address, not a path", "copy the checkpoint to a disk first"),
+        _ => ("an address, not a path", "copy the checkpoint to a local disk first"),
     };
     Err(refuse(path, &format!("{what} ({scheme}://) is not read in place"), hint))
 }
@@ -40,10 +41,10 @@ pub fn refuse_address(path: &Path) -> Result<()> {
 struct ForeignFolder {
     what: &'static str,
     hint: &'static str,
-    is_one: fn(&FolderNames<'_>) -> Result<bool>,
+    matches: fn(&FolderNames<'_>) -> Result<bool>,
 }
 
-/// A folder, the names in it, and the format that the user names.
+/// A folder, the names of its files, and the format that the user names.
 struct FolderNames<'a> {
     folder: &'a Path,
     names: &'a [String],
@@ -51,64 +52,66 @@ struct FolderNames<'a> {
 }
 
 impl FolderNames<'_> {
-    fn any(&self, test: impl Fn(&str) -> bool) -> bool {
+    fn any_name(&self, test: impl Fn(&str) -> bool) -> bool {
         self.names.iter().any(|name| test(name))
     }
 }
 
-/// In the order in which they are looked for.
+/// The formats that are folders, in the order of the checks.
 const FOLDERS: [ForeignFolder; 5] = [
     ForeignFolder {
         what: "a DeepSpeed ZeRO checkpoint",
         hint: DEEPSPEED,
-        is_one: |folder| Ok(folder.any(is_deepspeed)),
+        matches: |folder| Ok(folder.any_name(is_deepspeed)),
     },
     ForeignFolder {
         what: "one rank's folder of a Megatron-LM checkpoint",
         hint: MEGATRON,
-        is_one: |folder| {
+        matches: |folder| {
             let is_named_so = || folder.from.is_none() && is_folder_of_rank(folder.folder);
-            Ok(folder.any(|name| name == MEGATRON_FILE) || is_named_so())
+            Ok(folder.any_name(|name| name == MEGATRON_FILE) || is_named_so())
         },
     },
     ForeignFolder {
         what: MEGATRON_LM,
         hint: MEGATRON,
-        is_one: |folder| Ok(folder.any(|name| name.starts_with("mp_rank_"))),
+        matches: |folder| Ok(folder.any_name(|name| name.starts_with("mp_rank_"))),
     },
     ForeignFolder {
         what: "a Megatron-LM checkpoint (torch_dist)",
-        hint: "options::from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
-        is_one: |folder| {
-            let may_be_one = folder.any(|name| name == "metadata.json") && folder.from != Some(Format::Dcp);
+        hint: "read its tensors under Megatron's names with options::from dcp, or export Hugging Face names with \
+               Megatron-Bridge",
+        matches: |folder| {
+            let may_be_one = folder.any_name(|name| name == "metadata.json") && folder.from != Some(Format::Dcp);
             Ok(may_be_one && is_torch_dist(&folder.folder.join("metadata.json"))?)
         },
     },
     ForeignFolder {
         what: "a JAX checkpoint (Orbax)",
         hint: "load it with orbax and save its arrays with safetensors.numpy",
-        is_one: |folder| Ok(folder.any(|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name))),
+        matches: |folder| Ok(folder.any_name(|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name))),
     },
 ];
 
-/// Refuses formats of other frameworks, by the names of the files of a folder.
+/// Refuses formats of other frameworks by the names of the files in a folder.
 ///
 /// # Errors
 /// `Unsupported` naming the format.
 pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> Result<()> {
     let listed = FolderNames { folder, names, from };
     for row in &FOLDERS {
-        if (row.is_one)(&listed)? {
+        if (row.matches)(&listed)? {
             return Err(refuse(folder, row.what, row.hint));
         }
     }
     Ok(())
 }
 
-/// A file of one rank of another framework, which is read as a torch file; with the names of the other ranks' files.
+/// Returns the shortfall of a file that is one rank's file in another framework's format but reads as a torch file. It
+/// lists the files of the other ranks.
 ///
 /// # Errors
-/// `Io` where the folder of the files cannot be listed.
+/// `Io` if the folder of the files cannot be listed.
 pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
     let absolute = std::path::absolute(path).map_err(Error::io("find", path))?;
     let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -132,15 +135,16 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
 const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
 const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
 
-/// The names of a rank's files in Megatron-LM.
+/// The name of each rank's file in Megatron-LM.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";
 
-/// `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`
+/// Returns whether a name is one of DeepSpeed's: `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`,
+/// `zero_pp_rank_0_mp_rank_00_optim_states.pt`.
 fn is_deepspeed(name: &str) -> bool {
     ["_model_states.pt", "-model_states.pt", "_optim_states.pt"].iter().any(|end| name.ends_with(end))
 }
 
-/// `mp_rank_00`, `mp_rank_00_000`: the folder of a rank.
+/// Returns whether a name is the folder of a rank in Megatron-LM: `mp_rank_00`, `mp_rank_00_000`.
 fn is_megatron_rank(name: &str) -> bool {
     let numbers = name.strip_prefix("mp_rank_").map(|rest| rest.split('_'));
     numbers.is_some_and(|mut parts| parts.all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
@@ -154,11 +158,12 @@ fn is_folder_of_rank(folder: &Path) -> bool {
 
 const MEGATRON_LM: &str = "a Megatron-LM checkpoint";
 
-pub fn megatron(folder: &Path) -> Error {
+/// Returns the error for a Megatron-LM checkpoint.
+pub fn megatron_error(folder: &Path) -> Error {
     refuse(folder, MEGATRON_LM, MEGATRON)
 }
 
-/// Whether this is the `metadata.json` of Megatron's `dist_checkpointing`.
+/// Returns whether a file is the `metadata.json` of Megatron's `dist_checkpointing`.
 fn is_torch_dist(path: &Path) -> Result<bool> {
     const LIMIT: u64 = 1 << 20;
     if !lookup::is_file(path)? {
@@ -171,10 +176,10 @@ fn is_torch_dist(path: &Path) -> Result<bool> {
     Ok(json.is_ok_and(|json| json.get("sharded_backend").is_some()))
 }
 
-/// The start of a file, enough to tell formats apart.
+/// Returns the first bytes of a file, which are enough to distinguish formats.
 ///
 /// # Errors
-/// `Io` where it is no regular file or cannot be read.
+/// `Io` if it is not a regular file or cannot be read.
 pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     let mut head = Vec::new();
     regular_file(path)?;
@@ -183,13 +188,13 @@ pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// A format of another framework that is a file.
+/// A format of another framework that is a single file.
 struct ForeignFile {
     what: &'static str,
     hint: &'static str,
-    /// Bytes that tell it, and their offset.
+    /// Bytes that identify the format, and their offset.
     start: Option<(usize, &'static [u8])>,
-    /// The ends of names that tell it; one that ends in a hyphen has a number behind it.
+    /// Suffixes that identify the format; a number follows a suffix that ends in a hyphen.
     suffixes: &'static [&'static str],
 }
 
@@ -201,14 +206,14 @@ const FILES: [ForeignFile; 8] = [
         suffixes: &[],
     },
     ForeignFile {
-        what: "a tar file of PyTorch's earliest days",
+        what: "a tar file in PyTorch's earliest format",
         hint: "load it with torch and save it again",
         start: Some((257, b"ustar")),
         suffixes: &[],
     },
     ForeignFile {
         what: "a GGUF file",
-        hint: "take the checkpoint it was made from: its tensors are quantized in llama.cpp's way",
+        hint: "use the checkpoint it was made from: its tensors have the quantization of llama.cpp",
         start: Some((0, b"GGUF")),
         suffixes: &[".gguf"],
     },
@@ -226,7 +231,7 @@ const FILES: [ForeignFile; 8] = [
     },
     ForeignFile {
         what: "an ONNX graph",
-        hint: "take the PyTorch checkpoint it was exported from",
+        hint: "use the PyTorch checkpoint it was exported from",
         start: None,
         suffixes: &[".onnx"],
     },
@@ -245,33 +250,33 @@ const FILES: [ForeignFile; 8] = [
 ];
 
 impl ForeignFile {
-    fn starts(&self, head: &[u8]) -> bool {
+    fn matches_start(&self, head: &[u8]) -> bool {
         self.start.is_some_and(|(offset, bytes)| head.get(offset..).is_some_and(|rest| rest.starts_with(bytes)))
     }
 
-    fn is_named(&self, name: &str) -> bool {
+    fn matches_name(&self, name: &str) -> bool {
         let is_end =
             |suffix: &&str| if suffix.ends_with('-') { name.contains(*suffix) } else { name.ends_with(*suffix) };
         self.suffixes.iter().any(is_end)
     }
 }
 
-/// Refuses formats of other frameworks, by the first bytes of a file or by its name.
+/// Refuses formats of other frameworks by the first bytes or the name of a file.
 ///
 /// # Errors
 /// `Unsupported` naming the format.
 pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
-    match FILES.iter().find(|row| row.starts(head)) {
+    match FILES.iter().find(|row| row.matches_start(head)) {
         Some(row) => Err(refuse(path, row.what, row.hint)),
-        None => by_name(path).map_or(Ok(()), Err),
+        None => refuse_by_name(path).map_or(Ok(()), Err),
     }
 }
 
-/// Returns the error for a format of another framework that a file's name tells.
+/// Returns the error for a file whose name is that of another framework's format.
 #[must_use]
-pub fn by_name(path: &Path) -> Option<Error> {
+pub fn refuse_by_name(path: &Path) -> Option<Error> {
     let name = path.file_name()?.to_str()?;
-    let row = FILES.iter().find(|row| row.is_named(name))?;
+    let row = FILES.iter().find(|row| row.matches_name(name))?;
     Some(refuse(path, row.what, row.hint))
 }
 
@@ -280,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_formats_are_named() {
+    fn foreign_format_is_named() {
         let named = |name: &str, head: &[u8]| refuse_file(Path::new(name), head).map_err(|error| error.to_string());
         for (name, head, word) in [
             ("model.gguf", &b"GGUF\x03"[..], "GGUF"),
@@ -301,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_no_paths() {
+    fn address_is_an_error() {
         for (path, word) in [
             ("s3://bucket/x", "object storage"),
             ("gs://bucket/x", "object storage"),

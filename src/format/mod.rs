@@ -44,7 +44,7 @@ pub use listing::is_data_file;
 pub use metadata_ranges::{MirrorOf, is_read, metadata_ranges, metadata_ranges_of_items, objects};
 pub use parts::{CheckpointPart, PartContent};
 pub use placing::Placing;
-pub use rank_names::{RankName, RankNames};
+pub use rank_names::{RankName, RankNamePattern};
 pub use registry::{FormatEntry, Layouts, Objects, ShardedTarget, TensorStorage, WholeTarget, WriteShards, WriteWhole};
 pub use series::SeriesChoice;
 
@@ -260,7 +260,7 @@ impl Checkpoint {
         let mut reading = ReadFindings::new(options, io);
         let (mut loaded, mut formats) = (Vec::new(), Vec::new());
         for (folder, found) in folders {
-            let (format, own) = reading.read(&parts::within(&root, &folder), found)?;
+            let (format, own) = reading.read(&parts::join_folder(&root, &folder), found)?;
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }
@@ -270,7 +270,7 @@ impl Checkpoint {
             _ => parts::join(loaded),
         };
         if let Some(declared) = &options.declared_layout {
-            declared_layout::tell(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+            declared_layout::apply(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {

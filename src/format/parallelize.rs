@@ -1,5 +1,5 @@
-//! A parallelize plan meets the model of a checkpoint, to say how a target is to lie or how a source lies; and what there
-//! is to tell of it.
+//! Applies a parallelize plan to the model of a checkpoint, as the layout of the target or of the source, and reports
+//! the result. Shapes count elements. It mirrors `parallelize_module` and `fully_shard` in PyTorch.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -16,7 +16,7 @@ use crate::name_list::short_list;
 use crate::nearest;
 use crate::quantity::count;
 
-/// Which checkpoint a plan is said of: by which options.
+/// The checkpoint that a plan describes, which determines the names of the options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanSide {
     Source,
@@ -24,7 +24,7 @@ pub enum PlanSide {
 }
 
 impl PlanSide {
-    /// Names an option of this side: `options::plan`, `options::src_plan`.
+    /// Returns the name of an option on this side: `options::plan`, `options::src_plan`.
     fn option(self, name: &str) -> String {
         let prefix = match self {
             Self::Source => "src_",
@@ -33,50 +33,56 @@ impl PlanSide {
         format!("options::{prefix}{name}")
     }
 
-    /// The plan on a mesh.
+    /// Returns the plan on a mesh.
     ///
     /// # Errors
-    /// `Usage` where it does not know what to do with the dims of the mesh.
+    /// `Usage` if the plan does not determine the role of every mesh dim.
     pub fn plan(self, draft: &UnboundPlan, mesh: &DeviceMesh) -> Result<ParallelizePlan, Error> {
         draft.on_mesh(mesh).map_err(|error| self.error(error, &[]))
     }
 
-    /// With what to do about it.
+    /// Adds a hint to an error of a plan.
     fn error(self, error: PlanError, parameters: &[Parameter<'_>]) -> Error {
         let (mesh, plan, placements) = (self.option("mesh"), self.option("plan"), self.option("placements"));
         let hint = match (&error, self) {
             (PlanError::UnnamedMesh { .. }, _) => format!("give one with {mesh}, such as {mesh} dp=4,tp=2"),
             (PlanError::NoSuchDim { name, dims, .. }, _) => nearest::name_hint(name, dims),
             (PlanError::DimTwice { .. }, _) => {
-                String::from("tensor parallelism, FSDP and its copies have a dim of their own each")
+                String::from("give tensor parallelism, FSDP and replication one mesh dim each")
             }
             (PlanError::UnusedDim { name, .. }, Self::Target) => {
                 format!(
-                    "say it with options::tp {name}, options::fsdp {name} or options::replicate {name}, or leave the dim out of options::mesh"
+                    "give its role with options::tp {name}, options::fsdp {name} or options::replicate {name}, or \
+                     remove the dim from options::mesh"
                 )
             }
             (PlanError::UnusedDim { name, .. }, Self::Source) => format!(
-                "a layout file (options::src_layout) says it: tp = \"{name}\", fsdp = \"{name}\" or replicate = \"{name}\""
+                "give its role in a layout file (options::src_layout): tp = \"{name}\", fsdp = \"{name}\" or \
+                 replicate = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
-                "say it with options::tp DIM; for FSDP alone leave options::plan out: options::mesh dp=4 options::fsdp dp",
+                "name it with options::tp DIM; for FSDP without tensor parallelism remove options::plan: \
+                 options::mesh dp=4 options::fsdp dp",
             ),
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
-                "call it tp in options::src_mesh, or say in a layout file (options::src_layout) which it is: tp = \"DIM\"",
+                "name it tp in options::src_mesh, or declare it in a layout file (options::src_layout): tp = \"DIM\"",
             ),
-            (PlanError::NoStyles { name }, _) => format!("say it with {plan} NAME, or leave {name} out of {mesh}"),
-            (PlanError::Unmatched { pattern, .. }, _) => nearest::name_hint(pattern, &modules(parameters)),
+            (PlanError::NoStyles { name }, _) => format!("give a plan with {plan} NAME, or remove {name} from {mesh}"),
+            (PlanError::Unmatched { pattern, .. }, _) => {
+                nearest::name_hint(pattern, &parameter_and_module_names(parameters))
+            }
             (PlanError::OtherFamily { similar, .. }, _) if similar.is_empty() => {
-                format!("no built-in plan knows these names; {placements} 'PATTERN=LIST' says how tensors lie")
+                format!("no built-in plan has these names; declare placements with {placements} 'PATTERN=LIST'")
             }
             (PlanError::OtherFamily { similar, .. }, _) => {
-                format!("these names look like {}: {plan} {}", any_of(similar), similar[0])
+                format!("use {plan} {1}: these names look like {0}", or_list(similar), similar[0])
             }
             (PlanError::UnknownOrder { .. }, _) => String::from(
-                "name the style of each child, colwise and rowwise; torch files keep the order of a state dict",
+                "name the style of each child, colwise or rowwise, or use torch files, which keep the order of a \
+                 state dict",
             ),
             (PlanError::NoPair { .. }, _) => {
-                String::from("a pattern of pairwise is of the module that has the linear modules")
+                String::from("name the module that contains the linear modules in a pairwise pattern")
             }
             (PlanError::Layout(error), _) => return Error::Layout(error.clone()),
         };
@@ -84,25 +90,25 @@ impl PlanSide {
     }
 }
 
-/// How a plan has the parameters of a model.
+/// The parameters of a model as a plan lays them out.
 #[derive(Debug)]
 pub struct PlannedModel {
     side: PlanSide,
     plan: ParallelizePlan,
     mesh: DeviceMesh,
-    /// In the order of the state dict.
-    laid: IndexMap<Fqn, ParameterPlacement>,
-    /// Plans that name more.
-    alike: Vec<&'static str>,
-    /// What a rule lays out instead.
-    ruled: HashSet<Fqn>,
+    /// The placement of each parameter, in the order of the state dict.
+    placements: IndexMap<Fqn, ParameterPlacement>,
+    /// Built-in plans that match more of the names.
+    matching_families: Vec<&'static str>,
+    /// Parameters that a rule lays out instead of the plan.
+    covered_by_rule: HashSet<Fqn>,
 }
 
 impl PlannedModel {
-    /// `names` are those of the parameters in their state dict.
+    /// Binds a plan to parameters. `names` are their names in the state dict.
     ///
     /// # Errors
-    /// `Usage` where the plan does not fit.
+    /// `Usage` if the plan does not fit the model.
     pub fn new(
         side: PlanSide,
         (plan, mesh): (&ParallelizePlan, &DeviceMesh),
@@ -110,34 +116,47 @@ impl PlannedModel {
         parameters: &[Parameter<'_>],
         order: ParameterOrder,
     ) -> Result<Self, Error> {
-        let laid = plan.bind(mesh, parameters, order).map_err(|error| side.error(error, parameters))?;
-        let is_left = |laid: &ParameterPlacement| laid.by == PlacementSource::NoStyle;
-        let alike =
-            if plan.family.is_some() && laid.iter().any(is_left) { similar_families(parameters) } else { Vec::new() };
-        let laid = names.into_iter().zip(laid).collect();
-        Ok(Self { side, plan: plan.clone(), mesh: mesh.clone(), laid, alike, ruled: HashSet::new() })
+        let placements = plan.bind(mesh, parameters, order).map_err(|error| side.error(error, parameters))?;
+        let is_left = |placement: &ParameterPlacement| placement.by == PlacementSource::NoStyle;
+        let matching_families = if plan.family.is_some() && placements.iter().any(is_left) {
+            similar_families(parameters)
+        } else {
+            Vec::new()
+        };
+        let placements = names.into_iter().zip(placements).collect();
+        Ok(Self {
+            side,
+            plan: plan.clone(),
+            mesh: mesh.clone(),
+            placements,
+            matching_families,
+            covered_by_rule: HashSet::new(),
+        })
     }
 
-    /// How a tensor of the model lies.
-    pub fn laid(&self, name: &Fqn) -> Option<&ParameterPlacement> {
-        self.laid.get(name)
+    /// Returns the placement of a tensor of the model.
+    pub fn placement(&self, name: &Fqn) -> Option<&ParameterPlacement> {
+        self.placements.get(name)
     }
 
-    /// A rule lays out this parameter, and there is nothing to tell of it.
-    pub fn leave(&mut self, name: &Fqn) {
-        self.ruled.insert(name.clone());
+    /// Records that a rule lays out this parameter, so that no note mentions it.
+    pub fn mark_covered_by_rule(&mut self, name: &Fqn) {
+        self.covered_by_rule.insert(name.clone());
     }
 
-    /// What nobody but the plan lays out.
-    pub fn left(&self) -> impl Iterator<Item = (&str, &ParameterPlacement)> {
-        self.laid.iter().filter(|(name, _)| !self.ruled.contains(*name)).map(|(name, laid)| (name.as_str(), laid))
+    /// Returns the parameters that only the plan lays out.
+    pub fn planned(&self) -> impl Iterator<Item = (&str, &ParameterPlacement)> {
+        self.placements
+            .iter()
+            .filter(|(name, _)| !self.covered_by_rule.contains(*name))
+            .map(|(name, placement)| (name.as_str(), placement))
     }
 
     fn names(&self, of: impl Fn(&ParameterPlacement) -> bool) -> Vec<&str> {
-        self.left().filter(|(_, laid)| of(laid)).map(|(name, _)| name).collect()
+        self.planned().filter(|(_, placement)| of(placement)).map(|(name, _)| name).collect()
     }
 
-    /// The mesh dim of tensor parallelism, and its size.
+    /// Returns the name and the size of the mesh dim of tensor parallelism.
     #[must_use]
     pub fn tensor_dim(&self) -> Option<(&str, u64)> {
         let dim = self.plan.roles.tp?;
@@ -145,6 +164,7 @@ impl PlannedModel {
     }
 
     #[must_use]
+    /// Returns whether the plan has a mesh dim for FSDP.
     pub fn has_fsdp(&self) -> bool {
         self.plan.roles.fsdp.is_some()
     }
@@ -153,7 +173,8 @@ impl PlannedModel {
         dim.zip(self.mesh.names()).map_or("", |(dim, names)| &names[dim.0])
     }
 
-    /// What is not as somebody may think; `of_unstyled` is said of what no style names.
+    /// Returns notes about results that users may not expect. `unstyled_suffix` is added to the note about tensors that
+    /// no style names.
     #[must_use]
     pub fn notes(&self, of_unstyled: &str) -> Vec<String> {
         let mut notes = Vec::new();
@@ -164,75 +185,84 @@ impl PlannedModel {
         };
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));
         let mut odd: IndexMap<(u64, u64), Vec<&str>> = IndexMap::new();
-        for (name, laid) in self.left() {
-            if let Some(UncutReason::OddBlocks { blocks, size }) = laid.uncut {
+        for (name, placement) in self.planned() {
+            if let Some(UncutReason::OddBlocks { blocks, size }) = placement.uncut {
                 odd.entry((blocks, size)).or_default().push(name);
             }
         }
         for ((blocks, size), names) in odd {
-            note(names, &format!("whole on {tp}, because {size} does not divide into {blocks} weights of one size"));
+            note(
+                names,
+                &format!("replicated on {tp}, because {size} does not divide into {blocks} weights of equal size"),
+            );
         }
         let is = match self.side {
-            PlanSide::Source => "taken for whole",
-            PlanSide::Target => "whole",
+            PlanSide::Source => "treated as replicated",
+            PlanSide::Target => "replicated",
         };
         note(
-            self.names(|laid| laid.uncut == Some(UncutReason::BlocksWithinFsdp)),
-            &format!("{is} on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
+            self.names(|placement| placement.uncut == Some(UncutReason::BlocksWithinFsdp)),
+            &format!("{is} on {fsdp}: no placement can express a shard on {fsdp} after {tp} took a part of each block"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();
-        for (name, laid) in self.left() {
-            if let Some(said) = laid.note {
-                assumed.entry(said).or_default().push(name);
+        for (name, placement) in self.planned() {
+            if let Some(note) = placement.note {
+                assumed.entry(note).or_default().push(name);
             }
         }
-        for (said, names) in assumed {
-            note(names, said);
+        for (assumption, names) in assumed {
+            note(names, assumption);
         }
         if self.plan.roles.tp.is_some() {
-            let lie = match self.plan.roles.fsdp {
-                Some(_) => format!("no style names them: on {fsdp} alone"),
-                None => String::from("no style names them: plain on every rank"),
+            let layout = match self.plan.roles.fsdp {
+                Some(_) => format!("no style of the plan matches: sharded on {fsdp} only"),
+                None => String::from("no style of the plan matches: plain on every rank"),
             };
             let own = self.plan.family.map(|family| family.name);
-            let other =
-                Some(&self.alike).filter(|alike| !alike.is_empty() && !alike.iter().any(|name| Some(*name) == own));
+            let other = Some(&self.matching_families).filter(|matching_families| {
+                !matching_families.is_empty() && !matching_families.iter().any(|name| Some(*name) == own)
+            });
             let other = other
-                .map(|alike| format!("; {} {} names more", self.side.option("plan"), any_of(alike)))
+                .map(|matching_families| {
+                    format!("; {} {} matches more names", self.side.option("plan"), or_list(matching_families))
+                })
                 .unwrap_or_default();
-            note(self.names(|laid| laid.by == PlacementSource::NoStyle), &(lie + &other + of_unstyled));
+            note(self.names(|placement| placement.by == PlacementSource::NoStyle), &(layout + &other + of_unstyled));
         }
-        note(self.names(|laid| laid.by == PlacementSource::Buffer), "taken for buffers: plain on every rank");
+        note(
+            self.names(|placement| placement.by == PlacementSource::Buffer),
+            "treated as buffers: plain on every rank",
+        );
         if self.side == PlanSide::Source && self.plan.roles.fsdp.is_some() {
-            // Copies that are taken for parts make up a larger tensor, and nothing else would show it.
+            // If copies are treated as parts, the result is a larger tensor, without any error.
             notes.push(format!(
-                "parts are cut along dim 0 over {fsdp}, as FSDP does; where its ranks have copies, a layout file says \
-                 replicate = \"{fsdp}\""
+                "parts are assumed to be sharded along dim 0 over {fsdp}, as FSDP does; if its ranks hold copies, \
+                 declare replicate = \"{fsdp}\" in a layout file"
             ));
         }
         notes
     }
 
-    /// How many parameters have each style.
+    /// Returns the number of parameters of each style.
     pub fn details(&self) -> Vec<String> {
         let mut counts: IndexMap<String, usize> = IndexMap::new();
-        for laid in self.laid.values() {
-            *counts.entry(laid.by.to_string()).or_default() += 1;
+        for placement in self.placements.values() {
+            *counts.entry(placement.by.to_string()).or_default() += 1;
         }
         counts.into_iter().map(|(by, number)| format!("{by}: {}", count(number, "tensor"))).collect()
     }
 }
 
-/// `llama, mistral or qwen2`
-fn any_of(names: &[&str]) -> String {
+/// Returns a list such as `llama, mistral or qwen2`.
+fn or_list(names: &[&str]) -> String {
     match names {
         [first @ .., before, last] => [first, &[&format!("{before} or {last}")]].concat().join(", "),
         few => few.concat(),
     }
 }
 
-/// The names of parameters, and of the modules that have them.
-fn modules(parameters: &[Parameter<'_>]) -> Vec<String> {
+/// Returns the names of parameters and of the modules that contain them.
+fn parameter_and_module_names(parameters: &[Parameter<'_>]) -> Vec<String> {
     let name = |parameter: &Parameter<'_>| parameter.name.clone();
     let module = |parameter: &Parameter<'_>| parameter.name.rsplit_once('.').map(|(module, _)| module.to_owned());
     let names: BTreeSet<String> = parameters.iter().map(name).chain(parameters.iter().filter_map(module)).collect();

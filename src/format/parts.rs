@@ -1,40 +1,41 @@
-//! Checkpoints that are read as one: several series of rank files in a folder, several folders beside each other.
+//! Joins checkpoints that are read together: several series of rank files in a folder, or several folders next to each
+//! other.
 //!
-//! Each is read for itself and then becomes part of one state dict, under a name of its own or beside the others.
-//! What came from where is remembered, so that it can be written apart again.
+//! Each is read separately and becomes a part of one state dict, under a name of its own or merged with the others. The
+//! origin of every part is kept, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::rank_names::RankNames;
+use super::rank_names::RankNamePattern;
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Value, shift_tensors};
 use crate::error::Result;
 use crate::storage::lookup::{self, FileKind};
 
-/// A checkpoint that was read for itself.
+/// One of the checkpoints that form the state dict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointPart {
-    /// Relative to the checkpoint's root; empty where it is the root.
+    /// The folder relative to the checkpoint's root; empty for the root.
     pub folder: PathBuf,
     pub content: PartContent,
-    /// How its files are called, where there is one a rank.
-    pub names: Option<RankNames>,
-    /// How many of those there are; 0 where there is not one a rank.
+    /// The pattern of its file names, if it has one file per rank.
+    pub name_pattern: Option<RankNamePattern>,
+    /// The number of its rank files; 0 if it does not have one file per rank.
     pub world_size: u32,
 }
 
-/// What of the state dict a part is.
+/// The content of a part within the state dict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartContent {
     Whole,
-    /// The subtree at this path, dotted.
-    Below(String),
+    /// The subtree at this dotted path.
+    Subtree(String),
     /// These entries of the state dict.
     Keys(Vec<String>),
 }
 
-/// A folder that was read.
+/// The content of a folder that was read.
 #[derive(Debug)]
 pub struct LoadedFolder {
     pub catalog: Catalog,
@@ -42,21 +43,22 @@ pub struct LoadedFolder {
 }
 
 impl LoadedFolder {
-    /// A checkpoint that is one part.
+    /// Returns a checkpoint that is a single part.
     pub fn whole(catalog: Catalog) -> Self {
-        let part = CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, names: None, world_size: 0 };
+        let part =
+            CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, name_pattern: None, world_size: 0 };
         Self { catalog, parts: vec![part] }
     }
 }
 
-/// A folder in another one; an empty name is that one itself.
-pub fn within(root: &Path, folder: &Path) -> PathBuf {
-    // Joined, it would end in a slash, and a file with a slash after it is no file.
+/// Returns the path of a folder inside `root`; an empty name is `root` itself.
+pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
+    // Joining an empty name would add a trailing slash, which makes the path of a file invalid.
     if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
 }
 
-/// Several folders as one. Their state dicts lie side by side where their keys differ, else each under the name of
-/// its folder.
+/// Joins several folders. If the keys of their state dicts are distinct they are merged; otherwise each becomes a
+/// subtree under the name of its folder.
 pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {
     let mut seen = HashSet::new();
     let mut keys = folders.iter().map(|(_, loaded)| top_keys(&loaded.catalog.state));
@@ -68,7 +70,7 @@ pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {
         let name = folder.to_string_lossy().into_owned();
         let own_keys = top_keys(&loaded.catalog.state).unwrap_or_default();
         let under = (!side_by_side).then_some(name.as_str());
-        let state = adopt(&mut whole, loaded.catalog, under);
+        let state = absorb(&mut whole, loaded.catalog, under);
         match state {
             Value::Dict(dict) if side_by_side => entries.extend(dict.entries),
             state => entries.push((Value::Str(name.as_str().into()), state)),
@@ -77,11 +79,11 @@ pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {
             content: match (part.content, side_by_side) {
                 (PartContent::Whole, true) => PartContent::Keys(own_keys.clone()),
                 (content, true) => content,
-                (PartContent::Below(path), false) => PartContent::Below(format!("{name}.{path}")),
-                (_, false) => PartContent::Below(name.clone()),
+                (PartContent::Subtree(path), false) => PartContent::Subtree(format!("{name}.{path}")),
+                (_, false) => PartContent::Subtree(name.clone()),
             },
-            folder: within(&folder, &part.folder),
-            names: part.names,
+            folder: join_folder(&folder, &part.folder),
+            name_pattern: part.name_pattern,
             world_size: part.world_size,
         }));
     }
@@ -93,9 +95,9 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
     Some(state.as_dict()?.entries.iter().map(|(key, _)| key_text(key).to_string()).collect())
 }
 
-/// Move everything but the state of `part` into `whole`, and give the state in the numbering of `whole`. `under` is
-/// the name of the subtree it is to become.
-pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
+/// Moves everything but the state of `part` into `whole`, and returns the state in the numbering of `whole`. `under` is
+/// the name of its new subtree.
+pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
     shift_tensors(&mut part.state, shift);
     let meshes: Vec<_> = part.meshes.drain(..).map(|mesh| whole.intern_mesh(mesh)).collect();
@@ -118,22 +120,22 @@ pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Val
     part.state
 }
 
-/// Entries that are looked at in search of files beside a checkpoint.
+/// Upper limit for the entries that are visited in the search for other files.
 const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
-/// The regular files below `root` that are no part of the checkpoint, relative to it and sorted; `None` where there
-/// are too many to be what a trainer leaves beside a checkpoint. Links to files count as files, so do links that lead
-/// nowhere, of which carrying them makes an error; linked folders are not entered.
+/// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
+/// `None` if there are more than a trainer would leave next to a checkpoint. Links to files count as files, and so do
+/// dangling links, which are an error when they are copied; linked folders are not entered.
 ///
 /// # Errors
-/// `Io` where a folder cannot be listed or an entry cannot be looked at.
-pub fn beside(root: &Path, is_part: &dyn Fn(&Path) -> bool) -> Result<Option<Vec<PathBuf>>> {
+/// `Io` if a folder cannot be listed or an entry cannot be examined.
+pub fn other_files(root: &Path, is_part: &dyn Fn(&Path) -> bool) -> Result<Option<Vec<PathBuf>>> {
     let mut found = Vec::new();
     let mut seen = 0;
     let mut folders = vec![(PathBuf::new(), 0)];
     while let Some((folder, depth)) = folders.pop() {
-        for entry in lookup::list(&within(root, &folder))? {
+        for entry in lookup::list(&join_folder(root, &folder))? {
             seen += 1;
             if seen > MAX_ENTRIES {
                 return Ok(None);
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_lie_side_by_side_or_below_their_names() {
+    fn joined_folders_merge_or_nest_by_keys() {
         let joined = join(vec![("a".into(), loaded(&["model"])), ("b".into(), loaded(&["optimizer"]))]);
         assert_eq!(joined.catalog.state.to_string(), "{'model': <tensor 0>, 'optimizer': <tensor 1>}");
         assert_eq!(joined.parts[1].folder, Path::new("b"));
@@ -181,13 +183,13 @@ mod tests {
 
         let joined = join(vec![("a".into(), loaded(&["w"])), ("b".into(), loaded(&["w"]))]);
         assert_eq!(joined.catalog.tensors[1].fqn.as_str(), "b.w");
-        assert_eq!(joined.parts[0].content, PartContent::Below("a".into()));
+        assert_eq!(joined.parts[0].content, PartContent::Subtree("a".into()));
         let names = crate::catalog::model::all_tensors(&joined.catalog.state);
         assert_eq!(names.iter().map(|(name, id)| (name.as_str(), id.0)).collect::<Vec<_>>(), [("a.w", 0), ("b.w", 1)]);
     }
 
     #[test]
-    fn files_beside_are_listed_and_bounded() {
+    fn other_files_are_listed_and_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         std::fs::create_dir_all(root.join("huggingface")).unwrap();
@@ -199,9 +201,9 @@ mod tests {
         std::os::unix::fs::symlink("nowhere", root.join("dangling")).unwrap();
         let is_part = |path: &Path| path.extension().is_some_and(|suffix| suffix == "part");
         let expected = ["dangling", "huggingface/config.json", "linked.json", "z.json"].map(PathBuf::from);
-        assert_eq!(beside(root, &is_part).unwrap().unwrap(), expected);
+        assert_eq!(other_files(root, &is_part).unwrap().unwrap(), expected);
         let deep: PathBuf = std::iter::repeat_n("d", MAX_DEPTH + 1).collect();
         std::fs::create_dir_all(root.join(deep)).unwrap();
-        assert!(beside(root, &is_part).unwrap().is_none());
+        assert!(other_files(root, &is_part).unwrap().is_none());
     }
 }

@@ -1,37 +1,37 @@
-//! Names of files that belong together by their numbers: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
+//! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
 //!
-//! A name is text with two numbers in it, the rank and, where it has one, the world size. Taken apart it says which
-//! series the file belongs to; with other numbers put in, how files for another world size are called, in the style
-//! of the ones that were read.
+//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name gives the series
+//! of the file. Rendered with other numbers, it gives the names of files for another world size, in the same style.
+//! Invariant: a name rendered with its own numbers is unchanged.
 
 use std::path::Path;
 
-/// Characters between the words of a name.
+/// Characters that separate the words of a name.
 const SEPARATORS: [char; 3] = ['_', '-', '.'];
 
-/// What the name of one file tells.
+/// The parsed name of one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankName {
     pub series: String,
     pub rank: u32,
     pub world_size: Option<u32>,
     pub numbering: Numbering,
-    pub names: RankNames,
+    pub pattern: RankNamePattern,
 }
 
-/// How a name says its number.
+/// The form of the rank in a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numbering {
-    /// As `rank_3` or `shard3`: a rank, counted from 0.
+    /// A rank counted from 0, as in `rank_3` or `shard3`.
     Rank,
-    /// As `00001-of-00002` alone: a rank where it counts from 0; from 1, it is a file of a set, as Hugging Face
-    /// writes them.
+    /// A number of a total, as in `00001-of-00002`: a rank if it counts from 0; if it counts from 1, a file of a set as
+    /// Hugging Face writes them.
     OfTotal,
 }
 
-/// A file name with its numbers left open.
+/// A file name with placeholders for its numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankNames(Vec<NamePiece>);
+pub struct RankNamePattern(Vec<NamePiece>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum NamePiece {
@@ -40,44 +40,44 @@ enum NamePiece {
     WorldSize { width: usize },
 }
 
-/// A number in a name: where its word begins, and its digits.
+/// A number in a name: the start of its word, and the range of its digits.
 #[derive(Clone, Copy, Debug)]
 struct NumberField {
-    start: usize,
+    word_start: usize,
     digits: (usize, usize),
 }
 
 impl RankName {
-    /// Take the name of a file apart; `None` where there is no rank in it. Words may be in upper case.
+    /// Parses the name of a file; returns `None` if it has no rank. Words may be in upper case.
     #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
         let (whole_stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
         let stem = &*whole_stem.to_ascii_lowercase();
-        let marked = marked(stem, "rank").or_else(|| marked(stem, "shard"));
+        let marked = number_after_word(stem, "rank").or_else(|| number_after_word(stem, "shard"));
         let (numbering, rank, world_size) = match marked {
             Some(rank) => {
-                let after = of_total(stem, rank.digits.1).filter(|field| value(stem, *field).is_some());
-                let size = self::marked(stem, "world_size").filter(|field| value(stem, *field).is_some());
+                let after = total_after(stem, rank.digits.1).filter(|field| value(stem, *field).is_some());
+                let size = self::number_after_word(stem, "world_size").filter(|field| value(stem, *field).is_some());
                 (Numbering::Rank, rank, size.or(after))
             }
             None => {
-                let (rank, size) = numbered(stem)?;
+                let (rank, size) = rank_of_total(stem)?;
                 (Numbering::OfTotal, rank, Some(size))
             }
         };
         let number = value(stem, rank)?;
         let mut fields = vec![(rank, true)];
         fields.extend(world_size.map(|field| (field, false)));
-        fields.sort_by_key(|(field, _)| field.start);
+        fields.sort_by_key(|(field, _)| field.word_start);
         let (first, last) = (fields[0].0, fields[fields.len() - 1].0);
         let around =
-            [&whole_stem[..first.start], &whole_stem[last.digits.1..]].map(|text| text.trim_matches(SEPARATORS));
+            [&whole_stem[..first.word_start], &whole_stem[last.digits.1..]].map(|text| text.trim_matches(SEPARATORS));
         let series: Vec<&str> = around.into_iter().filter(|text| !text.is_empty()).collect();
         let mut pieces = Vec::new();
         let mut at = 0;
         for (NumberField { digits: (start, end), .. }, is_rank) in fields {
             pieces.push(NamePiece::Text(name[at..start].to_owned()));
-            // A number without leading zeros is as wide as it is by chance.
+            // The width of a number without leading zeros is not a fixed width.
             let width = if name[start..end].starts_with('0') { end - start } else { 1 };
             pieces.push(if is_rank { NamePiece::Rank { width } } else { NamePiece::WorldSize { width } });
             at = end;
@@ -88,13 +88,13 @@ impl RankName {
             rank: number,
             world_size: world_size.and_then(|field| value(stem, field)),
             numbering,
-            names: RankNames(pieces),
+            pattern: RankNamePattern(pieces),
         })
     }
 }
 
-impl RankNames {
-    /// The names of a series that no file was read of: `NAME_world_size_N_rank_R.pt`.
+impl RankNamePattern {
+    /// Returns the names of a new series: `NAME_world_size_N_rank_R.pt`.
     #[must_use]
     pub fn new_series(name: &str) -> Self {
         let prefix = if name.is_empty() { String::new() } else { format!("{name}_") };
@@ -107,7 +107,7 @@ impl RankNames {
         ])
     }
 
-    /// The name of one rank's file.
+    /// Returns the name of one rank's file.
     #[must_use]
     pub fn render(&self, rank: u32, world_size: u32) -> String {
         let text = |piece: &NamePiece| match piece {
@@ -118,8 +118,8 @@ impl RankNames {
         self.0.iter().map(text).collect()
     }
 
-    /// Take over the zeros that another name of the series is padded with: `rank_10` does not show them.
-    pub fn widen(&mut self, other: &Self) {
+    /// Adopts the zero padding of another name of the series: `rank_10` does not show it.
+    pub fn widen_padding(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
             if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })
             | (NamePiece::WorldSize { width }, NamePiece::WorldSize { width: more }) = (own, other)
@@ -130,33 +130,34 @@ impl RankNames {
     }
 }
 
-/// The last place where `word` is followed by a number and is not the end of a longer word.
-fn marked(stem: &str, word: &str) -> Option<NumberField> {
+/// Returns the last number that follows `word`, if `word` is not the end of a longer word.
+fn number_after_word(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
         .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))
-        .find_map(|(start, _)| Some(NumberField { start, digits: digits_after(stem, start + word.len())? }))
+        .find_map(|(start, _)| Some(NumberField { word_start: start, digits: digits_after(stem, start + word.len())? }))
 }
 
 fn after_separator(stem: &str, at: usize) -> usize {
     if stem[at..].starts_with(SEPARATORS) { at + 1 } else { at }
 }
 
-/// The digits after at most one separator.
+/// Returns the digits after at most one separator.
 fn digits_after(stem: &str, at: usize) -> Option<(usize, usize)> {
     let start = after_separator(stem, at);
     let len = stem[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(stem.len() - start);
     (len > 0).then_some((start, start + len))
 }
 
-/// `_of_8`, `.of.8` or `of8` at this place.
-fn of_total(stem: &str, at: usize) -> Option<NumberField> {
+/// Returns the total in `_of_8`, `.of.8` or `of8` at this position.
+fn total_after(stem: &str, at: usize) -> Option<NumberField> {
     let word = after_separator(stem, at);
     let digits = stem[word..].starts_with("of").then(|| digits_after(stem, word + 2))??;
-    Some(NumberField { start: at, digits })
+    Some(NumberField { word_start: at, digits })
 }
 
-/// The last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers: `00001-of-00002.fp16`.
-fn numbered(stem: &str) -> Option<(NumberField, NumberField)> {
+/// Returns the last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers:
+/// `00001-of-00002.fp16`.
+fn rank_of_total(stem: &str) -> Option<(NumberField, NumberField)> {
     let is_separator = |c: char| c == ' ' || SEPARATORS.contains(&c);
     stem.rmatch_indices("of").find_map(|(of, word)| {
         let before = &stem[..of];
@@ -165,8 +166,8 @@ fn numbered(stem: &str) -> Option<(NumberField, NumberField)> {
         let after = of + word.len();
         let size = digits_after(stem, after + usize::from(stem[after..].starts_with(' ')))?;
         let is_number = rank_start < rank_end && !stem[size.1..].starts_with(char::is_alphanumeric);
-        let rank = NumberField { start: rank_start, digits: (rank_start, rank_end) };
-        is_number.then_some((rank, NumberField { start: rank_end, digits: size }))
+        let rank = NumberField { word_start: rank_start, digits: (rank_start, rank_end) };
+        is_number.then_some((rank, NumberField { word_start: rank_end, digits: size }))
     })
 }
 
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_found_in_common_names() {
+    fn common_names_give_series_rank_and_size() {
         for (name, series, rank, world_size) in [
             ("model_world_size_8_rank_3.pt", "model", 3, Some(8)),
             ("extra_state_world_size_2_rank_0.pt", "extra_state", 0, Some(2)),
@@ -222,20 +223,20 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever the name, it is what its own numbers give.
+        /// Every name that is parsed renders back to the same text.
         #[test]
-        fn names_are_what_their_numbers_give(
+        fn parsed_name_renders_back_equal(
             name in "(ü|model|rank|RANK|shard|world_size|of|Of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
         ) {
             if let Some(parsed) = RankName::parse(Path::new(&name)) {
-                let rendered = parsed.names.render(parsed.rank, parsed.world_size.unwrap_or(0));
+                let rendered = parsed.pattern.render(parsed.rank, parsed.world_size.unwrap_or(0));
                 proptest::prop_assert_eq!(rendered, name);
             }
         }
     }
 
     #[test]
-    fn names_keep_their_style() {
+    fn rendered_name_keeps_the_style() {
         for (name, rendered) in [
             ("model_world_size_8_rank_3.pt", "model_world_size_16_rank_11.pt"),
             ("model_rank_3.bin", "model_rank_11.bin"),
@@ -245,15 +246,15 @@ mod tests {
             ("model-00003-of-00008.pt", "model-00011-of-00016.pt"),
             ("rank_3_optim.pt", "rank_11_optim.pt"),
         ] {
-            let names = RankName::parse(Path::new(name)).unwrap().names;
+            let names = RankName::parse(Path::new(name)).unwrap().pattern;
             assert_eq!(names.render(11, 16), rendered);
         }
-        let names = RankNames::new_series("model");
+        let names = RankNamePattern::new_series("model");
         assert_eq!(names.render(3, 8), "model_world_size_8_rank_3.pt");
-        assert_eq!(RankNames::new_series("").render(3, 8), "world_size_8_rank_3.pt");
-        let names = |name: &str| RankName::parse(Path::new(name)).unwrap().names;
+        assert_eq!(RankNamePattern::new_series("").render(3, 8), "world_size_8_rank_3.pt");
+        let names = |name: &str| RankName::parse(Path::new(name)).unwrap().pattern;
         let mut ten = names("rank_10.pt");
-        ten.widen(&names("rank_03.pt"));
+        ten.widen_padding(&names("rank_03.pt"));
         assert_eq!(ten.render(4, 16), "rank_04.pt");
         assert_eq!(names("rank_0.pt").render(12, 16), "rank_12.pt");
     }

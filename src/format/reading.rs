@@ -118,7 +118,7 @@ impl<'a> ReadFindings<'a> {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             own.contains(root.join(path).as_path()) || is_metadata_file(name) || is_data_file(path)
         };
-        Ok(parts::beside(root, &is_part)?.unwrap_or_else(|| {
+        Ok(parts::other_files(root, &is_part)?.unwrap_or_else(|| {
             catalog.warnings.push(format!("{}: too many other files in it to look at", root.display()));
             Vec::new()
         }))
@@ -129,7 +129,8 @@ impl<'a> ReadFindings<'a> {
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
-        "options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and options::reduce say how plain tensors of rank files lie (one torch.save \
+        "options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and \
+         options::reduce say how plain tensors of rank files lie (one torch.save \
          or safetensors file a rank); leave them out",
     )
 }

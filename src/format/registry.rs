@@ -11,7 +11,7 @@ use super::listing::{DetectedFiles, FileStart, FolderListing};
 use super::local::LocalLayout;
 use super::parts::LoadedFolder;
 use super::placing::Placing;
-use super::rank_names::RankNames;
+use super::rank_names::RankNamePattern;
 use super::reading::ReadFindings;
 use super::shortfall::Shortfall;
 use super::torch::{DTensorStyle, RankLayout};
@@ -233,7 +233,7 @@ pub struct ShardedTarget<'a> {
     /// The PyTorch that is to load rank files.
     pub style: &'a DTensorStyle,
     /// The names of rank files, in formats that have series of them.
-    pub names: Option<&'a RankNames>,
+    pub names: Option<&'a RankNamePattern>,
     pub layouts: &'a mut dyn Layouts,
 }
 

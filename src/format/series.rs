@@ -1,15 +1,17 @@
-//! Series of rank files in one folder: `model_world_size_8_rank_3.pt` beside `optim_world_size_8_rank_3.pt`.
+//! Finds and reads series of rank files in one folder: `model_world_size_8_rank_3.pt` next to
+//! `optim_world_size_8_rank_3.pt`.
 //!
-//! Ranks count from 0, as in `torch.distributed`, and all of a series' ranks must be there: what a rank alone holds
-//! cannot be made up. Where the others are replicas of it, the user may go on without it.
+//! Ranks count from 0, as in `torch.distributed`. Invariant: all ranks of a series must be present, because the data of
+//! a missing rank cannot be restored. If the other ranks hold replicas of it, the user may continue without it
+//! (`options::allow_missing`).
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
-use super::parts::{CheckpointPart, LoadedFolder, PartContent, adopt};
-use super::rank_names::{Numbering, RankName, RankNames};
-use super::shortfall::list_absent;
+use super::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
+use super::rank_names::{Numbering, RankName, RankNamePattern};
+use super::shortfall::list_missing_names;
 use super::torch;
 use super::torch::load::load;
 use super::torch::ranks::{PlainKind, RankFile, merge};
@@ -22,14 +24,14 @@ use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
 use crate::storage::lookup::{self, FileKind};
 
-/// Which series of a folder to read.
+/// The series of a folder to read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SeriesChoice {
     #[default]
     All,
-    /// The model; or the only one there is.
+    /// The model series, or the only series.
     Model,
-    /// And gradients, where there are any.
+    /// The model series, and the gradients if there are any.
     ModelAndGradients,
     Named(Vec<String>),
 }
@@ -37,8 +39,8 @@ pub enum SeriesChoice {
 /// Returns a description of one file of a series, and the names of the other files.
 ///
 /// # Errors
-/// `Io` where the folder that it is in cannot be listed.
-pub fn fragment(path: &Path) -> Result<Option<(String, Vec<String>)>> {
+/// `Io` if its folder cannot be listed.
+pub fn describe_single_file(path: &Path) -> Result<Option<(String, Vec<String>)>> {
     let Some(name) = RankName::parse(path) else { return Ok(None) };
     let beside = siblings(path, &name)?;
     let count = match name.world_size {
@@ -64,7 +66,7 @@ pub fn fragment(path: &Path) -> Result<Option<(String, Vec<String>)>> {
             absent = format!(", missing: {}", short_list(&names, FEW));
         }
     }
-    let others = if others.is_empty() { String::new() } else { format!(" ({} beside it)", short_list(&others, FEW)) };
+    let others = if others.is_empty() { String::new() } else { format!(" (next to it: {})", short_list(&others, FEW)) };
     Ok((count > 1).then(|| (format!("1 of {count} files of its series{others}{absent}"), missing)))
 }
 
@@ -73,7 +75,7 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     for entry in lookup::list(folder_of(path))? {
         let is_of_series = entry.path.extension().is_some()
             && RankName::parse(&entry.path).is_some_and(|name| name.series == own.series);
-        // A rank whose file cannot be reached is a rank nevertheless.
+        // A rank whose file is a dangling link is still a rank of the series.
         if is_of_series && matches!(entry.kind()?, FileKind::File | FileKind::Dangling) {
             found.push(entry.path);
         }
@@ -81,7 +83,7 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The rank files of one series, as they were found.
+/// The rank files of one series, before they are checked.
 #[derive(Debug)]
 struct Series {
     name: String,
@@ -97,56 +99,57 @@ pub struct SeriesSet {
     skipped: Vec<Series>,
 }
 
-/// What the torch files of a folder are, by their names.
+/// The torch files of a folder, grouped by their names.
 #[derive(Debug)]
-pub struct Grouped {
-    pub ranks: Option<SeriesSet>,
-    /// Files that say that they are one of several, from 1 on, without an index that lists them.
+pub struct GroupedFiles {
+    pub rank_files: Option<SeriesSet>,
+    /// Sets of files that are numbered from 1, without an index that lists them.
     pub sets: Vec<NumberedSet>,
     pub plain: Vec<PathBuf>,
 }
 
-/// Files that say in their names how many they are.
+/// Files whose names state the number of files.
 #[derive(Clone, Debug)]
 pub struct NumberedSet {
     pub name: String,
-    /// The number of files that their names state.
+    /// The number of files that the names state.
     pub size: u32,
     first: u32,
     files: BTreeMap<u32, PathBuf>,
-    names: RankNames,
+    names: RankNamePattern,
 }
 
 impl NumberedSet {
-    /// At least one file is needed, for the style of the names.
+    /// Returns a set; `files` must have at least one file, which provides the style of the names.
     fn new(name: String, size: u32, files: Vec<(RankName, PathBuf)>) -> Self {
-        let mut names = files[0].0.names.clone();
-        files.iter().for_each(|(name, _)| names.widen(&name.names));
-        let from_one = files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
+        let mut names = files[0].0.pattern.clone();
+        files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
+        let is_numbered_from_one = files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
         let files = files.into_iter().map(|(name, path)| (name.rank, path)).collect();
-        Self { name, size, first: u32::from(from_one), files, names }
+        Self { name, size, first: u32::from(is_numbered_from_one), files, names }
     }
 
-    /// The names of files that are not there.
+    /// Returns the names of missing files.
     pub fn missing_names(&self) -> Vec<String> {
         let all = self.first..self.size.saturating_add(self.first);
         let count = all.len().saturating_sub(self.files.range(all.clone()).count());
         let missing = all.filter(|number| !self.files.contains_key(number));
-        list_absent(count as u64, missing.map(|number| self.names.render(number, self.size)))
+        list_missing_names(count as u64, missing.map(|number| self.names.render(number, self.size)))
     }
 
+    /// Returns the paths of the files, in the order of their numbers.
     pub fn into_paths(self) -> Vec<PathBuf> {
         self.files.into_values().collect()
     }
 }
 
-/// Group the files of a folder by their names.
+/// Groups the files of a folder by their names.
 ///
 /// # Errors
-/// `Malformed` and `Conflict` where the numbers of a set contradict each other.
-pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Grouped> {
+/// `Malformed` or `Conflict` if the numbers of a set contradict each other.
+pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
     let mut found: BTreeMap<String, Vec<(RankName, PathBuf)>> = BTreeMap::new();
-    let mut grouped = Grouped { ranks: None, sets: Vec::new(), plain: Vec::new() };
+    let mut grouped = GroupedFiles { rank_files: None, sets: Vec::new(), plain: Vec::new() };
     for path in paths {
         match RankName::parse(path) {
             Some(name) => found.entry(name.series.clone()).or_default().push((name, path.clone())),
@@ -156,38 +159,42 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Grouped> {
     let mut series = Vec::new();
     for (name, files) in found {
         let own = Series { name, files };
-        let counts_from_one = own.files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
-        if counts_from_one {
-            grouped.sets.push(own.set(folder)?);
+        let is_numbered_from_one =
+            own.files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
+        if is_numbered_from_one {
+            grouped.sets.push(own.into_numbered_set(folder)?);
         } else {
             series.push(own);
         }
     }
     series.sort_by_key(|series| (series.name != "model", series.name.clone()));
     if !series.is_empty() {
-        grouped.ranks = Some(SeriesSet { folder: folder.to_path_buf(), series, skipped: Vec::new() });
+        grouped.rank_files = Some(SeriesSet { folder: folder.to_path_buf(), series, skipped: Vec::new() });
     }
     Ok(grouped)
 }
 
 impl SeriesSet {
+    /// Returns the names of the chosen series.
     pub fn names(&self) -> Vec<String> {
         self.series.iter().map(|series| series.name.clone()).collect()
     }
 
+    /// Returns the names of the series that were not chosen.
     pub fn skipped(&self) -> Vec<String> {
         self.skipped.iter().map(|series| series.name.clone()).collect()
     }
 
+    /// Returns the files of the series that were not chosen.
     pub fn skipped_files(&self) -> impl Iterator<Item = &PathBuf> {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
-    /// The series whose names say how many files they have.
+    /// Returns the series whose names state the number of files.
     ///
     /// # Errors
-    /// `Malformed` and `Conflict` where the numbers of one contradict each other.
-    pub fn numbered(&self) -> Result<Vec<NumberedSet>> {
+    /// `Malformed` or `Conflict` if the numbers of one series contradict each other.
+    pub fn numbered_sets(&self) -> Result<Vec<NumberedSet>> {
         let sized = |series: &Series| {
             let (size, _) = series.ranks(&self.folder)?;
             Ok(size.map(|size| NumberedSet::new(series.name.clone(), size, series.files.clone())))
@@ -195,58 +202,58 @@ impl SeriesSet {
         self.series.iter().filter_map(|series| sized(series).transpose()).collect()
     }
 
-    /// Ranks that have files.
+    /// Returns the ranks that have files.
     pub fn ranks(&self) -> impl Iterator<Item = Rank> {
         self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
     }
 
-    /// Keep the series of the choice.
+    /// Keeps only the chosen series.
     ///
     /// # Errors
-    /// `Usage` where there is none of that name, or no way to tell which is the model.
+    /// `Usage` if no series has that name, or if the model series cannot be determined.
     pub fn choose(mut self, choice: &SeriesChoice) -> Result<Self> {
         let all = self.names();
-        let wanted: Vec<String> = match choice {
+        let selected: Vec<String> = match choice {
             SeriesChoice::All => return Ok(self),
             SeriesChoice::Model | SeriesChoice::ModelAndGradients if all.len() == 1 => return Ok(self),
-            SeriesChoice::Model => vec![model_of(&all)],
+            SeriesChoice::Model => vec![model_series(&all)],
             SeriesChoice::ModelAndGradients => {
                 let gradients = all.iter().filter(|name| GRADIENTS.contains(&name.as_str())).cloned();
-                std::iter::once(model_of(&all)).chain(gradients).collect()
+                std::iter::once(model_series(&all)).chain(gradients).collect()
             }
             SeriesChoice::Named(names) => names.clone(),
         };
-        if let Some(missing) = wanted.iter().find(|name| !all.contains(name)) {
+        if let Some(missing) = selected.iter().find(|name| !all.contains(name)) {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
                 if all.iter().all(String::is_empty) {
-                    String::from("its rank files are one series without a name: leave options::series out")
+                    String::from("remove options::series: its rank files are one series without a name")
                 } else {
-                    format!("its series are {}: choose with options::series", short_list(&all, FEW))
+                    format!("choose one with options::series: its series are {}", short_list(&all, FEW))
                 },
             ));
         }
-        (self.series, self.skipped) = self.series.into_iter().partition(|series| wanted.contains(&series.name));
+        (self.series, self.skipped) = self.series.into_iter().partition(|series| selected.contains(&series.name));
         Ok(self)
     }
 
-    /// One catalog; several series are subtrees of it.
+    /// Reads all series into one catalog; several series become subtrees of its state dict.
     ///
     /// # Errors
-    /// As reading and merging rank files; `Missing` where ranks are.
+    /// As reading and merging rank files; `Missing` if ranks are missing.
     pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(LoadedFolder, Unflattened)> {
-        let (mut read, mut gaps) = (Vec::new(), Vec::new());
+        let (mut read, mut missing_warnings) = (Vec::new(), Vec::new());
         for series in &self.series {
             let (own, gap) = series.read(&self.folder, files, options)?;
             read.push(own);
-            gaps.push(gap);
+            missing_warnings.push(gap);
         }
-        let model_beside = || self.model_beside(files.without_entries(), options);
+        let model_beside = || self.read_skipped_model(files.without_entries(), options);
         let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
         let mut catalogs = Vec::new();
-        for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(gaps) {
+        for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(missing_warnings) {
             let mut catalog = merge(&files, options.plain())?;
-            catalog.dropped = torch::dropped(&files);
+            catalog.dropped = torch::dropped_objects(&files);
             catalog.warnings.extend(gap);
             catalogs.push(catalog);
         }
@@ -256,18 +263,19 @@ impl SeriesSet {
         Ok((loaded, flat))
     }
 
-    /// As [`read`](Self::read), for files that are no torch files: `read_ranks` reads those of a series.
+    /// Reads all series like [`read`](Self::read), for files that are not torch files: `read_ranks` reads the files of
+    /// one series.
     ///
     /// # Errors
-    /// `Missing` where ranks are, and as `read_ranks`.
-    pub fn read_by(
+    /// `Missing` if ranks are missing, and the errors of `read_ranks`.
+    pub fn read_with(
         &self,
         options: &ReadOptions,
         read_ranks: &mut dyn FnMut(&BTreeMap<u32, PathBuf>) -> Result<Catalog>,
     ) -> Result<LoadedFolder> {
         let mut catalogs = Vec::new();
         for series in &self.series {
-            let (ranks, gap) = series.present(&self.folder, options, &|_| false)?;
+            let (ranks, gap) = series.present_ranks(&self.folder, options, &|_| false)?;
             let mut catalog = read_ranks(&ranks)?;
             catalog.warnings.extend(gap);
             catalogs.push(catalog);
@@ -275,11 +283,11 @@ impl SeriesSet {
         Ok(self.join(catalogs))
     }
 
-    /// One catalog of one a series; several are subtrees of it.
+    /// Joins the catalogs of all series; several series become subtrees.
     fn join(&self, mut catalogs: Vec<Catalog>) -> LoadedFolder {
         let part = |series: &Series, content| {
             let (names, world_size) = (Some(series.names()), series.world_size());
-            CheckpointPart { folder: PathBuf::new(), content, names, world_size }
+            CheckpointPart { folder: PathBuf::new(), content, name_pattern: names, world_size }
         };
         if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
             return LoadedFolder { catalog: catalogs.remove(0), parts: vec![part(only, PartContent::Whole)] };
@@ -288,25 +296,25 @@ impl SeriesSet {
         let mut entries = Vec::new();
         let mut parts = Vec::new();
         for (series, catalog) in self.series.iter().zip(catalogs) {
-            let state = adopt(&mut whole, catalog, Some(&series.name));
+            let state = absorb(&mut whole, catalog, Some(&series.name));
             entries.push((Value::Str(series.name.as_str().into()), state));
-            parts.push(part(series, PartContent::Below(series.name.clone())));
+            parts.push(part(series, PartContent::Subtree(series.name.clone())));
         }
         whole.state = Value::Dict(Dict { entries, ..Dict::default() });
         LoadedFolder { catalog: whole, parts }
     }
 
-    /// The model series, where it was not chosen.
-    fn model_beside(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
-        let name = model_of(&self.skipped());
+    /// Reads the model series if it was not chosen.
+    fn read_skipped_model(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
+        let name = model_series(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
         let (_, ranks) = series.ranks(&self.folder)?;
         load(&mut files, &ranks, options.unknown()).map(Some)
     }
 }
 
-/// `model`, or the only one that calls itself a model, as `pytorch_model` does.
-fn model_of(names: &[String]) -> String {
+/// Returns `model`, or the only name that ends in `model`, such as `pytorch_model`.
+fn model_series(names: &[String]) -> String {
     let models: Vec<&String> = names.iter().filter(|name| name.ends_with("model")).collect();
     match models.as_slice() {
         [only] => (*only).clone(),
@@ -314,11 +322,11 @@ fn model_of(names: &[String]) -> String {
     }
 }
 
-/// What to say where missing files are not needed.
-pub const WITHOUT_THEM: &str =
-    "replicas of the other ranks cover every tensor: options::allow_missing goes on without them";
+/// The hint for missing files that are not needed.
+pub const ALLOW_MISSING_HINT: &str =
+    "continue without them with options::allow_missing: replicas on the other ranks cover every tensor";
 
-/// Ranks whose files are not there.
+/// Ranks without files.
 struct MissingRanks {
     at: String,
     ranks: String,
@@ -326,53 +334,54 @@ struct MissingRanks {
 }
 
 impl Series {
-    /// The style of its names.
-    fn names(&self) -> RankNames {
-        let mut names = self.files[0].0.names.clone();
-        self.files.iter().for_each(|(name, _)| names.widen(&name.names));
+    /// Returns the style of the file names.
+    fn names(&self) -> RankNamePattern {
+        let mut names = self.files[0].0.pattern.clone();
+        self.files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
         names
     }
 
-    /// How many ranks its files are of.
+    /// Returns the number of ranks that its file names state or imply.
     fn world_size(&self) -> u32 {
         let sizes = self.files.iter().map(|(name, _)| name.world_size.unwrap_or(name.rank.saturating_add(1)));
         sizes.max().unwrap_or(0)
     }
 
-    /// Its files, and what to say where some are missing.
+    /// Reads its files; also returns a warning if some are missing.
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
         let covers = |ranks: &_| self.covers(folder, ranks, files.without_entries(), options);
-        let (ranks, warning) = self.present(folder, options, &covers)?;
+        let (ranks, warning) = self.present_ranks(folder, options, &covers)?;
         let own = load(files, &ranks, options.unknown())?;
-        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+        Ok((SeriesFiles { name: self.name.clone(), files: own, has_missing_ranks: warning.is_some() }, warning))
     }
 
-    /// The files that are there, and what to say of those that are not. `covers` tells whether it goes on without them.
-    fn present(
+    /// Returns the files that exist, and a warning about missing ones. `covers` decides whether the error suggests to
+    /// continue without them.
+    fn present_ranks(
         &self,
         folder: &Path,
         options: &ReadOptions,
         covers: &dyn Fn(&BTreeMap<u32, PathBuf>) -> bool,
     ) -> Result<(BTreeMap<u32, PathBuf>, Option<String>)> {
         let (world_size, ranks) = self.ranks(folder)?;
-        let warning = match self.gap(folder, world_size, &ranks, options)? {
+        let warning = match self.missing_ranks(folder, world_size, &ranks, options)? {
             None => None,
             Some(gap) if options.allow_missing => Some(format!(
-                "{}: read without {}; a tensor that only such a rank had would not be noticed",
+                "{}: read without {}; a tensor that only a missing rank had cannot be detected",
                 gap.at, gap.ranks
             )),
             Some(gap) => {
-                return Err(if covers(&ranks) { gap.error.missing_hint(WITHOUT_THEM) } else { gap.error });
+                return Err(if covers(&ranks) { gap.error.missing_hint(ALLOW_MISSING_HINT) } else { gap.error });
             }
         };
         Ok((ranks, warning))
     }
 
-    /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
-    /// all of them know the same.
+    /// Returns whether these ranks alone have every element of every tensor. A tensor that only missing ranks have
+    /// cannot be detected; it is unlikely if all ranks have the same tensors.
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, mut files: Files, options: &ReadOptions) -> bool {
         let Ok(files) = load(&mut files, ranks, options.unknown()) else { return false };
-        let mut own = [SeriesFiles { name: self.name.clone(), files, incomplete: true }];
+        let mut own = [SeriesFiles { name: self.name.clone(), files, has_missing_ranks: true }];
         if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
             return false;
         }
@@ -390,7 +399,7 @@ impl Series {
                 .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
-    /// The files by rank, and the world size in their names.
+    /// Returns the files by rank, and the world size in their names.
     fn ranks(&self, folder: &Path) -> Result<(Option<u32>, BTreeMap<u32, PathBuf>)> {
         let mut sizes: BTreeMap<Option<u32>, BTreeMap<u32, PathBuf>> = BTreeMap::new();
         for (name, path) in &self.files {
@@ -414,14 +423,14 @@ impl Series {
                     short_list(&names, FEW).replace(", ", " and ")
                 ),
                 hint: Some(String::from(
-                    "move the files of one of them into another folder; options::series cannot tell them apart",
+                    "move the files of one of them into another folder: options::series cannot distinguish them",
                 )),
             })),
         }
     }
 
-    /// A set of files that are numbered from 1.
-    fn set(self, folder: &Path) -> Result<NumberedSet> {
+    /// Returns the set of files that are numbered from 1.
+    fn into_numbered_set(self, folder: &Path) -> Result<NumberedSet> {
         let (size, files) = self.ranks(folder)?;
         let size = size.unwrap_or_default();
         if let Some(highest) = files.keys().next_back().filter(|highest| **highest > size) {
@@ -431,8 +440,8 @@ impl Series {
         Ok(NumberedSet::new(self.name, size, self.files))
     }
 
-    /// Ranks below the world size that have no file.
-    fn gap(
+    /// Returns the ranks below the world size that have no file.
+    fn missing_ranks(
         &self,
         folder: &Path,
         world_size: Option<u32>,
@@ -442,15 +451,15 @@ impl Series {
         let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
         let size = world_size.unwrap_or(highest.saturating_add(1));
         let at = format!("series `{}`", self.name);
-        // Without a world size, rank 0 may as well be missing.
-        let from_one = match world_size {
+        // Without a world size in the names, rank 0 may be missing.
+        let is_numbered_from_one = match world_size {
             Some(size) => size == highest,
             None => ranks.len() > 1 && !options.allow_missing,
         };
-        if lowest == 1 && from_one && ranks.len() as u64 == u64::from(highest) {
+        if lowest == 1 && is_numbered_from_one && ranks.len() as u64 == u64::from(highest) {
             return Err(Error::unsupported(
-                format!("{}: {at}: its files count from 1 to {highest}, and ranks count from 0", folder.display()),
-                "rename the files so that the first one is rank 0; or rank 0 is missing",
+                format!("{}: {at}: its files count from 1 to {highest}, but ranks count from 0", folder.display()),
+                "rename the files so that the first one is rank 0, or add the missing file of rank 0",
             ));
         }
         if highest >= size {

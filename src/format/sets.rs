@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use super::index::{ShardIndex, is_index};
 use super::listing::DetectedFiles;
 use super::rank_names::RankName;
-use super::series::{Grouped, SeriesSet};
+use super::series::{GroupedFiles, SeriesSet};
 use super::shortfall::Shortfall;
 use super::{ReadOptions, folder_of, foreign, list, local, name_of, series};
 use crate::error::{Error, FormatError, Result};
@@ -53,8 +53,8 @@ pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
 /// Returns the files that are missing by the numbers in the names of a folder's files. Files of ranks are numbered, too:
 /// if their layout is declared, the reader of rank files checks for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
-    let Grouped { sets, ranks, .. } = series::group(folder, paths)?;
-    let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered).collect::<Result<Vec<_>>>()?;
+    let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
+    let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;
     for set in sets.iter().chain(of_ranks.iter().flatten()) {
         let missing = set.missing_names();
         if missing.is_empty() {
@@ -101,10 +101,10 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     }
     // `rank_8` in the name of a safetensors file may be that of a LoRA.
     let says_total = RankName::parse(path).is_some_and(|name| name.world_size.is_some());
-    if name.ends_with(".safetensors") && !says_total && !local::is_part(path)? {
+    if name.ends_with(".safetensors") && !says_total && !local::is_rank_file(path)? {
         return Ok(None);
     }
-    Ok(series::fragment(path)?.map(|(what, missing)| refuse(what, missing)))
+    Ok(series::describe_single_file(path)?.map(|(what, missing)| refuse(what, missing)))
 }
 
 /// As [`lone_file`], of the file that a link leads to: the name of a link may say nothing of it.

@@ -131,7 +131,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
         let difference = compare::first_difference(left, right, expected.dtype, &OPTIONS, &Silent, &stop);
         assert_eq!(difference.unwrap(), None, "{name}");
     }
-    let own = DTensorStyle::of_file(&written.files, written.files.ids().next().unwrap()).unwrap();
+    let own = DTensorStyle::from_file(&written.files, written.files.ids().next().unwrap()).unwrap();
     let sharded = source.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     assert_eq!(own, sharded.then_some(style), "{case}");
 }

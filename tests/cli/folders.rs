@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::{assert_same, below, copy_folder, expect, fixture, inspect, read, succeed};
 use dtshard::catalog::model;
-use dtshard::format::{Checkpoint, Format, PartContent, RankNames, ReadOptions, SeriesChoice, Want};
+use dtshard::format::{Checkpoint, Format, PartContent, RankNamePattern, ReadOptions, SeriesChoice, Want};
 use dtshard::text::spell_options;
 use tempfile::TempDir;
 
@@ -268,7 +268,7 @@ fn sibling_folders_with_equal_keys_become_subtrees() {
     copy_fixture("fsdp3/dcp", &root, "optimizer");
     let found = open(root.path(), &ReadOptions::default());
     assert!(found.resolved_from.is_none());
-    assert_eq!(found.parts[1].content, PartContent::Below("optimizer".into()));
+    assert_eq!(found.parts[1].content, PartContent::Subtree("optimizer".into()));
     let all = read(root.path());
     assert_same(&below("optimizer.", &all), &read(&fixture("fsdp3/dcp")), "one of two");
 }
@@ -282,9 +282,9 @@ fn files_beside_a_checkpoint_are_listed() {
     let found = open(&source, &ReadOptions::default());
     assert_eq!(found.beside, ["fsdp_config.json", "huggingface/config.json"].map(PathBuf::from));
     let series: Vec<&PartContent> = found.parts.iter().map(|part| &part.content).collect();
-    assert_eq!(series, [&PartContent::Below("model".into()), &PartContent::Below("extra_state".into())]);
-    assert_eq!(found.parts[0].names.as_ref().unwrap().render(3, 16), "model_world_size_16_rank_3.pt");
-    assert_eq!(RankNames::new_series("optim").render(0, 2), "optim_world_size_2_rank_0.pt");
+    assert_eq!(series, [&PartContent::Subtree("model".into()), &PartContent::Subtree("extra_state".into())]);
+    assert_eq!(found.parts[0].name_pattern.as_ref().unwrap().render(3, 16), "model_world_size_16_rank_3.pt");
+    assert_eq!(RankNamePattern::new_series("optim").render(0, 2), "optim_world_size_2_rank_0.pt");
     // Files of an excluded series still belong to the checkpoint.
     let only = ReadOptions { series: SeriesChoice::Named(vec!["model".into()]), ..ReadOptions::default() };
     let found = open(&source, &only);
@@ -346,7 +346,7 @@ fn rank_files_are_found_under_every_usual_name() {
         let root = renamed(|rank| name.replace('R', &rank.to_string()));
         let found = open(root.path(), &ReadOptions::default());
         assert_eq!(found.format, Format::TorchRanks, "{name}");
-        assert_eq!(found.parts[0].names.as_ref().unwrap().render(11, 16), rendered);
+        assert_eq!(found.parts[0].name_pattern.as_ref().unwrap().render(11, 16), rendered);
         assert_same(&read(root.path()), &whole, name);
         succeed("verify", &[root.path()], "");
     }
@@ -355,15 +355,11 @@ fn rank_files_are_found_under_every_usual_name() {
 #[test]
 fn ranks_that_count_from_one_are_refused() {
     let root = renamed(|rank| format!("model_rank_{}_of_4.pt", rank + 1));
-    let words = ["its files count from 1 to 4, and ranks count from 0", "rename the files"];
+    let words = ["its files count from 1 to 4, but ranks count from 0", "rename the files"];
     assert_refused(root.path(), &ReadOptions::default(), &words);
     // The ranks inside the files show the mismatch where the names do not.
     let root = renamed(|rank| format!("model_rank_{}.pt", (rank + 1) % 4));
-    assert_refused(
-        root.path(),
-        &ReadOptions::default(),
-        &["the file of rank", "the name of the file does not say its rank"],
-    );
+    assert_refused(root.path(), &ReadOptions::default(), &["the file of rank", "the file name has the wrong rank"]);
 }
 
 #[test]
@@ -414,7 +410,7 @@ fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     for rank in [0, 3] {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
-    let words = ["missing: ranks 0, 3", "replicas of the other ranks cover every tensor: --allow-missing"];
+    let words = ["missing: ranks 0, 3", "--allow-missing: replicas on the other ranks cover every tensor"];
     assert_refused(&source, &model_only(), &words);
     assert_eq!(read_with(&source, &allow), whole);
     assert!(open(&source, &allow).catalog.warnings[0].contains("read without ranks 0, 3"));
@@ -452,7 +448,7 @@ fn missing_rank_0_is_covered_by_replicas() {
         let from = fixture(&format!("hsdp/ranks/model_world_size_4_rank_{rank}.pt"));
         fs::copy(from, root.path().join(format!("model_rank_{rank}.pt"))).unwrap();
     }
-    assert_refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or rank 0 is missing"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or add the missing file of rank 0"]);
     assert_same(&read_with(root.path(), &allow), &read_with(&fixture("hsdp/ranks"), &model_only()), "without rank 0");
 }
 

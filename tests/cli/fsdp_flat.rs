@@ -144,7 +144,7 @@ fn tied_weights_of_a_full_state_dict_are_found() {
         assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
         assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
         let warnings = &checkpoint.catalog.warnings;
-        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is taken to be tied to emb.weight"));
+        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is assumed to be tied to emb.weight"));
     }
     let (src, out) = (Copy::new("flat3", "flat"), Copy::new("flat3", "flat"));
     let options = format!("--like {}", full.display());
@@ -301,7 +301,7 @@ fn replicas_cover_a_missing_rank() {
         }
         let _ = fs::remove_file(copy.path().join("extra_state_world_size_4_rank_2.pt"));
         let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
-        assert!(outcome.stderr.contains("--allow-missing goes on without them"), "{outcome:?}");
+        assert!(outcome.stderr.contains("continue without them with --allow-missing"), "{outcome:?}");
         let whole = copy.at("whole.pt");
         succeed("unshard", &[&copy.path(), &whole], "--series all --allow-missing");
         assert_same(&read(&whole), &copy.expected(), name);
@@ -350,7 +350,7 @@ const CHANGES: [Change; 15] = [
     (
         "flat",
         |layout| params(layout, 1).swap(0, 3),
-        "expected layers.0.wq.bias before layers.0.norm.weight, as its _metadata has the modules",
+        "expected layers.0.wq.bias before layers.0.norm.weight, as in the module order of its _metadata",
     ),
     ("flat", |layout| params(layout, 0).retain(|param| param["shared_with"].is_null()), ""),
     (
@@ -359,11 +359,15 @@ const CHANGES: [Change; 15] = [
             params(layout, 0).retain(|param| param["shared_with"].is_null());
             params(layout, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
         },
-        "found 336: as if emb.weight and head.weight were tied, and one",
+        "found 336: the length if emb.weight and head.weight were tied",
     ),
-    ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters beside flat ones"),
-    ("views", |layout| layout["use_orig_params"] = json!(false), "expected flat parameters alone"),
-    ("views", |layout| units(layout)[1]["align_numel"] = json!(1), "found 94: the total with padding to align_numel 4"),
+    ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters next to flat parameters"),
+    ("views", |layout| layout["use_orig_params"] = json!(false), "expected only flat parameters"),
+    (
+        "views",
+        |layout| units(layout)[1]["align_numel"] = json!(1),
+        "found 94: the length with padding to align_numel 4",
+    ),
     ("views", |layout| params(layout, 1).swap(3, 4), "layers.0.norm.bias: the flat layout differs"),
     (
         "views",
@@ -393,9 +397,7 @@ fn layout_that_does_not_fit_is_refused() {
 
 #[test]
 fn flat_parameters_without_a_layout_are_refused() {
-    for (name, lacking) in
-        [("views", "nothing tells the shapes"), ("flat", "nothing tells the names, order and shapes")]
-    {
+    for (name, lacking) in [("views", "but not the shapes"), ("flat", "but not the names, order and shapes")] {
         let copy = Copy::new("flat2", name);
         for verb in ["consolidate", "unshard", "reshard"] {
             let outcome = expect(2, verb, &[&copy.path(), &copy.at("out")], "");
@@ -405,13 +407,13 @@ fn flat_parameters_without_a_layout_are_refused() {
         }
         // `inspect` shows the flat parameters, with a warning.
         let outcome = succeed("verify", &[&copy.path()], "");
-        assert!(outcome.stderr.contains("--flat-layout FILE or --like CKPT tells"), "{outcome:?}");
+        assert!(outcome.stderr.contains("give --flat-layout FILE or --like CKPT"), "{outcome:?}");
     }
     // A format without an order gives no layout of flat parameters, and no strides.
     let like = tempfile::tempdir().unwrap();
     let like = like.path().join("like");
     succeed("consolidate", &[&Copy::with_layout("flat2", "views").path(), &like], "");
-    for (name, expected) in [("flat", "does not tell their order"), ("views", "it may lie by rows or channels last")] {
+    for (name, expected) in [("flat", "does not record their order"), ("views", "may be row-major or channels_last")] {
         let error = Copy::new("flat2", name).refused_like(&like).stderr;
         assert!(error.contains(expected), "{error}");
     }
@@ -420,7 +422,7 @@ fn flat_parameters_without_a_layout_are_refused() {
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
     copy.write_layout(&layout);
-    assert!(copy.assert_refused().stderr.contains("which parameters its 2 groups hold is not known"));
+    assert!(copy.assert_refused().stderr.contains("the parameters of its 2 groups are unknown"));
 }
 
 /// A torch file that was made from sorted names records no order.
@@ -431,7 +433,7 @@ fn sorted_names_are_refused_as_order() {
     succeed("consolidate", &[&copy.path(), &whole], "");
     succeed("unshard", &[&whole, &sorted], "");
     let error = Copy::new("flat2", "flat").refused_like(&sorted).stderr;
-    assert!(error.contains("(torch, sorted by names) does not tell their order"), "{error}");
+    assert!(error.contains("(torch, sorted by name) does not record their order"), "{error}");
     let outcome = expect(2, "flatten", &[&sorted, &copy.at("out")], "--world-size 2 --wrap layers.*");
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
 }
@@ -463,7 +465,7 @@ fn unsharded_parameters_keep_their_strides() {
         let again = Copy::new(case, name);
         let outcome =
             succeed("unshard", &[&again.path(), &again.at("again.pt")], &format!("--like {}", whole.display()));
-        assert!(!outcome.stderr.contains("by rows"), "{outcome:?}");
+        assert!(!outcome.stderr.contains("row-major"), "{outcome:?}");
         assert_same(&read(&again.at("again.pt")), &copy.model(), case);
     }
     let copy = Copy::with_layout("flat2", "flat");

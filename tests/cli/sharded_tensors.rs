@@ -162,7 +162,7 @@ fn sharded_tensors_that_fsdp1_cannot_read_are_refused() {
         let outcome = expect(2, "reshard", &[&source, &folder.path().join("x")], options);
         assert!(words.iter().all(|word| outcome.stderr.contains(word)), "{options}: {}", outcome.stderr);
     };
-    let placements = ["model.embed.weight: a ShardedTensor with placements", "--tensor-class dtensor"];
+    let placements = ["model.embed.weight: a ShardedTensor cannot have the placements", "--tensor-class dtensor"];
     assert_refused("--mesh a=2,b=2 --placements S(0),S(1)", &placements);
     assert_refused("--mesh a=2,b=2 --placements S(0),S(0)", &placements);
     assert_refused("--mesh a=4 --placements S(1)", &placements);

@@ -13,7 +13,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dtshard::catalog::{Catalog, Chunk, Dtype, FileLocation, OutputFile, Reserved, TensorEntry, TensorId};
-use dtshard::exchange::{ReplicaChoice, FileOwners, FileVisibility, Moves, PLAN_BYTES, ReductionMethod, Rounds, Topology};
+use dtshard::exchange::{
+    FileOwners, FileVisibility, Moves, PLAN_BYTES, ReductionMethod, ReplicaChoice, Rounds, Topology,
+};
 use dtshard::exec::Extents;
 use dtshard::layout::Tile;
 use dtshard::storage::{FileId, memory};

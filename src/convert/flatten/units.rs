@@ -59,7 +59,7 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     for (fqn, id, entry) in &parameters {
         let unit = &mut units[unit_of(fqn)];
         unit.dtype.get_or_insert(entry.dtype);
-        let stride = match ElementOrder::of(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
+        let stride = match ElementOrder::from_entry(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
             ElementOrder::RowMajor => None,
             ElementOrder::Strides(stride) => Some(stride),
             ElementOrder::Unknown => return Err(unordered_elements(fqn, entry)),
@@ -77,7 +77,7 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     units.retain(|unit| !unit.params.is_empty());
     let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
     let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
-    notes.extend(order::by_rows(&model.checkpoint.root, params));
+    notes.extend(order::row_major_warning(&model.checkpoint.root, params));
     Ok((layout, notes))
 }
 
@@ -118,7 +118,7 @@ fn refuse_reordered(names: &[String]) -> Result<()> {
             "the names in the state dict are sorted, which is not the order in which modules register them",
         ));
     }
-    if order::is_mixed(names()) {
+    if order::has_interleaved_modules(names()) {
         return Err(unordered(
             "the state dict has tensors of other modules between those of one, as files that were made from DCP have",
         ));
@@ -128,12 +128,12 @@ fn refuse_reordered(names: &[String]) -> Result<()> {
 
 /// The error for a model without an order.
 pub fn unordered(why: &str) -> Error {
-    fsdp_flat::refuse(format!("the order of parameters in flat parameters is not known: {why}"))
+    fsdp_flat::unknown_layout_error(format!("the order of parameters in flat parameters is not known: {why}"))
 }
 
 fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
     let shape = entry.shape.as_slice();
-    fsdp_flat::refuse(format!(
+    fsdp_flat::unknown_layout_error(format!(
         "{fqn}: of shape {shape:?}, it may lie by rows or channels last, and the checkpoint does not tell"
     ))
 }

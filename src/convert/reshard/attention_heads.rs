@@ -40,7 +40,7 @@ impl AttentionHeads {
         let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
         let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
         for (name, _) in
-            planned.left().filter(|(_, laid)| matches!(laid.by, PlacementSource::Style(style) if style.cuts()))
+            planned.planned().filter(|(_, laid)| matches!(laid.by, PlacementSource::Style(style) if style.cuts()))
         {
             if let Some(heads) = self.cut_within(name, parts) {
                 within.entry(heads).or_default().push(name);

@@ -174,7 +174,7 @@ impl LoadingJob {
         let Checkpoint { files, format, .. } = example_of(source);
         let own = format.entry().read.style(files)?.unwrap_or_default();
         let Some(version) = version else { return Ok(Self { world_size, style: own }) };
-        let release = torch::Release::of_version(version).ok_or_else(|| {
+        let release = torch::Release::from_version(version).ok_or_else(|| {
             Error::usage(
                 format!("options::torch_version {version}: expected a version from 2.5 on"),
                 "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load options::to dcp",

@@ -133,10 +133,10 @@ impl<'a> PlacementResolver<'a> {
         match self.with_class(path, entry)? {
             None => Ok(RankLayout::Plain),
             Some((Class::ShardedTensor, ResolvedPlacements { shared, cut, .. })) => {
-                RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared, cut)
+                RankLayout::fsdp1(&path.fqn(), entry, mesh, &shared, cut)
             }
             Some((Class::DTensor, ResolvedPlacements { shared, cut, .. })) => {
-                RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared, cut)
+                RankLayout::dtensor(&path.fqn(), entry, mesh, shared, cut)
             }
             Some((Class::Tensor, ResolvedPlacements { shared, by: PlacementOrigin::CommandLine, .. })) => {
                 Ok(RankLayout::Local(shared))
@@ -182,7 +182,9 @@ impl<'a> PlacementResolver<'a> {
         self.tally.see(&subject, self.layout);
         let mut choice = self.by_rule(&subject)?;
         match (&choice, &mut self.planned, &subject) {
-            (Some(_), Some(planned), TensorContext { in_model: Some(name), owner: None, .. }) => planned.leave(name),
+            (Some(_), Some(planned), TensorContext { in_model: Some(name), owner: None, .. }) => {
+                planned.mark_covered_by_rule(name)
+            }
             (Some(_), ..) => {}
             (None, ..) => choice = self.by_plan(&subject),
         }
@@ -230,7 +232,7 @@ impl<'a> PlacementResolver<'a> {
             Some(_) if subject.is_misshapen() => None,
             Some(owner) => owner.name.as_ref(),
         };
-        match name.and_then(|name| planned.laid(name)) {
+        match name.and_then(|name| planned.placement(name)) {
             Some(ParameterPlacement { shared: Some(shared), .. }) => {
                 let shared = self.layout.with_default_split(shared.clone());
                 Some(Choice::Shared(ResolvedPlacements {

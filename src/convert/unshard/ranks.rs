@@ -134,10 +134,10 @@ fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
         Some(sharding) => {
-            torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone(), SplitChoice::Source)
+            torch::RankLayout::dtensor(&path.fqn(), entry, mesh, sharding.shared.clone(), SplitChoice::Source)
         }
         None if entry.class == Class::ShardedTensor => {
-            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into(), SplitChoice::Source)
+            torch::RankLayout::fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into(), SplitChoice::Source)
         }
         None => Ok(torch::RankLayout::Plain),
     }

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::format::safetensors;
 use crate::format::safetensors::sharding::ShardName;
-use crate::format::shortfall::{Shortfall, list_absent};
+use crate::format::shortfall::{Shortfall, list_missing_names};
 use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
 /// What to say where missing shards may have been empty.
-const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
-                            they name: options::allow_missing goes on without the missing ones";
+const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the \
+                            tensors they name: options::allow_missing goes on without the missing ones";
 
 /// What to say where no rank has anything of one of the files.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
@@ -83,7 +83,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let allowed = format!("{}: read without {}", folder.display(), lacks.join(", "));
     let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
     let count = u64::from(highest) * u64::from(total) - present.len() as u64;
-    let missing = list_absent(count, all.filter(absent).map(name));
+    let missing = list_missing_names(count, all.filter(absent).map(name));
     let (path, at) = (folder.to_path_buf(), at.to_owned());
     let error = FormatError::Missing { path, at, expected, missing: first.clone(), hint };
     Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))

@@ -1,4 +1,5 @@
-//! What of that which is said came to anything. What did not is an error: somebody thinks that it says how tensors lie.
+//! Counts the tensors that each declared option applies to. An option that applies to no tensor is an error: the user
+//! expects it to have an effect.
 
 use super::DeclaredLayout;
 use crate::catalog::Catalog;
@@ -6,45 +7,48 @@ use crate::error::{Error, Result};
 use crate::layout::comma_list;
 use crate::quantity::count;
 
-/// For how many tensors something was heard.
+/// The number of tensors that each declaration applied to.
 #[derive(Debug, Default)]
 pub struct DeclarationEffects {
     pub by_plan: usize,
-    /// Tensors that what is said of all of them is for; what has no dims lies in one way only.
+    /// Tensors that got the placements for all tensors without a rule; 0-d tensors are not counted, because they have
+    /// only one layout.
     pub by_fallback: usize,
-    /// Tensors that are cut.
-    pub cut: usize,
+    /// Tensors that are sharded.
+    pub sharded: usize,
 }
 
 impl DeclarationEffects {
-    /// `--reduce` and rules are checked where they are heard. A layout file may say more than a source has.
+    /// Checks that the plan, `options::src_placements` and `options::src_split` had an effect. `options::reduce` and
+    /// rules are checked where they are applied. A layout file may describe more tensors than the source has.
     ///
     /// # Errors
-    /// `Usage` for options without an effect.
-    pub fn check(&self, told: &DeclaredLayout, catalog: &Catalog) -> Result<()> {
-        let own = told.fallback.as_ref().map(|(list, _)| list.as_slice());
-        let of_file = told.file.as_ref().and_then(|file| file.fallback(told.mesh.as_ref()));
+    /// `Usage` for an option without an effect.
+    pub fn check(&self, declared: &DeclaredLayout, catalog: &Catalog) -> Result<()> {
+        let own = declared.fallback.as_ref().map(|(list, _)| list.as_slice());
+        let of_file = declared.file.as_ref().and_then(|file| file.fallback(declared.mesh.as_ref()));
         let bare = own
             .filter(|own| of_file.as_deref() != Some(*own))
             .map(|list| format!("options::src_placements {}", comma_list(list)));
-        let split = told.split.as_ref().map(|split| format!("options::src_split {split}"));
-        let plan = told.plan.as_ref().map(|_| String::from("the plan"));
-        let unheard = [
-            (plan, self.by_plan, "no plain tensor is a parameter, or state of one"),
-            (bare, self.by_fallback, "no plain tensor is left for it"),
-            (split, self.cut, "no plain tensor is cut"),
+        let split = declared.split.as_ref().map(|split| format!("options::src_split {split}"));
+        let plan = declared.plan.as_ref().map(|_| String::from("the plan"));
+        let unused = [
+            (plan, self.by_plan, "no plain tensor is a parameter or its state"),
+            (bare, self.by_fallback, "every plain tensor has a more specific declaration"),
+            (split, self.sharded, "no plain tensor is sharded"),
         ];
-        let unheard = unheard.into_iter().find_map(|(said, heard, why)| Some((said.filter(|_| heard == 0)?, why)));
-        let Some((said, why)) = unheard else { return Ok(()) };
+        let unused =
+            unused.into_iter().find_map(|(option, tensors, why)| Some((option.filter(|_| tensors == 0)?, why)));
+        let Some((option, why)) = unused else { return Ok(()) };
         let shared = catalog.tensors.iter().filter(|entry| entry.is_shared()).count();
         let hint = match shared {
-            0 => String::from("it has no effect: leave it out"),
+            0 => String::from("remove it: it has no effect"),
             several => format!(
-                "{} of {} are DTensors or ShardedTensors, which say themselves how they lie: leave it out",
+                "remove it: {} of {} are DTensors or ShardedTensors, which record their own layout",
                 several,
                 count(catalog.tensors.len(), "tensor")
             ),
         };
-        Err(Error::usage(format!("{said}: {why}"), hint))
+        Err(Error::usage(format!("{option} has no effect: {why}"), hint))
     }
 }

@@ -1,4 +1,4 @@
-//! What to say where files are not as they are told to be.
+//! Errors for files that do not match the declared layout.
 
 use std::path::Path;
 
@@ -8,20 +8,20 @@ use crate::layout::shards::SharedTensor;
 use crate::layout::whole::{PartError, RankPart, nearest_fit};
 use crate::layout::{DeviceMesh, Split, comma_list};
 
-/// A tensor that is not as it is told to be.
+/// A tensor whose local shapes do not match its declared layout.
 pub struct LayoutMisfit<'a> {
     pub entry: &'a TensorEntry,
-    /// The name to put into a rule.
+    /// The name to use in a rule.
     pub name: &'a str,
     pub shared: &'a SharedTensor,
-    /// Where it was said.
-    pub said: &'a str,
-    pub held: &'a [RankPart],
+    /// The option or rule that declared the layout.
+    pub declared_by: &'a str,
+    pub local_shapes: &'a [RankPart],
     pub mesh: &'a DeviceMesh,
 }
 
 impl LayoutMisfit<'_> {
-    /// `file` is that of the rank in question.
+    /// Returns the error as one of the crate; `file` is the file of the rank in question.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
         let conflict = |what, between: String, detail| {
@@ -33,11 +33,11 @@ impl LayoutMisfit<'_> {
                 hint: Some(self.hint()),
             })
         };
-        let said = self.said;
+        let declared_by = self.declared_by;
         match error {
             PartError::WrongSizes { rank, expected, found, shape } => conflict(
                 "the local shape",
-                format!("rank {rank} and {said}"),
+                format!("rank {rank} and {declared_by}"),
                 format!(
                     "expected {:?} ({placements} of {:?}), found {:?} in {}",
                     expected.as_slice(),
@@ -48,13 +48,15 @@ impl LayoutMisfit<'_> {
             ),
             PartError::Missing { rank } => conflict(
                 "presence",
-                format!("rank {rank} and {said}"),
-                format!("expected a part on every rank that shares it ({placements}), rank {rank} has no such tensor"),
+                format!("rank {rank} and {declared_by}"),
+                format!(
+                    "expected a part on every rank that shares it ({placements}), but rank {rank} has no such tensor"
+                ),
             ),
             PartError::OutsideMesh { rank } => conflict(
                 "presence",
                 format!("rank {rank} and the mesh {}", self.mesh),
-                format!("{} holds a part of it and is no rank of the mesh", file.display()),
+                format!("{} holds a part of it, but its rank is not in the mesh", file.display()),
             ),
             PartError::Overflow { dim } => Error::malformed(
                 file,
@@ -64,41 +66,45 @@ impl LayoutMisfit<'_> {
             ),
             PartError::Layout { error, shape } => conflict(
                 "the layout",
-                format!("the files and {said}"),
+                format!("the files and {declared_by}"),
                 format!("{placements} of {:?}: {error}", shape.as_slice()),
             ),
         }
     }
 
-    /// What would fit.
+    /// Returns a hint with the closest declaration that would fit.
     fn hint(&self) -> String {
-        let Some(near) = nearest_fit(self.mesh, self.shared, self.held) else {
+        let Some(near) = nearest_fit(self.mesh, self.shared, self.local_shapes) else {
             return String::from(
-                "these sizes are what no rule gives: sizes of their own are said in a layout file (options::src_layout); or \
-                 check which ranks the mesh has where (options::src_mesh_ranks), and that all the files come from one save of \
+                "no split rule gives these sizes: declare the sizes in a layout file (options::src_layout), or check \
+                 the order of ranks in the mesh (options::src_mesh_ranks) and that all files come from one save of \
                  one job",
             );
         };
         let rule = near.splits.first().unwrap_or(&Split::Chunk);
         if near.placements == self.shared.placements {
-            return format!("these sizes are what the rule of {rule} gives: options::src_split {rule}");
+            return format!("declare the split with options::src_split {rule}, which gives these sizes");
         }
         let split =
             if near.splits == self.shared.splits { String::new() } else { format!(" options::src_split {rule}") };
-        format!("these sizes would fit options::src_placements '{}={}'{split}", self.name, comma_list(&near.placements))
+        format!(
+            "declare options::src_placements '{}={}'{split}, which fits these sizes",
+            self.name,
+            comma_list(&near.placements)
+        )
     }
 }
 
-/// A shape that no machine could hold.
-pub fn too_large(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
+/// Returns the error for a shape that no machine could hold.
+pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes of a whole that fits memory", format!("{shape:?}"))
 }
 
-/// State that nothing is said of, by a number that stands for nobody knows which parameter.
-pub fn unknown_number(fqn: &Fqn) -> Error {
+/// Returns the error for optimizer state without a declaration whose parameter is known only by a number.
+pub fn unknown_number_error(fqn: &Fqn) -> Error {
     Error::unsupported(
-        format!("{fqn}: the optimizer numbers its parameters, and which this is cannot be told"),
-        "save the state by names (get_optimizer_state_dict); or say how it lies, by the number: options::src_placements \
-         'optim.state.0=S(0)'",
+        format!("{fqn}: the optimizer numbers its parameters, and the parameter of this number is unknown"),
+        "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
+         options::src_placements 'optim.state.0=S(0)'",
     )
 }

@@ -1,9 +1,9 @@
-//! Mesh dims along which ranks hold summands of plain tensors.
+//! Mesh dims along which ranks hold partial values of plain tensors (`options::reduce`).
 //!
-//! A rank's own gradients, as backward leaves them where nothing reduced them yet, are summands along the data-parallel
-//! dims of the job. Which tensors are meant: those of the subtree of gradients where there is one, else all tensors of
-//! floats that are not optimizer state, random state or what trainers put beside a model. Integers are never summed: they
-//! count something that is the same on all ranks, and are compared.
+//! The gradients of a rank, as backward leaves them before any reduction, are partial values along the data-parallel
+//! dims of the job. The option applies to the tensors in the subtree of gradients if there is one. Otherwise it applies
+//! to all floating-point tensors that are not optimizer state, random state or trainer state next to a model. Integers
+//! are never reduced: they are counters with the same value on all ranks, and are compared.
 
 use crate::catalog::model::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
@@ -15,31 +15,32 @@ use crate::layout::partial::PartialReduction;
 use crate::layout::{DeviceMesh, Placement, ReduceOp};
 use crate::quantity::count;
 
-/// `--reduce dp,cp=avg`
+/// One value of `options::reduce`, such as `dp,cp=avg`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReduceRule {
     pub dims: Vec<String>,
     pub op: ReduceOp,
 }
 
-/// What is reduced, and what was.
+/// The reductions of all mesh dims, and counts of the tensors they applied to.
 #[derive(Debug)]
 pub struct ReduceRules {
-    /// One a mesh dim.
+    /// The operation of each mesh dim.
     ops: Vec<Option<ReduceOp>>,
-    /// `dp, cp (avg)`
-    said: String,
-    reach: ReduceScope,
+    /// The reductions as text, such as `sum over dp; avg over cp`.
+    description: String,
+    scope: ReducedTensors,
     reduced: usize,
-    /// Those of them that are sharded on one of the dims.
-    sharded: usize,
+    /// The number of reduced tensors that are also sharded along one of the reduced dims.
+    sharded_on_reduced_dim: usize,
 }
 
-/// Which tensors are meant.
+/// The tensors that are reduced.
 #[derive(Debug)]
-enum ReduceScope {
+enum ReducedTensors {
     Gradients(Path),
-    /// Where a model is that stands beside other things; empty where it is at the top.
+    /// The depth of the model's siblings in the state dict, and the names of those siblings; empty if the model is at
+    /// the top.
     Floats {
         siblings: usize,
         beside: Vec<Key>,
@@ -47,35 +48,39 @@ enum ReduceScope {
 }
 
 impl ReduceRules {
+    /// Resolves the dims of `options::reduce` on the mesh.
+    ///
     /// # Errors
-    /// `Usage` for dims that the mesh does not have or that are named twice, `Layout` for ops that do not commute.
+    ///
+    /// `Usage` for a dim that the mesh does not have or that is named twice, `Layout` for operations that do not
+    /// commute.
     pub fn new(reduce: &[ReduceRule], mesh: &DeviceMesh, state: &Value) -> Result<Self> {
         let mut ops: Vec<Option<ReduceOp>> = vec![None; mesh.ndim()];
         for (name, op) in reduce.iter().flat_map(|reduce| reduce.dims.iter().map(|name| (name, reduce.op))) {
             let Some(dim) = mesh.dim_by_name(name) else { return Err(unknown_dim(name, mesh)) };
             if let Some(known) = ops[dim.0].replace(op) {
                 return Err(Error::usage(
-                    format!("options::reduce: {name} is named twice, with {known} and {op}"),
-                    "say of each mesh dim once how it is reduced",
+                    format!("options::reduce: mesh dim {name} is given twice, with {known} and {op}"),
+                    "give one operation per mesh dim",
                 ));
             }
         }
         let placements: Vec<Placement> =
             ops.iter().map(|op| op.map_or(Placement::Replicate, Placement::Partial)).collect();
         PartialReduction::new(mesh.shape(), &placements)?;
-        let said: Vec<String> =
+        let described: Vec<String> =
             reduce.iter().map(|reduce| format!("{} over {}", reduce.op, reduce.dims.join(", "))).collect();
         let root = model_root(state);
-        let reach = match gradients_root(state, &root) {
-            Some(gradients) => ReduceScope::Gradients(gradients),
-            None => ReduceScope::floats(state, &root),
+        let scope = match gradients_root(state, &root) {
+            Some(gradients) => ReducedTensors::Gradients(gradients),
+            None => ReducedTensors::floats(state, &root),
         };
-        Ok(Self { ops, said: said.join("; "), reach, reduced: 0, sharded: 0 })
+        Ok(Self { ops, description: described.join("; "), scope, reduced: 0, sharded_on_reduced_dim: 0 })
     }
 
-    /// Make placements of a tensor Partial where it is reduced.
+    /// Replaces Replicate by Partial in the placements of a tensor that is reduced.
     pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
-        if !dtype.is_float() || !self.reach.covers(path) {
+        if !dtype.is_float() || !self.scope.contains(path) {
             return;
         }
         let mut reduced = false;
@@ -91,36 +96,40 @@ impl ReduceRules {
             }
         }
         self.reduced += usize::from(reduced);
-        self.sharded += usize::from(sharded);
+        self.sharded_on_reduced_dim += usize::from(sharded);
     }
 
-    /// What to tell.
+    /// Returns a note about the reduced tensors.
     ///
     /// # Errors
-    /// `Usage` where there was nothing to reduce.
+    /// `Usage` if no tensor was reduced.
     pub fn finish(&self) -> Result<Option<String>> {
         if self.ops.iter().all(Option::is_none) {
             return Ok(None);
         }
-        let what = match &self.reach {
-            ReduceScope::Gradients(root) => format!("below {root}"),
-            ReduceScope::Floats { .. } => String::from("of floats (optimizer and random state apart)"),
+        let what = match &self.scope {
+            ReducedTensors::Gradients(root) => format!("below {root}"),
+            ReducedTensors::Floats { .. } => String::from("of floats (without optimizer and random state)"),
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!("options::reduce: no plain tensor {what} is whole on these mesh dims"),
-                "DTensors say themselves what is Partial, and a dim that shards has nothing to sum; leave it out",
+                format!("options::reduce has no effect: no plain tensor {what} is replicated on these mesh dims"),
+                "remove it: DTensors record their own Partial placements, and sharded dims have nothing to reduce",
             ));
         }
-        let sharded = match self.sharded {
+        let sharded = match self.sharded_on_reduced_dim {
             0 => String::new(),
-            number => format!("; {number} sharded on one of these dims, and no summands there"),
+            number => format!("; {number} of them are sharded on one of these dims, without partial values there"),
         };
-        Ok(Some(format!("{} {what} are summands: {}{sharded}", count(self.reduced, "plain tensor"), self.said)))
+        Ok(Some(format!(
+            "{} {what} hold partial values: {}{sharded}",
+            count(self.reduced, "plain tensor"),
+            self.description
+        )))
     }
 }
 
-impl ReduceScope {
+impl ReducedTensors {
     fn floats(state: &Value, root: &Path) -> Self {
         let siblings = root.0.len().saturating_sub(1);
         let dict = Path(root.0[..siblings].to_vec()).find(state).and_then(Value::as_dict);
@@ -130,7 +139,7 @@ impl ReduceScope {
         Self::Floats { siblings, beside }
     }
 
-    fn covers(&self, path: &Path) -> bool {
+    fn contains(&self, path: &Path) -> bool {
         match self {
             Self::Gradients(root) => path.0.starts_with(&root.0),
             Self::Floats { siblings, beside } => {
@@ -143,14 +152,14 @@ impl ReduceScope {
     }
 }
 
-/// Gradients of another nesting than that beside a model.
+/// Returns whether a key names gradients that are nested in another way than next to a model.
 fn is_gradients(key: &Key) -> bool {
     matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
 }
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
     let hint = match mesh.names() {
-        None => String::from("the dims of its mesh have no names: say them with options::src_mesh"),
+        None => String::from("name the dims of its mesh with options::src_mesh: they have no names"),
         Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
     Error::usage(format!("options::reduce: the mesh {mesh} has no dim `{name}`"), hint)

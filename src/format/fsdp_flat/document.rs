@@ -1,4 +1,4 @@
-//! `flat_layout.json`: the units of an FSDP1 model as a document that people write and read.
+//! `flat_layout.json`: describes the units of an FSDP1 model, in a form that people can write and read.
 //!
 //! ```json
 //! {"version": 1, "world_size": 2, "use_orig_params": false, "units": [
@@ -7,10 +7,10 @@
 //!     {"fqn": "head.weight", "shared_with": "embed.weight"}]}]}
 //! ```
 //!
-//! Parameters stand in the order in which the module registered them. `shard_group_size`, `optimizer`, and of a unit
-//! `dtype` and `align_numel`, of a parameter `stride` may be left out. Numbers count ranks and elements. A document that is
-//! read has passed [`FlatLayout::check`]; the same layout always gives the same text. A [layout file](crate::layout::file)
-//! has the same document under `flat`.
+//! Parameters are listed in the order in which the module registered them. These fields are optional:
+//! `shard_group_size`, `optimizer`, `dtype` and `align_numel` of a unit, and `stride` of a parameter. Numbers count
+//! ranks and elements. Every layout that is read has passed [`FlatLayout::check`]. The same layout is always rendered
+//! as the same text. A [layout file](crate::layout::file) has the same document under `flat`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -26,81 +26,81 @@ use crate::format::{json, layout_file};
 use crate::layout::Dims;
 use crate::layout::file::LayoutFile;
 
-/// The name of the document beside rank files.
+/// The name of the document that is written next to the rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
 
-/// That of a model of a million parameters is a third of it.
+/// Upper limit for the size of a document. The document of a model with a million parameters takes a third of it.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// More than tensors have.
+/// Upper limit for the dims of a parameter; real tensors have fewer.
 const MAX_DIMS: usize = 64;
 
 const VERSION: u64 = 1;
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a flat layout")]
 struct FlatDocument {
     version: u64,
     world_size: u32,
     shard_group_size: Option<u32>,
     use_orig_params: bool,
-    units: Vec<UnitText>,
+    units: Vec<UnitJson>,
     optimizer: Option<Vec<Vec<String>>>,
 }
 
-/// As a later version may be written: with anything.
+/// Reads only the version, so that a document of a later version gives a clear error whatever its other fields are.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct UnitText {
+#[serde(deny_unknown_fields, expecting = "a unit")]
+struct UnitJson {
     module: String,
     dtype: Option<String>,
     align_numel: Option<u64>,
-    params: Vec<ParamText>,
+    params: Vec<ParamJson>,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ParamText {
+#[serde(deny_unknown_fields, expecting = "a parameter")]
+struct ParamJson {
     fqn: String,
     shape: Option<Vec<u64>>,
     stride: Option<Vec<u64>>,
     shared_with: Option<String>,
 }
 
-/// A layout file, which has a flat layout among other things.
+/// Recognizes a layout file, which contains a flat layout under `flat`.
 #[derive(Deserialize)]
 struct EnclosingLayoutFile {
     #[serde(rename = "flat")]
     _flat: IgnoredAny,
 }
 
-/// Read a document, or that of a layout file.
+/// Reads a flat layout from its own document or from a layout file.
 ///
 /// # Errors
-/// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
+/// `Malformed` naming the place in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
     let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));
     if is_toml || serde_json::from_slice::<EnclosingLayoutFile>(&text).is_ok() {
-        return of_layout_file(path, &layout_file::parse(path, &text)?);
+        return from_layout_file(path, &layout_file::parse(path, &text)?);
     }
     parse(path, &text)
 }
 
-/// The flat layout in a layout file.
+/// Returns the flat layout in a layout file.
 ///
 /// # Errors
-/// `Usage` where it has none, else as [`read`].
-pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
+/// `Usage` if the layout file has no flat layout, otherwise as [`read`].
+pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     let Some(flat) = &file.flat else {
         return Err(Error::usage(
-            format!("{}: it has no [flat], which says what flat parameters hold", path.display()),
-            "docs/reference/layout-file.md tells what a layout file says, docs/how-to/fsdp1.md how to get a flat layout",
+            format!("{}: the layout file has no [flat] section, which describes the flat parameters", path.display()),
+            "add the section: docs/reference/layout-file.md describes the layout file, docs/how-to/fsdp1.md how to get a flat layout",
         ));
     };
     let mut document = flat.value.clone();
@@ -108,11 +108,11 @@ pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
         table.entry("version").or_insert(json!(VERSION));
     }
     let document = FlatDocument::deserialize(document)
-        .map_err(|error| flat.error(error, "docs/how-to/fsdp1.md tells what a flat layout says"))?;
-    checked(path, document)
+        .map_err(|error| flat.error(error, "docs/how-to/fsdp1.md describes the fields of a flat layout"))?;
+    into_checked_layout(path, document)
 }
 
-/// The layout that a text says; `path` is for messages.
+/// Parses the text of a document; `path` is used in error messages only.
 ///
 /// # Errors
 /// As [`read`].
@@ -122,10 +122,10 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
             _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
         })?;
-    checked(path, document)
+    into_checked_layout(path, document)
 }
 
-fn checked(path: &Path, document: FlatDocument) -> Result<FlatLayout> {
+fn into_checked_layout(path: &Path, document: FlatDocument) -> Result<FlatLayout> {
     if document.version != VERSION {
         return Err(unknown_version(path, document.version));
     }
@@ -146,12 +146,15 @@ fn checked(path: &Path, document: FlatDocument) -> Result<FlatLayout> {
 
 fn unknown_version(path: &Path, version: u64) -> Error {
     Error::unsupported(
-        format!("{}: version {version} of the flat layout; this version of dtshard knows {VERSION}", path.display()),
-        "write it again with \"version\": 1, or use a newer dtshard",
+        format!(
+            "{}: version {version} of the flat layout is not supported; this dtshard reads version {VERSION}",
+            path.display()
+        ),
+        "regenerate the file with \"version\": 1, or use a newer dtshard",
     )
 }
 
-fn read_unit(path: &Path, unit: UnitText) -> Result<FlatUnit> {
+fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
     let bad = |at: &str, expected: &str, found: String| Err(Error::malformed(path, at, expected, found));
     let mut known = FlatUnit::new(unit.module, None);
     known.align_numel = unit.align_numel;
@@ -179,22 +182,23 @@ fn read_unit(path: &Path, unit: UnitText) -> Result<FlatUnit> {
     Ok(known)
 }
 
-/// The document of a layout, a parameter a line.
+/// Renders a layout as a document, one parameter per line.
 #[must_use]
 pub fn render(layout: &FlatLayout) -> String {
     let mut text = String::new();
     let FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer } = layout;
     let _ = write!(
         text,
-        "{{\n  \"version\": {VERSION},\n  \"world_size\": {world_size},\n  \"shard_group_size\": {shard_group_size},\n  \
+        "{{\n  \"version\": {VERSION},\n  \"world_size\": {world_size},\n  \"shard_group_size\": \
+         {shard_group_size},\n  \
          \"use_orig_params\": {use_orig_params},\n  \"units\": ["
     );
     let rendered: Vec<String> = units.iter().map(render_unit).collect();
     text += &rendered.join(",");
     text += if units.is_empty() { "]" } else { "\n  ]" };
     if let Some(groups) = optimizer {
-        let groups: Vec<String> = groups.iter().map(|group| indented(group.iter().map(quoted), 4)).collect();
-        let _ = write!(text, ",\n  \"optimizer\": {}", indented(groups.into_iter(), 2));
+        let groups: Vec<String> = groups.iter().map(|group| bracketed_list(group.iter().map(quoted), 4)).collect();
+        let _ = write!(text, ",\n  \"optimizer\": {}", bracketed_list(groups.into_iter(), 2));
     }
     text += "\n}\n";
     text
@@ -217,7 +221,7 @@ fn render_unit(unit: &FlatUnit) -> String {
         .shared
         .iter()
         .map(|shared| format!("{{\"fqn\": {}, \"shared_with\": {}}}", quoted(&shared.fqn), quoted(&shared.with)));
-    let _ = write!(text, ",\n      \"params\": {}\n    }}", indented(params.chain(shared), 6));
+    let _ = write!(text, ",\n      \"params\": {}\n    }}", bracketed_list(params.chain(shared), 6));
     text
 }
 
@@ -225,8 +229,8 @@ fn quoted(fqn: &Fqn) -> String {
     json!(fqn.as_str()).to_string()
 }
 
-/// A list, an item a line; its end stands at a column.
-fn indented(items: impl Iterator<Item = String>, column: usize) -> String {
+/// Renders a list with one item per line; the closing bracket is indented by `column`.
+fn bracketed_list(items: impl Iterator<Item = String>, column: usize) -> String {
     let items: Vec<String> = items.map(|item| format!("\n{:column$}  {item}", "")).collect();
     if items.is_empty() { String::from("[]") } else { format!("[{}\n{:column$}]", items.join(","), "") }
 }
@@ -266,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn rendered_layout_is_read_back_equal() {
         let text = render(&layout());
         assert_eq!(read_text(&text).unwrap(), layout());
         assert!(text.contains(
@@ -277,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn little_need_be_said() {
+    fn optional_fields_may_be_left_out() {
         let text = r#"{"version": 1, "world_size": 2, "use_orig_params": false,
             "units": [{"module": "", "params": [{"fqn": "w", "shape": [2]}]}]}"#;
         let layout = read_text(text).unwrap();
@@ -285,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_with_its_place() {
+    fn error_names_the_place_of_the_fault() {
         let whole = |unit: &str| {
             format!("{{\"version\": 1, \"world_size\": 2, \"use_orig_params\": true, \"units\": [{unit}]}}")
         };

@@ -1,4 +1,4 @@
-//! FSDP1's `LOCAL_STATE_DICT`: a file a rank, with that rank's shard of every flat parameter.
+//! FSDP1's `LOCAL_STATE_DICT`: one file per rank, which holds that rank's shard of every flat parameter.
 //!
 //! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, `_optim_utils.py`.
 
@@ -6,9 +6,9 @@ pub mod document;
 pub(super) mod entry;
 pub mod order;
 mod read;
-mod snippet;
+mod unknown_layout;
 mod write;
 
 pub use read::{SeriesFiles, Unflattened, read};
-pub use snippet::refuse;
+pub use unknown_layout::unknown_layout_error;
 pub use write::{FlatTarget, PartSurvey, reserve, survey};

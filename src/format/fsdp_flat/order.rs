@@ -1,7 +1,8 @@
-//! What a checkpoint tells of the order of parameters, and of the order of elements in each.
+//! The order of parameters in a checkpoint, and the order of elements within each parameter.
 //!
-//! Many tools sort a state dict, DCP and safetensors among them, and a torch file keeps what it is given. With such an
-//! order parameters of equal shapes would change places in silence.
+//! A flat layout needs the order in which the module registered its parameters. Many tools sort a state dict by name
+//! (DCP and safetensors do), and a torch file keeps the order it is given. If a sorted order were used, parameters of
+//! equal shapes would be swapped without an error.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -11,24 +12,25 @@ use crate::format::{Format, natural_order};
 use crate::layout::Dims;
 use crate::layout::flat::StorageOrder;
 
-/// The order in which a module keeps the elements of a parameter.
+/// The order in which a module stores the elements of a parameter (its memory format).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ElementOrder {
     RowMajor,
     Strides(Dims),
-    /// The format keeps only values, and `channels_last` would be another order.
+    /// The format keeps only values, and `channels_last` would be a different order.
     Unknown,
 }
 
 impl ElementOrder {
-    /// That of a tensor which lies whole in a torch file is that of the module's.
+    /// Returns the element order of a tensor. A tensor that a torch file stores whole has the element order of the
+    /// module.
     #[must_use]
-    pub fn of(entry: &TensorEntry, format: Format) -> Self {
+    pub fn from_entry(entry: &TensorEntry, format: Format) -> Self {
         if format.keeps_order() {
             let mut chunks = entry.chunks.iter();
             if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
                 return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {
-                    // What lies with holes was not a parameter when it was saved.
+                    // A tensor with gaps between its elements was not a parameter when it was saved.
                     Some(strides) if StorageOrder::of_strides(&entry.shape, &strides).is_some() => {
                         Self::Strides(strides)
                     }
@@ -41,15 +43,16 @@ impl ElementOrder {
     }
 }
 
-/// Whether `channels_last` is another order than that by rows.
+/// Returns whether `channels_last` differs from row-major order for this shape.
 fn may_be_channels_last(shape: &[u64]) -> bool {
     shape.len() >= 4 && shape[1] > 1 && shape[2..].iter().any(|size| *size > 1)
 }
 
-/// What to say where weights lie by rows in a file from which the order of their elements is taken: whoever wrote it may
-/// have brought them into that order. Of each: its name, its shape, whether it lies by rows.
+/// Returns a warning if some weights are row-major in the file that the element order is taken from, although
+/// `channels_last` is possible: a tool may have rewritten them as row-major. `params` gives the name and shape of each
+/// parameter and whether it is row-major.
 #[must_use]
-pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
+pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
     let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
     let (first, ..) = doubtful.next()?;
     let more = match doubtful.count() {
@@ -57,37 +60,37 @@ pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64]
         more => format!(" and {more} more"),
     };
     Some(format!(
-        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, options::flat_layout \
-         FILE has to say it",
+        "{first}{more}: row-major in {}, so assumed to be row-major in the job; if the module is channels_last, \
+         declare the strides in options::flat_layout FILE",
         path.display()
     ))
 }
 
-/// Whether these names, of all that is in a model, were sorted by somebody: they come in the order of text, of text
-/// with numbers, or have every `bias` before its `weight`, which modules register the other way round.
+/// Returns whether a tool has sorted the names of a model: they are in alphabetical or natural order, or every `bias`
+/// comes before its `weight` (modules register the weight first).
 #[must_use]
 pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
-    /// Fewer may be in order by chance.
-    const TELLING: usize = 6;
+    /// Fewer names may be in order by chance.
+    const MIN_NAMES: usize = 6;
     let names: Vec<&str> = names.collect();
-    // Numbers are in the order of registration already.
+    // Modules that are named by numbers are registered in numerical order anyway.
     let by_number = |pair: &[&str]| {
         let mut parts = pair[0].split('.').zip(pair[1].split('.'));
         let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
         parts.find(|(left, right)| left != right).is_some_and(|(left, right)| is_number(left) && is_number(right))
     };
-    if names.len() < TELLING || names.windows(2).all(by_number) {
+    if names.len() < MIN_NAMES || names.windows(2).all(by_number) {
         return false;
     }
     names.is_sorted()
         || names.is_sorted_by(|left, right| natural_order(left, right).is_le())
-        || has_biases_first(&names)
+        || has_bias_before_weight(&names)
 }
 
-/// Returns whether the tensors of a module stand apart, with tensors of other modules between them. `Module.state_dict`
-/// goes through one module after the other; DCP keeps another order, and so do files that are made from it.
+/// Returns whether tensors of other modules come between the tensors of one module. `Module.state_dict` visits one
+/// module after the other; DCP, and files made from it, keep another order.
 #[must_use]
-pub fn is_mixed<'a>(names: impl Iterator<Item = &'a str>) -> bool {
+pub fn has_interleaved_modules<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     let modules = |name: &'a str| name.match_indices('.').map(move |(end, _)| &name[..end]);
     let mut ended: HashSet<&str> = HashSet::new();
     let mut last = "";
@@ -102,8 +105,8 @@ pub fn is_mixed<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     false
 }
 
-/// Whether there are modules with both, and in all of them the bias stands right before the weight.
-fn has_biases_first(names: &[&str]) -> bool {
+/// Returns whether some modules have a weight and a bias, and the bias comes right before the weight in all of them.
+fn has_bias_before_weight(names: &[&str]) -> bool {
     let is_pair = |first: &str, second: &str, order: [&str; 2]| {
         let module = first.strip_suffix(order[0]);
         module.is_some_and(|module| second.strip_suffix(order[1]) == Some(module))
@@ -117,8 +120,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modules_follow_each_other_in_a_state_dict() {
-        let is_mixed = |names: &str| is_mixed(names.split(' '));
+    fn interleaved_modules_are_detected() {
+        let is_mixed = |names: &str| has_interleaved_modules(names.split(' '));
         assert!(!is_mixed("emb.w h.0.q.w h.0.q.b h.0.norm.w h.1.q.w h.1.norm.w norm.w head.w"));
         assert!(!is_mixed("w b h.w h.0.w"), "the tensors of a module come before those of modules in it");
         assert!(is_mixed("emb.w h.0.q.w head.w h.0.norm.w norm.w"));
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_of_names_is_not_that_of_modules() {
+    fn sorted_names_are_detected() {
         let is_sorted = |names: &str| is_sorted(names.split(' '));
         assert!(is_sorted("emb h.0.wk h.0.wq h.1.wk h.1.wq norm"));
         assert!(is_sorted("emb h.2.wk h.2.wq h.10.wk h.10.wq norm"), "natural order");

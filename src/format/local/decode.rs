@@ -1,7 +1,8 @@
-//! The state dict of a document that anybody may have written.
+//! Decodes the state dict in a `layout.json`, which may be written by anyone and is not trusted.
 //!
-//! Invariants: tensors stand where names lead to them, values of ranks where leaves stand, and no class is named but those
-//! of `torch_pickle::pickle::symbols`. A value is no deeper than the JSON is, which its reader bounds.
+//! Invariants: tensors occur only where their name leads to them; values of ranks occur only at leaves; only classes in
+//! `torch_pickle::pickle::symbols` are named. A value is nested no deeper than its JSON, and the JSON reader limits
+//! that depth.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,27 +14,27 @@ use crate::error::Wrong;
 use crate::layout::Rank;
 use torch_pickle::pickle::symbols::{self, Use};
 
-/// The state dict of a document: its tensors are known by these names, its ranks are below `world_size`.
+/// Decodes the state dict of a document. `names` maps names to tensors; ranks must be below `world_size`.
 ///
 /// # Errors
-/// `Wrong` for what is no value, or one that stands where it has no meaning.
+/// `Wrong` for an invalid value, or for a valid one in a position where it has no meaning.
 pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> Result<Value, Wrong> {
     let mut decoder = Decoder { names, world_size, path: Path::default() };
-    match decoder.value(tree, Spot::Leaf)? {
+    match decoder.value(tree, Position::Leaf)? {
         state @ Value::Dict(_) => Ok(state),
         other => Err(decoder.wrong("a dict", other.type_name())),
     }
 }
 
-/// Where a value stands.
+/// The position of a value, which limits the values that may occur.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Spot {
-    /// Within nothing but dicts and lists: ranks may have their own.
+enum Position {
+    /// Inside dicts and lists only: the value may differ between ranks.
     Leaf,
-    /// Within something that has no names within it.
+    /// Inside a value whose content has no names.
     Within,
-    /// A key or an attribute, where no tensor is looked for.
-    Aside,
+    /// A key or an attribute, which must not contain tensors.
+    KeyOrAttribute,
 }
 
 struct Decoder<'a> {
@@ -50,45 +51,45 @@ impl Decoder<'_> {
         Wrong::new(at, expected, found)
     }
 
-    fn child(&mut self, key: Key, tree: &Tree, spot: Spot) -> Decode {
+    fn child(&mut self, key: Key, tree: &Tree, position: Position) -> Decode {
         self.path.0.push(key);
-        let value = self.value(tree, spot)?;
+        let value = self.value(tree, position)?;
         self.path.0.pop();
         Ok(value)
     }
 
-    fn value(&mut self, tree: &Tree, spot: Spot) -> Decode {
+    fn value(&mut self, tree: &Tree, position: Position) -> Decode {
         Ok(match tree {
             Tree::Null => Value::None,
             Tree::Bool(value) => Value::Bool(*value),
             Tree::Int(value) => Value::Int(*value),
             Tree::Float(value) => Value::Float(*value),
             Tree::Text(text) => Value::Str(text.as_str().into()),
-            Tree::List(_) => Value::List(self.items(tree, spot)?),
+            Tree::List(_) => Value::List(self.items(tree, position)?),
             Tree::Map(entries) => match entries.as_slice() {
-                [(tag, inner), ..] if tag.starts_with('$') => self.tagged(tag, inner, &entries[1..], spot)?,
-                _ => Value::Dict(Dict { entries: self.entries(tree, spot)?, ..Dict::default() }),
+                [(tag, inner), ..] if tag.starts_with('$') => self.tagged(tag, inner, &entries[1..], position)?,
+                _ => Value::Dict(Dict { entries: self.entries(tree, position)?, ..Dict::default() }),
             },
         })
     }
 
-    fn tagged(&mut self, tag: &str, inner: &Tree, more: &[(String, Tree)], spot: Spot) -> Decode {
-        let within = if spot == Spot::Aside { Spot::Aside } else { Spot::Within };
+    fn tagged(&mut self, tag: &str, inner: &Tree, more: &[(String, Tree)], position: Position) -> Decode {
+        let within = if position == Position::KeyOrAttribute { Position::KeyOrAttribute } else { Position::Within };
         let attributes = match more {
             [] => None,
             [(key, attributes)] if tag == "$ordered" && key == "$attributes" => {
-                Some(Box::new(self.value(attributes, Spot::Aside)?))
+                Some(Box::new(self.value(attributes, Position::KeyOrAttribute)?))
             }
-            [(key, _), ..] => return Err(self.wrong(format!("{tag} alone"), format!("`{key}` beside it"))),
+            [(key, _), ..] => return Err(self.wrong(format!("no key next to {tag}"), format!("`{key}`"))),
         };
         Ok(match tag {
-            "$dict" => Value::Dict(Dict { entries: self.pairs(inner, spot)?, ..Dict::default() }),
+            "$dict" => Value::Dict(Dict { entries: self.pairs(inner, position)?, ..Dict::default() }),
             "$ordered" => {
                 let entries = match inner {
                     Tree::Map(entries) if matches!(entries.as_slice(), [(tag, _)] if tag == "$dict") => {
-                        self.pairs(&entries[0].1, spot)?
+                        self.pairs(&entries[0].1, position)?
                     }
-                    plain => self.entries(plain, spot)?,
+                    plain => self.entries(plain, position)?,
                 };
                 Value::Dict(Dict { kind: DictKind::Ordered, entries, attributes })
             }
@@ -106,14 +107,14 @@ impl Decoder<'_> {
             },
             "$symbol" => Value::Symbol(self.symbol(inner, Use::bare)?),
             "$object" => self.object(inner, within)?,
-            "$tensor" if spot != Spot::Aside => match inner {
+            "$tensor" if position != Position::KeyOrAttribute => match inner {
                 Tree::Text(name) => match self.names.get(name.as_str()) {
                     Some(id) => Value::Tensor(*id),
                     None => return Err(self.wrong("a tensor that is listed", format!("`{name}`"))),
                 },
                 other => return Err(self.wrong("the name of a tensor", other.kind())),
             },
-            "$ranks" if spot == Spot::Leaf => self.per_rank(inner)?,
+            "$ranks" if position == Position::Leaf => self.per_rank(inner)?,
             other => return Err(self.wrong("a value that can stand here", format!("`{other}`"))),
         })
     }
@@ -125,34 +126,36 @@ impl Decoder<'_> {
         }
     }
 
-    fn items(&mut self, tree: &Tree, spot: Spot) -> Decode<Vec<Value>> {
+    fn items(&mut self, tree: &Tree, position: Position) -> Decode<Vec<Value>> {
         let items = self.list(tree)?;
-        (0..).zip(items).map(|(index, item)| self.child(Key::Index(index), item, spot)).collect()
+        (0..).zip(items).map(|(index, item)| self.child(Key::Index(index), item, position)).collect()
     }
 
-    fn entries(&mut self, tree: &Tree, spot: Spot) -> Decode<Vec<(Value, Value)>> {
+    fn entries(&mut self, tree: &Tree, position: Position) -> Decode<Vec<(Value, Value)>> {
         let Tree::Map(entries) = tree else { return Err(self.wrong("an object", tree.kind())) };
         let entry = |(key, value): &(String, Tree)| {
             if key.starts_with('$') {
-                return Err(self.wrong("keys without $ beside others", format!("`{key}`")));
+                return Err(self.wrong("no key that begins with $ next to other keys", format!("`{key}`")));
             }
-            Ok((Value::Str(key.as_str().into()), self.child(Key::Name(key.as_str().into()), value, spot)?))
+            Ok((Value::Str(key.as_str().into()), self.child(Key::Name(key.as_str().into()), value, position)?))
         };
         entries.iter().map(entry).collect()
     }
 
-    /// Keys of any kind, each with its value.
-    fn pairs(&mut self, tree: &Tree, spot: Spot) -> Decode<Vec<(Value, Value)>> {
+    /// Decodes pairs of a key of any kind and its value.
+    fn pairs(&mut self, tree: &Tree, position: Position) -> Decode<Vec<(Value, Value)>> {
         let mut seen = HashSet::new();
         let mut entries = Vec::new();
         for pair in self.list(tree)? {
-            let [key, value] = self.list(pair)? else { return Err(self.wrong("pairs of a key and a value", "others")) };
-            let key = self.value(key, Spot::Aside)?;
+            let [key, value] = self.list(pair)? else {
+                return Err(self.wrong("pairs of a key and a value", "something else"));
+            };
+            let key = self.value(key, Position::KeyOrAttribute)?;
             let text = key_text(&key);
             if !seen.insert((text.clone(), key.as_str().is_some())) {
                 return Err(self.wrong("distinct keys", format!("{key} twice")));
             }
-            entries.push((key, self.child(Key::Name(text), value, spot)?));
+            entries.push((key, self.child(Key::Name(text), value, position)?));
         }
         Ok(entries)
     }
@@ -197,13 +200,13 @@ impl Decoder<'_> {
                 [Tree::Text(module), Tree::Text(name)] => {
                     Err(self.wrong("a Python object that is known to be plain data", format!("`{module}.{name}`")))
                 }
-                _ => Err(self.wrong("a module and a name", "others")),
+                _ => Err(self.wrong("a module and a name", "something else")),
             },
             other => Err(self.wrong("a module and a name", other.kind())),
         }
     }
 
-    fn object(&mut self, tree: &Tree, spot: Spot) -> Decode {
+    fn object(&mut self, tree: &Tree, position: Position) -> Decode {
         let Tree::Map(fields) = tree else { return Err(self.wrong("an object in $object", tree.kind())) };
         let field = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
         if let Some((key, _)) = fields.iter().find(|(key, _)| !FIELDS.contains(&key.as_str())) {
@@ -220,19 +223,19 @@ impl Decoder<'_> {
         })?;
         let mut object = Object::new(how, class);
         let empty = Tree::List(Vec::new());
-        object.args = self.items(field("args").unwrap_or(&empty), spot)?;
-        object.items = self.items(field("items").unwrap_or(&empty), spot)?;
-        object.entries = self.pairs(field("entries").unwrap_or(&empty), spot)?;
-        object.state = field("state").map(|state| self.value(state, spot)).transpose()?;
+        object.args = self.items(field("args").unwrap_or(&empty), position)?;
+        object.items = self.items(field("items").unwrap_or(&empty), position)?;
+        object.entries = self.pairs(field("entries").unwrap_or(&empty), position)?;
+        object.state = field("state").map(|state| self.value(state, position)).transpose()?;
         Ok(Value::Object(Box::new(object)))
     }
 
     fn per_rank(&mut self, tree: &Tree) -> Decode {
         let mut seen = HashSet::new();
-        let mut holdings = Vec::new();
-        for holding in self.list(tree)? {
-            let [numbers, value] = self.list(holding)? else {
-                return Err(self.wrong("pairs of ranks and a value", "others"));
+        let mut rank_values = Vec::new();
+        for rank_value in self.list(tree)? {
+            let [numbers, value] = self.list(rank_value)? else {
+                return Err(self.wrong("pairs of ranks and a value", "something else"));
             };
             let mut ranks = Vec::new();
             for number in self.list(numbers)? {
@@ -249,13 +252,13 @@ impl Decoder<'_> {
                 ranks.push(Rank(rank));
             }
             let Some(first) = ranks.first() else { return Err(self.wrong("ranks that have a value", "none")) };
-            let value = self.child(rank_key(*first), value, Spot::Within)?;
-            holdings.push(RankValue { value, ranks });
+            let value = self.child(rank_key(*first), value, Position::Within)?;
+            rank_values.push(RankValue { value, ranks });
         }
-        if holdings.is_empty() {
+        if rank_values.is_empty() {
             return Err(self.wrong("values of ranks", "none"));
         }
-        Ok(Value::Other(holdings))
+        Ok(Value::Other(rank_values))
     }
 }
 

@@ -1,4 +1,4 @@
-//! `layout.json`: what the tensors of rank files are parts of, and the state dict they stand in.
+//! `layout.json`: describes how the tensors in rank files are sharded, and the state dict that contains them.
 //!
 //! ```json
 //! {"version": 1, "world_size": 4,
@@ -10,12 +10,13 @@
 //!  "state": {"model": {"w": {"$tensor": "model.w"}, "head": {"$tensor": "model.head"}}, "step": {"$tensor": "step"}}}
 //! ```
 //!
-//! Shapes are those of whole tensors, in elements. A mesh whose ranks are not `0, 1, 2, ...` has a list `ranks`. Of a
-//! tensor, `splits` says how mesh dims cut where that is not `torch.chunk`, `slice` which mesh dims its own mesh has, and
-//! `ranks` which ranks alone have a plain one. The keys of `tensors` are those in the files, and the names at which the
-//! tensors stand in `state`, which the encoder of objects spells.
+//! Shapes are those of whole tensors and count elements. A mesh whose ranks are not `0, 1, 2, ...` has a list `ranks`.
+//! Optional fields of a tensor: `splits` describes how mesh dims split it if not by `torch.chunk`, `slice` lists the
+//! mesh dims of its own mesh, and `ranks` lists the ranks that have it if it is plain and not on all ranks. The keys of
+//! `tensors` are the keys in the files and the paths of the tensors in `state`, which is encoded as in
+//! [`super::encode`].
 //!
-//! Invariant: a document that is read fits together; the same one always gives the same text.
+//! Invariant: a document that was read is consistent, and the same document is always rendered as the same text.
 
 use std::collections::HashMap;
 use std::path::Path as FilePath;
@@ -32,74 +33,74 @@ use crate::format::json::{self, DistinctKeys};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
-/// The name of the document beside rank files.
+/// The name of the document next to the rank files.
 pub const FILE_NAME: &str = "layout.json";
 
-/// That of a million tensors is some 300 MB.
+/// Upper limit for the size of a document. The document of a million tensors takes about 300 MB.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// More than tensors have.
+/// Upper limit for the dims of a tensor; real tensors have fewer.
 const MAX_DIMS: usize = 64;
 
-/// Cells of all meshes together: each takes memory, however short the text.
+/// Upper limit for the cells of all meshes together. A short text can describe many cells, and each takes memory.
 const MAX_CELLS: u64 = 1 << 24;
 
 const VERSION: u64 = 1;
 
-/// A checked document.
+/// A document that has been checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalDocument {
     pub world_size: u32,
     pub meshes: Vec<DeviceMesh>,
-    pub tensors: Vec<Described>,
-    /// Tensors in it are indices of `tensors`.
+    pub tensors: Vec<DescribedTensor>,
+    /// The state dict; its tensors are indices of `tensors`.
     pub state: Value,
 }
 
-/// A tensor as it is described.
+/// The description of one tensor.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Described {
-    /// Its own, then those that are tied to it. All of them are keys in the files.
+pub struct DescribedTensor {
+    /// The tensor's own name, then the names tied to it. All of them are keys in the files.
     pub names: Vec<Fqn>,
     pub dtype: Dtype,
     pub shape: Dims,
     pub class: Class,
-    /// Mesh numbers are indices of the document's.
+    /// The sharding; its mesh is an index of the document's meshes.
     pub sharding: Option<Sharding>,
-    /// The ranks that have a plain one, ascending; `None` for all.
+    /// The ranks that have this plain tensor, ascending; `None` for all ranks.
     pub ranks: Option<Vec<Rank>>,
 }
 
-/// The classes under the names of `--tensor-class`.
+/// The classes by the names that `options::tensor_class` uses.
 const CLASSES: [(&str, Class); 3] =
     [("tensor", Class::Tensor), ("dtensor", Class::DTensor), ("sharded-tensor", Class::ShardedTensor)];
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Text {
+#[serde(deny_unknown_fields, expecting = "a layout")]
+struct DocumentJson {
     version: u64,
     world_size: u32,
-    meshes: Vec<MeshText>,
-    tensors: DistinctKeys<TensorText>,
+    meshes: Vec<MeshJson>,
+    tensors: DistinctKeys<TensorJson>,
     state: Tree,
 }
 
-/// As a later version may be written: with anything.
+/// Reads only the version, so that a document of a later version gives a clear error whatever its other fields are.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MeshText {
+#[serde(deny_unknown_fields, expecting = "a mesh")]
+struct MeshJson {
     dims: Vec<(Option<String>, u64)>,
     ranks: Option<Vec<u32>>,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TensorText {
+#[serde(deny_unknown_fields, expecting = "a tensor")]
+struct TensorJson {
     dtype: Option<String>,
     shape: Option<Vec<u64>>,
     class: Option<String>,
@@ -113,20 +114,20 @@ struct TensorText {
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// Read a document.
+/// Reads and checks a document.
 ///
 /// # Errors
-/// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
+/// `Malformed` naming the place in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &FilePath) -> Result<LocalDocument> {
     parse(path, &json::read_document(path, MAX_BYTES)?)
 }
 
-/// The document of a text; `path` is for messages.
+/// Parses and checks the text of a document; `path` is used in error messages only.
 ///
 /// # Errors
 /// As [`read`].
 pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
-    let text: Text =
+    let text: DocumentJson =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
             _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
@@ -139,22 +140,25 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
 
 fn unknown_version(path: &FilePath, version: u64) -> Error {
     Error::unsupported(
-        format!("{}: version {version} of the layout; this version of dtshard knows {VERSION}", path.display()),
-        "use a newer dtshard, or write the checkpoint again with this one",
+        format!(
+            "{}: version {version} of the layout is not supported; this dtshard reads version {VERSION}",
+            path.display()
+        ),
+        "use a newer dtshard, or write the checkpoint again with this version",
     )
 }
 
-fn wrong<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Result<T, Wrong> {
+fn fail<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Result<T, Wrong> {
     Err(Wrong::new(at, expected, found))
 }
 
-fn check(text: Text) -> Result<LocalDocument, Wrong> {
-    let Text { world_size, meshes, tensors: DistinctKeys(described), state: tree, .. } = text;
+fn check(text: DocumentJson) -> Result<LocalDocument, Wrong> {
+    let DocumentJson { world_size, meshes, tensors: DistinctKeys(described), state: tree, .. } = text;
     if world_size == 0 {
-        return wrong("world_size", "at least 1", "0");
+        return fail("world_size", "at least 1", "0");
     }
     let meshes = check_meshes(meshes, world_size)?;
-    let mut tensors: Vec<Described> = Vec::new();
+    let mut tensors: Vec<DescribedTensor> = Vec::new();
     let mut ids: HashMap<&str, TensorId> = HashMap::new();
     for (name, text) in described.iter().filter(|(_, text)| text.tied_to.is_none()) {
         ids.insert(name, TensorId(u32::try_from(tensors.len()).expect("a text has fewer than 2^32 tensors")));
@@ -164,10 +168,10 @@ fn check(text: Text) -> Result<LocalDocument, Wrong> {
     for (name, text) in &described {
         let Some(other) = &text.tied_to else { continue };
         let Some(id) = own.get(other.as_str()) else {
-            return wrong(name, "tied_to: the name of a tensor that is described itself", format!("`{other}`"));
+            return fail(name, "tied_to: the name of a tensor that has a description of its own", format!("`{other}`"));
         };
         if !text.is_tie() {
-            return wrong(name, "tied_to alone", "more");
+            return fail(name, "no field but tied_to", "other fields");
         }
         ids.insert(name, *id);
         tensors[id.0 as usize].names.push(Fqn::from(name.as_str()));
@@ -175,7 +179,7 @@ fn check(text: Text) -> Result<LocalDocument, Wrong> {
     let state = decode::decode(&tree, &ids, world_size)?;
     let mut named = 0;
     let mut elsewhere = None;
-    tensors_of(&state, &mut |path, id| {
+    visit_tensors(&state, &mut |path, id| {
         named += 1;
         let name = path.to_string();
         if ids.get(name.as_str()) != Some(&id) {
@@ -183,121 +187,126 @@ fn check(text: Text) -> Result<LocalDocument, Wrong> {
         }
     });
     if let Some((name, id)) = elsewhere {
-        let found = format!("that of {}", tensors[id.0 as usize].names[0]);
-        return wrong("state", format!("at {name} the tensor of that name"), found);
+        let found = format!("the tensor {}", tensors[id.0 as usize].names[0]);
+        return fail("state", format!("at {name} the tensor of that name"), found);
     }
     let references = state.tensor_ids().len();
     if named != ids.len() || references != named {
         let found = format!("{references} references to {} names", ids.len());
-        return wrong("state", "every name of a tensor at its own place, once", found);
+        return fail("state", "every tensor once, at the path of its name", found);
     }
     Ok(LocalDocument { world_size, meshes, tensors, state })
 }
 
-fn tensors_of(state: &Value, visit: &mut dyn FnMut(&Path, TensorId)) {
+fn visit_tensors(state: &Value, visit: &mut dyn FnMut(&Path, TensorId)) {
     tensors(state, &Path::default(), visit);
 }
 
-fn check_meshes(texts: Vec<MeshText>, world_size: u32) -> Result<Vec<DeviceMesh>, Wrong> {
-    let mut room = MAX_CELLS;
+fn check_meshes(texts: Vec<MeshJson>, world_size: u32) -> Result<Vec<DeviceMesh>, Wrong> {
+    let mut cells_left = MAX_CELLS;
     let mut meshes = Vec::new();
-    for (index, MeshText { dims, ranks }) in texts.into_iter().enumerate() {
+    for (index, MeshJson { dims, ranks }) in texts.into_iter().enumerate() {
         let at = format!("mesh {index}");
         let shape: Dims = dims.iter().map(|(_, size)| *size).collect();
         let cells = numel(&shape).filter(|cells| *cells <= u64::from(world_size) && shape.len() <= MAX_DIMS);
-        let Some(left) = cells.and_then(|cells| room.checked_sub(cells)) else {
-            return wrong(at, format!("no more cells than {world_size} ranks, and {MAX_CELLS} in all"), "more");
+        let Some(left) = cells.and_then(|cells| cells_left.checked_sub(cells)) else {
+            return fail(at, format!("no more cells than {world_size} ranks, and {MAX_CELLS} in all"), "more");
         };
-        room = left;
+        cells_left = left;
         let cells = u32::try_from(cells.unwrap_or(0)).expect("as many as a world size");
         let ranks: Vec<Rank> = ranks.unwrap_or_else(|| (0..cells).collect()).into_iter().map(Rank).collect();
         if let Some(rank) = ranks.iter().find(|rank| rank.0 >= world_size) {
-            return wrong(at, format!("ranks below {world_size}"), format!("rank {rank}"));
+            return fail(at, format!("ranks below {world_size}"), format!("rank {rank}"));
         }
         let has_names = dims.iter().any(|(name, _)| name.is_some());
         let names: Option<Vec<String>> = dims.into_iter().map(|(name, _)| name).collect();
         if has_names && names.is_none() {
-            return wrong(at, "names of all dims, or null for all", "some of them");
+            return fail(at, "names for all dims or for none", "names for some dims");
         }
         let mesh = DeviceMesh::new(shape, ranks, names.filter(|_| has_names));
-        meshes.push(mesh.or_else(|error| wrong(at, "a mesh", error.to_string()))?);
+        meshes.push(mesh.or_else(|error| fail(at, "a mesh", error.to_string()))?);
     }
     Ok(meshes)
 }
 
-impl TensorText {
-    /// Whether nothing is said but what it is tied to.
+impl TensorJson {
+    /// Returns whether the tensor has no field but `tied_to`.
     fn is_tie(&self) -> bool {
         let Self { dtype, shape, class, mesh, placements, splits, slice, ranks, .. } = self;
-        let said = [dtype.is_some(), shape.is_some(), class.is_some(), mesh.is_some(), placements.is_some()];
-        !said.contains(&true) && splits.is_none() && slice.is_none() && ranks.is_none()
+        let others = [dtype.is_some(), shape.is_some(), class.is_some(), mesh.is_some(), placements.is_some()];
+        !others.contains(&true) && splits.is_none() && slice.is_none() && ranks.is_none()
     }
 }
 
-fn check_tensor(name: &str, text: &TensorText, meshes: &[DeviceMesh], world_size: u32) -> Result<Described, Wrong> {
+fn check_tensor(
+    name: &str,
+    text: &TensorJson,
+    meshes: &[DeviceMesh],
+    world_size: u32,
+) -> Result<DescribedTensor, Wrong> {
     let Some(dtype) = text.dtype.as_deref().and_then(Dtype::from_name) else {
-        return wrong(name, "the dtype of a tensor", format!("`{}`", text.dtype.as_deref().unwrap_or_default()));
+        return fail(name, "the dtype of a tensor", format!("`{}`", text.dtype.as_deref().unwrap_or_default()));
     };
-    let Some(shape) = &text.shape else { return wrong(name, "a shape", "none") };
+    let Some(shape) = &text.shape else { return fail(name, "a shape", "none") };
     if shape.len() > MAX_DIMS || checked_len_bytes(shape, dtype).is_none() {
-        return wrong(name, format!("a shape of at most {MAX_DIMS} dims that fits memory"), shown(shape));
+        return fail(name, format!("a shape of at most {MAX_DIMS} dims that fits memory"), describe_list(shape));
     }
     let class = match &text.class {
         None => Class::Tensor,
         Some(text) => match CLASSES.iter().find(|(class, _)| class == text) {
             Some((_, class)) => *class,
-            None => return wrong(name, "the class tensor, dtensor or sharded-tensor", format!("`{text}`")),
+            None => return fail(name, "the class tensor, dtensor or sharded-tensor", format!("`{text}`")),
         },
     };
     let sharding = check_sharding(name, text, meshes, shape.len())?;
     if sharding.is_none() && class != Class::Tensor {
-        return wrong(name, "placements", "none");
+        return fail(name, "placements", "none");
     }
     let ranks = match &text.ranks {
         None => None,
-        Some(_) if sharding.is_some() => return wrong(name, "placements or ranks", "both"),
+        Some(_) if sharding.is_some() => return fail(name, "placements or ranks", "both"),
         Some(ranks) => {
             let is_list = ranks.is_sorted_by(|a, b| a < b) && ranks.iter().all(|rank| *rank < world_size);
             if !is_list || ranks.is_empty() {
-                return wrong(name, format!("ascending ranks below {world_size}"), shown(ranks));
+                return fail(name, format!("ascending ranks below {world_size}"), describe_list(ranks));
             }
             Some(ranks.iter().copied().map(Rank).collect())
         }
     };
     let (names, shape) = (vec![Fqn::from(name)], Dims::from(shape.as_slice()));
-    Ok(Described { names, dtype, shape, class, sharding, ranks })
+    Ok(DescribedTensor { names, dtype, shape, class, sharding, ranks })
 }
 
 fn check_sharding(
     name: &str,
-    text: &TensorText,
+    text: &TensorJson,
     meshes: &[DeviceMesh],
     ndim: usize,
 ) -> Result<Option<Sharding>, Wrong> {
     let (mesh, list) = match (text.mesh, &text.placements) {
         (Some(mesh), Some(list)) => (mesh, list),
         (None, None) if text.splits.is_none() && text.slice.is_none() => return Ok(None),
-        _ => return wrong(name, "mesh and placements", "one of them, or neither and more"),
+        _ => return fail(name, "mesh and placements together", "only one of them, or splits or slice without them"),
     };
     let Some(own) = meshes.get(mesh as usize) else {
-        return wrong(name, format!("one of {} meshes", meshes.len()), format!("mesh {mesh}"));
+        return fail(name, format!("one of {} meshes", meshes.len()), format!("mesh {mesh}"));
     };
     let placements: Option<Vec<Placement>> = parse_placements(list)
-        .or_else(|error| wrong(name, "placements", error.to_string()))?
+        .or_else(|error| fail(name, "placements", error.to_string()))?
         .into_iter()
         .map(|spec| spec.resolve(ndim))
         .collect();
     let Some(placements) = placements.filter(|placements| placements.len() == own.ndim()) else {
         let expected = format!("{} placements that fit a tensor of {ndim} dims", own.ndim());
-        return wrong(name, expected, list.clone());
+        return fail(name, expected, list.clone());
     };
     let splits: Vec<Split> = (text.splits.iter().flatten())
         .map(|split| {
-            split.parse().or_else(|error: crate::layout::LayoutError| wrong(name, "a split", error.to_string()))
+            split.parse().or_else(|error: crate::layout::LayoutError| fail(name, "a split", error.to_string()))
         })
         .collect::<Result<_, Wrong>>()?;
     if !splits.is_empty() && splits.len() != own.ndim() {
-        return wrong(name, format!("{} splits", own.ndim()), splits.len().to_string());
+        return fail(name, format!("{} splits", own.ndim()), splits.len().to_string());
     }
     let slice = match &text.slice {
         None => None,
@@ -306,7 +315,11 @@ fn check_sharding(
                 |(dim, placement): (usize, &Placement)| !dims.contains(&dim) && *placement != Placement::Replicate;
             let is_slice = dims.is_sorted_by(|a, b| a < b) && dims.last().is_some_and(|last| *last < own.ndim());
             if !is_slice || placements.iter().enumerate().any(outside) {
-                return wrong(name, "ascending mesh dims, and R on the others", format!("slice {}", shown(dims)));
+                return fail(
+                    name,
+                    "ascending mesh dims, with R on all other dims",
+                    format!("slice {}", describe_list(dims)),
+                );
             }
             Some(dims.iter().copied().map(MeshDim).collect())
         }
@@ -314,14 +327,14 @@ fn check_sharding(
     Ok(Some(Sharding { mesh: MeshId(mesh), shared: SharedTensor { placements, splits, slice } }))
 }
 
-fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
+fn describe_list<T: std::fmt::Debug>(list: &[T]) -> String {
     format!("{:.60}", format!("{list:?}"))
 }
 
 // ---------------------------------------------------------------------------------------------------- writing
 
 impl LocalDocument {
-    /// The text, a tensor a line. `state` is that of this document, encoded.
+    /// Renders the document, one tensor per line. `state` is the encoded state of this document.
     #[must_use]
     pub fn render(&self, state: &Tree) -> String {
         let meshes: Vec<String> = self.meshes.iter().map(render_mesh).collect();
@@ -330,8 +343,8 @@ impl LocalDocument {
         for (id, tensor) in (0..).map(TensorId).zip(&self.tensors) {
             known.extend(tensor.names.iter().map(|name| (name.to_string(), (id, name))));
         }
-        // In the order of the state dict.
-        tensors_of(&self.state, &mut |path, _| {
+        // Tensors are listed in the order of the state dict.
+        visit_tensors(&self.state, &mut |path, _| {
             if let Some((id, name)) = known.get(&path.to_string()) {
                 let first = &self.tensors[id.0 as usize].names[0];
                 names.push((*id, name, (first != *name).then_some(first)));
@@ -353,7 +366,7 @@ impl LocalDocument {
         if let Some(first) = tied {
             return format!("\n    {key}: {{\"tied_to\": {}}}", json!(first.as_str()));
         }
-        let Described { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
+        let DescribedTensor { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
         let mut line = format!("\n    {key}: {{\"dtype\": \"{dtype}\", \"shape\": {:?}", shape.as_slice());
         if let Some(sharding @ Sharding { mesh, shared: SharedTensor { splits, slice, .. } }) = sharding {
             let (class, _) = CLASSES.iter().find(|(_, known)| known == class).expect("all classes are listed");

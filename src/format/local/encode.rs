@@ -1,4 +1,5 @@
-//! The state dict as JSON: what is plain in both is written as it is, the rest under a key that begins with `$`.
+//! Encodes a state dict as JSON: values that JSON has are written directly, all others under a key that begins with
+//! `$`.
 //!
 //! ```text
 //! None, True, 1, 0.5, 'a', [1]     null, true, 1, 0.5, "a", [1]
@@ -14,20 +15,20 @@
 //! what differs from rank to rank   {"$ranks": [[[0, 2], 1], [[1], 5]]}
 //! ```
 //!
-//! Invariant: [`super::decode`] gives the same value again.
+//! Invariant: [`super::decode`] returns the encoded value.
 
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 
-/// Nesting of the JSON. Its readers stop at 128, of which the document takes some.
+/// Upper limit for the nesting of the JSON. JSON readers stop at 128 levels, and the document takes some of them.
 const MAX_DEPTH: usize = 120;
 
-/// The JSON of a value that stands at a path, whose tensors are called as [`crate::catalog::path::tensors`] calls them.
+/// Encodes the value at a path. Tensors get the names that [`crate::catalog::path::tensors`] gives them.
 ///
 /// # Errors
-/// What it has that cannot be written.
+/// A description of the content that cannot be encoded.
 pub fn encode(value: &Value, path: &Path) -> Result<Tree, String> {
     Encoder { depth: 0 }.value(value, path)
 }
@@ -41,7 +42,7 @@ impl Encoder {
         if self.depth >= MAX_DEPTH {
             return Err(format!("nested deeper than {MAX_DEPTH}"));
         }
-        // A tag and its list.
+        // A value takes up to two levels: a tag and its list.
         self.depth += 2;
         let tree = self.inner(value, path);
         self.depth -= 2;
@@ -66,16 +67,16 @@ impl Encoder {
             Value::Set(items) => Tree::tagged("$set", self.items(items, path)?),
             Value::FrozenSet(items) => Tree::tagged("$frozenset", self.items(items, path)?),
             Value::Dict(dict) => self.dict(dict, path)?,
-            Value::Symbol(symbol) => Tree::tagged("$symbol", name_of(symbol)),
+            Value::Symbol(symbol) => Tree::tagged("$symbol", symbol_tree(symbol)),
             Value::Object(object) => Tree::tagged("$object", self.object(object, path)?),
             Value::Tensor(_) => Tree::tagged("$tensor", Tree::text(path.to_string())),
-            Value::Other(holdings) => {
-                let holdings = holdings.iter().map(|RankValue { value, ranks }| {
+            Value::Other(rank_values) => {
+                let rank_values = rank_values.iter().map(|RankValue { value, ranks }| {
                     let numbers = ranks.iter().map(|rank| Tree::Int(rank.0.into())).collect();
                     let path = path.child(rank_key(ranks[0]));
                     Ok(Tree::List(vec![Tree::List(numbers), self.value(value, &path)?]))
                 });
-                Tree::tagged("$ranks", Tree::List(holdings.collect::<Result<_, String>>()?))
+                Tree::tagged("$ranks", Tree::List(rank_values.collect::<Result<_, String>>()?))
             }
         })
     }
@@ -114,7 +115,7 @@ impl Encoder {
 
     fn object(&mut self, object: &Object, path: &Path) -> Result<Tree, String> {
         let Object { how, class: Value::Symbol(class), args, kwargs, items, entries, state } = object else {
-            return Err(format!("{}, which has no class of its own", object.class));
+            return Err(format!("{}, which has no class", object.class));
         };
         if !kwargs.is_empty() || object.items.iter().chain(args).any(Value::contains_tensor) {
             return Err(format!("{class} with tensors or keyword arguments"));
@@ -123,7 +124,7 @@ impl Encoder {
             Construct::Call => "call",
             Construct::New => "new",
         };
-        let mut fields = vec![(String::from("how"), Tree::text(how)), (String::from("class"), name_of(class))];
+        let mut fields = vec![(String::from("how"), Tree::text(how)), (String::from("class"), symbol_tree(class))];
         let mut add = |name: &str, tree| fields.push((name.to_owned(), tree));
         add("args", self.items(args, path)?);
         if !items.is_empty() {
@@ -143,7 +144,7 @@ impl Encoder {
     }
 }
 
-fn name_of(symbol: &Symbol) -> Tree {
+fn symbol_tree(symbol: &Symbol) -> Tree {
     Tree::List(vec![Tree::text(&*symbol.module), Tree::text(&*symbol.name)])
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path as FilePath;
 
-use super::{FILE_NAME, LocalTarget, is_in, rank_of, read, refuse_told, reserve};
+use super::{FILE_NAME, LocalTarget, matches_listing, rank_of, read, refuse_declared_layout, reserve};
 use crate::catalog::{Path, Reservation, TensorEntry};
 use crate::error::Result;
 use crate::format::Format;
@@ -43,7 +43,7 @@ struct Reader;
 
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
-        if !is_in(listing) {
+        if !matches_listing(listing) {
             return Ok(None);
         }
         let mut paths = listing.files_of(Format::Safetensors)?;
@@ -58,7 +58,7 @@ impl Read for Reader {
         found: DetectedFiles,
     ) -> Result<(Format, LoadedFolder)> {
         if reading.options.declared_layout.is_some() {
-            refuse_told(path)?;
+            refuse_declared_layout(path)?;
             return read_parts(reading, path, &found.paths);
         }
         reading.other_files.push(path.join(FILE_NAME));

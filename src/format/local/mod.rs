@@ -1,16 +1,16 @@
-//! `local`: the part of every tensor that each rank holds, as plain tensors, and a document that says of what they are
-//! parts.
+//! The format `local`: one safetensors file per rank with the rank's local part of every tensor, and a document that
+//! describes how the parts form whole tensors.
 //!
-//! Whoever runs a model in parallel without DTensors wants what a rank holds and no more: inference engines, custom
-//! loaders. Its safetensors file is that. `document.rs` keeps what such a file cannot say: mesh, placements and class of
-//! each tensor, ties, and the state dict with its objects. So DTensors become local and are put together again.
+//! Inference engines and custom loaders that run a model in parallel without DTensors need exactly the local part of
+//! each rank. `document.rs` stores the information that safetensors files lack: mesh, placements and class of each
+//! tensor, ties, and the state dict with its objects. So DTensors can be written as local tensors and restored later.
 //!
 //! ```text
 //! rank-00000.safetensors  rank-00001.safetensors  ...  layout.json
 //! ```
 //!
-//! Offsets are bytes, shapes elements. Invariant: what a file holds of a tensor follows from the document alone, down to
-//! the shape; a file has every tensor of which its rank holds something, and those of which it holds an empty part.
+//! Offsets count bytes, shapes count elements. Invariant: the document alone determines the tensors in each file and
+//! their shapes. A file contains every tensor of which its rank has a part, including empty parts.
 //!
 //! Source of the rule: `DTensor.to_local` and `DTensor.from_local` (`torch/distributed/tensor/_api.py`).
 
@@ -37,13 +37,13 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::lookup;
 
-/// The name of a rank's file.
+/// Returns the name of a rank's file.
 #[must_use]
 pub fn file_name(rank: Rank) -> String {
     format!("rank-{:05}.safetensors", rank.0)
 }
 
-/// The rank whose file is called like that.
+/// Returns the rank of a file by its name; `None` if the name is not in the form of [`file_name`].
 #[must_use]
 pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;
@@ -51,9 +51,8 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
     (file_name(rank) == name).then_some(rank)
 }
 
-/// Returns whether a folder is in this format. One rank file alone, with nothing that says what it is a part of, is a file
-/// as any other.
-pub fn is_in(listing: &FolderListing<'_>) -> bool {
+/// Returns whether a folder is in this format. A single rank file without a document is an ordinary safetensors file.
+pub fn matches_listing(listing: &FolderListing<'_>) -> bool {
     let count = listing.names.iter().filter(|name| rank_of(Path::new(name)).is_some()).count();
     let has_layout = listing.names.iter().any(|name| name == FILE_NAME);
     match listing.from {
@@ -63,24 +62,25 @@ pub fn is_in(listing: &FolderListing<'_>) -> bool {
     }
 }
 
-/// Whether a file is one rank's of several, beside the document that tells the whole.
+/// Returns whether a file is one rank's part, with the document next to it.
 ///
 /// # Errors
-/// `Io` where the file system does not tell whether the document is there.
-pub fn is_part(path: &Path) -> Result<bool> {
+/// `Io` if the file system cannot check whether the document exists.
+pub fn is_rank_file(path: &Path) -> Result<bool> {
     Ok(rank_of(path).is_some() && lookup::is_file(path)? && lookup::exists(&path.with_file_name(FILE_NAME))?)
 }
 
-/// What rank files are parts of is told by the document where there is one.
+/// Refuses a declared source layout if the folder has a document, which already describes the layout.
 ///
 /// # Errors
-/// `Usage` where there is; `Io`.
-pub fn refuse_told(folder: &Path) -> Result<()> {
+/// `Usage` if the document exists; `Io`.
+pub fn refuse_declared_layout(folder: &Path) -> Result<()> {
     if !lookup::exists(&folder.join(FILE_NAME))? {
         return Ok(());
     }
     Err(Error::usage(
-        format!("{}: its {FILE_NAME} says how its tensors lie", folder.display()),
-        "leave out options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and options::reduce",
+        format!("{}: its {FILE_NAME} already describes the layout of its tensors", folder.display()),
+        "remove options::src_mesh, options::src_placements, options::src_split, options::src_plan, \
+         options::src_layout and options::reduce",
     ))
 }

@@ -1,7 +1,8 @@
-//! Values of each rank, dealt out to the ranks of the target.
+//! Assigns values that differ between ranks to the ranks of the target.
 //!
-//! Where they differ in nothing but the content of tensors (the state of a random number generator), they become one
-//! value with a tensor of which every rank has its own. Where they differ in more, each stands with its ranks.
+//! Values that differ only in the content of tensors (the state of a random number generator) become one value, with a
+//! tensor that has different content on each rank. Values with other differences are stored separately, each with its
+//! ranks.
 
 use std::collections::BTreeMap;
 
@@ -9,16 +10,16 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
-/// Tensors of which each rank has its own, numbered behind those of the source.
+/// Tensors with different content on each rank; their ids follow those of the source.
 #[derive(Debug)]
-pub struct OwnTensors {
+pub struct PerRankTensors {
     first: usize,
-    /// Of each, which of the source's each rank gets.
+    /// For each tensor, the source tensor of every rank.
     by_rank: Vec<BTreeMap<Rank, TensorId>>,
 }
 
-impl OwnTensors {
-    /// What each rank gets; `None` for a tensor of the source.
+impl PerRankTensors {
+    /// Returns the source tensor of each rank; `None` for a tensor of the source.
     #[must_use]
     pub fn get(&self, id: TensorId) -> Option<&BTreeMap<Rank, TensorId>> {
         self.by_rank.get((id.0 as usize).checked_sub(self.first)?)
@@ -30,30 +31,30 @@ impl OwnTensors {
     }
 }
 
-/// The state as so many ranks are to have it.
+/// Returns the state for `world_size` ranks, and its per-rank tensors.
 #[must_use]
-pub fn spread(source: &Catalog, state: &Value, world_size: u32) -> (Value, OwnTensors) {
+pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();
-    let mut own = OwnTensors { first: source.tensors.len(), by_rank: Vec::new() };
+    let mut own = PerRankTensors { first: source.tensors.len(), by_rank: Vec::new() };
     path::edit_leaves(&mut state, &mut |_, leaf| {
-        let Value::Other(holdings) = leaf else { return LeafAction::Keep };
+        let Value::Other(rank_values) = leaf else { return LeafAction::Keep };
         let mut groups: Vec<Vec<(Rank, &Value)>> = Vec::new();
         for rank in (0..world_size).map(Rank) {
-            let Some(value) = RankValue::value_for(holdings, rank) else { return LeafAction::Remove };
-            match groups.iter_mut().find(|group| alike(source, group[0].1, value)) {
+            let Some(value) = RankValue::value_for(rank_values, rank) else { return LeafAction::Remove };
+            match groups.iter_mut().find(|group| same_but_content(source, group[0].1, value)) {
                 Some(group) => group.push((rank, value)),
                 None => groups.push(vec![(rank, value)]),
             }
         }
-        let mut holdings: Vec<RankValue> = groups.iter().map(|group| merged(group, &mut own)).collect();
-        *leaf = if holdings.len() == 1 { holdings.remove(0).value } else { Value::Other(holdings) };
+        let mut rank_values: Vec<RankValue> = groups.iter().map(|group| merge_group(group, &mut own)).collect();
+        *leaf = if rank_values.len() == 1 { rank_values.remove(0).value } else { Value::Other(rank_values) };
         LeafAction::Keep
     });
     (state, own)
 }
 
-/// Equal but for the content of tensors.
-fn alike(source: &Catalog, one: &Value, other: &Value) -> bool {
+/// Returns whether two values are equal except for the content of tensors.
+fn same_but_content(source: &Catalog, one: &Value, other: &Value) -> bool {
     let kinds = |value: &Value| -> Vec<_> {
         let kind = |id| (source.tensor(id).dtype, source.tensor(id).shape.clone());
         value.tensor_ids().into_iter().map(kind).collect()
@@ -61,7 +62,7 @@ fn alike(source: &Catalog, one: &Value, other: &Value) -> bool {
     one.same_but_tensors(other) && kinds(one) == kinds(other)
 }
 
-fn merged(group: &[(Rank, &Value)], own: &mut OwnTensors) -> RankValue {
+fn merge_group(group: &[(Rank, &Value)], own: &mut PerRankTensors) -> RankValue {
     let ids: Vec<(Rank, Vec<TensorId>)> = group.iter().map(|(rank, value)| (*rank, value.tensor_ids())).collect();
     let mut value = group[0].1.clone();
     let mut at = 0;

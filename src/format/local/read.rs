@@ -1,29 +1,30 @@
-//! Reading a folder of rank files: each is held against the document, tensor by tensor.
+//! Reads a folder of rank files and checks every tensor against the document. Offsets count bytes, shapes count
+//! elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::document::{self, Described, FILE_NAME, LocalDocument};
+use super::document::{self, DescribedTensor, FILE_NAME, LocalDocument};
 use super::rank_of;
 use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, PartialValues, Sharding, TensorEntry};
 use crate::error::{Error, FormatError, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
-use crate::format::series::WITHOUT_THEM;
+use crate::format::series::ALLOW_MISSING_HINT;
 use crate::layout::shards::MeshPlacement;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};
 
-/// Read a folder; gives the number of ranks, too.
+/// Reads a folder; returns its catalog and the number of ranks.
 ///
 /// # Errors
-/// `Usage` without a document, `Missing` listing the ranks that have no file, `Malformed` where a file is not as the
-/// document says, `Io`.
+/// `Usage` without a document, `Missing` listing the ranks without a file, `Malformed` if a file does not match the
+/// document, `Io`.
 pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<(Catalog, u32)> {
     let path = folder.join(FILE_NAME);
     if !lookup::exists(&path)? {
-        return Err(without_document(folder));
+        return Err(missing_document_error(folder));
     }
     let document = document::read(&path)?;
     let ranks: BTreeMap<u32, PathBuf> =
@@ -48,7 +49,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
             at: String::from(FILE_NAME),
             expected: format!("the files of {} ranks", document.world_size),
             missing,
-            hint: catalog.tensors.iter().all(is_whole).then(|| WITHOUT_THEM.into()),
+            hint: catalog.tensors.iter().all(is_whole).then(|| ALLOW_MISSING_HINT.into()),
         })
         .naming(&numbers.names("rank", "ranks")));
     }
@@ -56,18 +57,22 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     Ok((catalog, document.world_size))
 }
 
-fn without_document(folder: &Path) -> Error {
+fn missing_document_error(folder: &Path) -> Error {
     Error::usage(
-        format!("{}: rank files without {FILE_NAME}, which says of what their tensors are parts", folder.display()),
-        "say it with options::src_mesh and options::src_placements, or options::src_layout; options::from safetensors takes files of whole tensors",
+        format!(
+            "{}: the folder has rank files but no {FILE_NAME}, which describes how their tensors are sharded",
+            folder.display()
+        ),
+        "declare it with options::src_mesh and options::src_placements, or options::src_layout; or read the files as \
+         whole tensors with options::from safetensors",
     )
 }
 
-/// A catalog in the making, rank by rank.
+/// A catalog that is filled rank by rank.
 struct Assembly<'a> {
     document: &'a LocalDocument,
     catalog: Catalog,
-    /// Meshes of the document in the catalog, those that it needs.
+    /// The document's meshes that are in the catalog, by their index in the document.
     meshes: HashMap<MeshId, MeshId>,
 }
 
@@ -81,9 +86,9 @@ impl<'a> Assembly<'a> {
         own
     }
 
-    /// A tensor of which nothing has been found yet.
-    fn entry(&mut self, described: &Described) -> TensorEntry {
-        let Described { names, dtype, shape, class, .. } = described;
+    /// Returns the entry of a tensor, without chunks.
+    fn entry(&mut self, described: &DescribedTensor) -> TensorEntry {
+        let DescribedTensor { names, dtype, shape, class, .. } = described;
         let mut entry = TensorEntry { class: *class, ..TensorEntry::new(names[0].clone(), *dtype, shape.clone()) };
         let (document, catalog) = (self.document, &mut self.catalog);
         // A ShardedTensor has boxes and no mesh.
@@ -95,21 +100,21 @@ impl<'a> Assembly<'a> {
         entry
     }
 
-    /// Take in a rank's file.
+    /// Adds the tensors of a rank's file.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
         let file = files.add(path)?;
         let mut stored: HashMap<Arc<str>, StoredTensor> = read_header(files, file)?.tensors.into_iter().collect();
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
-            let tile = part(self.document, described, rank).map_err(|error| unfit(path, entry, &error))?;
+            let tile = local_tile(self.document, described, rank).map_err(|error| misfit_error(path, entry, &error))?;
             let Some(tile) = tile else { continue };
             let sizes = tile.sizes();
             let mut own = None;
             for name in &described.names {
                 let Some(found) = stored.remove(name.as_str()) else {
                     let expected = format!("a tensor {} {:?}", described.dtype, sizes.as_slice());
-                    return Err(Error::malformed(path, name.as_str(), expected, "none of that name"));
+                    return Err(Error::malformed(path, name.as_str(), expected, "no tensor of this name"));
                 };
-                check(path, name.as_str(), (described.dtype, &sizes), &found)?;
+                check_stored(path, name.as_str(), (described.dtype, &sizes), &found)?;
                 own.get_or_insert(found);
             }
             let offset = own.expect("every tensor has a name").offset;
@@ -119,12 +124,12 @@ impl<'a> Assembly<'a> {
             let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
             entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
         }
-        // The first by name, so that it is the same one every time.
+        // The smallest name, so that the error is reproducible.
         match stored.into_keys().min() {
             None => Ok(()),
             Some(name) => {
                 let expected = format!("only tensors of which {FILE_NAME} gives rank {rank} a part");
-                Err(Error::malformed(path, &*name, expected, "one more"))
+                Err(Error::malformed(path, &*name, expected, "this tensor as well"))
             }
         }
     }
@@ -132,15 +137,16 @@ impl<'a> Assembly<'a> {
     fn finish(mut self, path: &Path) -> Result<Catalog> {
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let Some(sharding) = &described.sharding else { continue };
-            let lies = MeshPlacement { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
-            let summands = PartialValues::new(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+            let placement = MeshPlacement { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
+            let summands =
+                PartialValues::new(placement, &entry.chunks).map_err(|error| misfit_error(path, entry, &error))?;
             entry.partial_values = summands.map(Box::new);
         }
         Ok(self.catalog)
     }
 }
 
-fn unfit(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
+fn misfit_error(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
     Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
 }
 
@@ -148,9 +154,9 @@ fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMe
     &document.meshes[sharding.mesh.0 as usize]
 }
 
-/// What a rank holds of a tensor; `None` where it has none, not even an empty one.
-fn part(document: &LocalDocument, described: &Described, rank: Rank) -> Result<Option<Tile>, LayoutError> {
-    let Described { shape, sharding, ranks, .. } = described;
+/// Returns a rank's part of a tensor; `None` if it has none, not even an empty one.
+fn local_tile(document: &LocalDocument, described: &DescribedTensor, rank: Rank) -> Result<Option<Tile>, LayoutError> {
+    let DescribedTensor { shape, sharding, ranks, .. } = described;
     let Some(sharding) = sharding else {
         let is_holder = ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank));
         return Ok(is_holder.then(|| Tile::from_region(&Region::whole(shape))));
@@ -159,10 +165,10 @@ fn part(document: &LocalDocument, described: &Described, rank: Rank) -> Result<O
     mesh.coordinate(rank).map(|at| sharding.shared.part(shape, mesh, &at)).transpose()
 }
 
-fn check(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &StoredTensor) -> Result<()> {
+fn check_stored(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &StoredTensor) -> Result<()> {
     if (dtype, sizes) == (found.dtype, &found.shape) {
         return Ok(());
     }
-    let expected = format!("{dtype} {:?} as {FILE_NAME} says", sizes.as_slice());
+    let expected = format!("{dtype} {:?} as in {FILE_NAME}", sizes.as_slice());
     Err(Error::malformed(path, name, expected, format!("{} {:?}", found.dtype, found.shape.as_slice())))
 }

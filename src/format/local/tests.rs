@@ -1,4 +1,4 @@
-//! The document: what is written is read, and what does not fit together is refused with its place.
+//! Tests of the document: a rendered document is read back equal, and an invalid one gives an error with its place.
 
 use std::collections::HashMap;
 use std::path::Path as FilePath;
@@ -20,7 +20,7 @@ fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-fn again(value: &Value) -> Value {
+fn round_trip(value: &Value) -> Value {
     let whole = dict(vec![(text("v"), value.clone())]);
     let tree = encode(&whole, &Path::default()).unwrap();
     let tree: Tree = serde_json::from_str(&tree.render(0)).unwrap();
@@ -30,7 +30,7 @@ fn again(value: &Value) -> Value {
 }
 
 #[test]
-fn every_value_comes_back() {
+fn every_value_round_trips() {
     let namespace = {
         let mut object = Object::new(Construct::New, Symbol::new("argparse", "Namespace"));
         object.state = Some(dict(vec![(text("lr"), Value::Float(0.1))]));
@@ -39,7 +39,7 @@ fn every_value_comes_back() {
     let ordered = |attributes: Option<Value>, entries| {
         Value::Dict(Dict { kind: DictKind::Ordered, entries, attributes: attributes.map(Box::new) })
     };
-    let holding = |value, ranks: &[u32]| RankValue { value, ranks: ranks.iter().copied().map(Rank).collect() };
+    let rank_value = |value, ranks: &[u32]| RankValue { value, ranks: ranks.iter().copied().map(Rank).collect() };
     let values = [
         Value::List(vec![Value::None, Value::Bool(true), Value::Int(i64::MIN), text("$ü\n\"")]),
         Value::List([0.0, -0.0, 1.0, 0.1, 1e300, 5e-324].map(Value::Float).to_vec()),
@@ -60,19 +60,19 @@ fn every_value_comes_back() {
         Value::Tensor(TensorId(0)),
         Value::Tuple(vec![dict(vec![(text("a"), Value::Tensor(TensorId(1)))])]),
         Value::Other(vec![
-            holding(Value::Int(1), &[0, 2]),
-            holding(Value::Tuple(vec![Value::Tensor(TensorId(2))]), &[1, 3]),
+            rank_value(Value::Int(1), &[0, 2]),
+            rank_value(Value::Tuple(vec![Value::Tensor(TensorId(2))]), &[1, 3]),
         ]),
     ];
     for value in values {
-        assert_eq!(again(&value), value);
+        assert_eq!(round_trip(&value), value);
     }
 }
 
 #[test]
-fn what_json_cannot_nest_is_no_value() {
+fn too_deep_value_is_an_error() {
     let deep = |depth| (0..depth).fold(Value::None, |inner, _| Value::Tuple(vec![inner]));
-    assert_eq!(again(&deep(50)), deep(50));
+    assert_eq!(round_trip(&deep(50)), deep(50));
     assert!(encode(&deep(70), &Path::default()).unwrap_err().contains("nested deeper"));
 }
 
@@ -88,13 +88,13 @@ fn document(meshes: &str, tensors: &str, state: &str) -> String {
 
 const MESH: &str = r#"{"dims": [["dp", 2], ["tp", 2]], "ranks": [0, 2, 1, 3]}, {"dims": [[null, 3]]}"#;
 
-/// A document with one tensor that is said to be so.
-fn one(tensor: &str) -> String {
+/// Returns a document with one tensor that has these fields.
+fn document_with_tensor(tensor: &str) -> String {
     document(MESH, &format!(r#""w": {{{tensor}}}"#), r#""w": {"$tensor": "w"}"#)
 }
 
 #[test]
-fn a_document_is_what_it_says() {
+fn rendered_document_is_read_back_equal() {
     let tensors = r#""w": {"dtype": "f32", "shape": [7, 3], "class": "dtensor", "mesh": 0,
         "placements": "_S(0,2),P(avg)", "splits": ["4+3", "chunk"], "slice": [0, 1]},
         "head.w": {"tied_to": "w"}, "n": {"dtype": "i64", "shape": [], "ranks": [1, 3]}"#;
@@ -109,34 +109,49 @@ fn a_document_is_what_it_says() {
 }
 
 #[test]
-fn what_does_not_fit_together_is_told_with_its_place() {
+fn invalid_document_error_names_the_place() {
     let plain = r#""dtype": "f32", "shape": [4]"#;
-    let sharded = |more: &str| one(&format!(r#""dtype": "f32", "shape": [4], "mesh": 0, {more}"#));
+    let sharded = |more: &str| document_with_tensor(&format!(r#""dtype": "f32", "shape": [4], "mesh": 0, {more}"#));
     let in_mesh = |mesh: &str| document(mesh, "", "");
     let state = |state: &str| document("", &format!(r#""w": {{{plain}}}"#), state);
     let more = |extra: &str| state(&format!(r#""w": {{"$tensor": "w"}}, {extra}"#));
     let cases = [
         (String::new(), "expected a layout of rank files, found EOF"),
-        (one(plain).replace("\"version\": 1", "\"version\": 2, \"new\": 1"), "version 2 of the layout"),
-        (one(plain).replace("\"world_size\"", "\"World_size\""), "unknown field `World_size`"),
-        (one(plain).replace(": 4,", ": 0,"), "world_size: expected at least 1"),
-        (one(plain).replace(": 4,", ": -4,"), "found invalid value"),
-        (one(plain).replacen("\"w\"", "\"w\": {\"dtype\": \"f32\", \"shape\": []}, \"w\"", 1), "the key `w` twice"),
-        (one(r#""dtype": "f32", "shape": [4], "dtype": "f32""#), "duplicate field `dtype`"),
-        (one(r#""dtype": "f31", "shape": [4]"#), "w: expected the dtype of a tensor, found `f31`"),
-        (one(r#""dtype": "f32""#), "w: expected a shape, found none"),
-        (one(r#""dtype": "f32", "shape": [-4]"#), "found invalid value"),
         (
-            one(r#""dtype": "f32", "shape": [18446744073709551615, 2]"#),
+            document_with_tensor(plain).replace("\"version\": 1", "\"version\": 2, \"new\": 1"),
+            "version 2 of the layout",
+        ),
+        (document_with_tensor(plain).replace("\"world_size\"", "\"World_size\""), "unknown field `World_size`"),
+        (document_with_tensor(plain).replace(": 4,", ": 0,"), "world_size: expected at least 1"),
+        (document_with_tensor(plain).replace(": 4,", ": -4,"), "found invalid value"),
+        (
+            document_with_tensor(plain).replacen("\"w\"", "\"w\": {\"dtype\": \"f32\", \"shape\": []}, \"w\"", 1),
+            "the key `w` twice",
+        ),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4], "dtype": "f32""#), "duplicate field `dtype`"),
+        (document_with_tensor(r#""dtype": "f31", "shape": [4]"#), "w: expected the dtype of a tensor, found `f31`"),
+        (document_with_tensor(r#""dtype": "f32""#), "w: expected a shape, found none"),
+        (document_with_tensor(r#""dtype": "f32", "shape": [-4]"#), "found invalid value"),
+        (
+            document_with_tensor(r#""dtype": "f32", "shape": [18446744073709551615, 2]"#),
             "w: expected a shape of at most 64 dims that fits",
         ),
-        (one(r#""dtype": "f32", "shape": [4611686018427387904, 0, 16]"#), "that fits memory"),
-        (one(&format!(r#""dtype": "f32", "shape": {:?}"#, [1; 65])), "w: expected a shape of at most 64 dims"),
-        (one(r#""dtype": "f32", "shape": [4], "class": "DTensor""#), "found `DTensor`"),
-        (one(r#""dtype": "f32", "shape": [4], "class": "dtensor""#), "w: expected placements, found none"),
-        (one(r#""dtype": "f32", "shape": [4], "mesh": 0"#), "w: expected mesh and placements"),
-        (one(r#""dtype": "f32", "shape": [4], "splits": []"#), "w: expected mesh and placements"),
-        (one(r#""dtype": "f32", "shape": [4], "mesh": 2, "placements": "R""#), "one of 2 meshes, found mesh 2"),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4611686018427387904, 0, 16]"#), "that fits memory"),
+        (
+            document_with_tensor(&format!(r#""dtype": "f32", "shape": {:?}"#, [1; 65])),
+            "w: expected a shape of at most 64 dims",
+        ),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4], "class": "DTensor""#), "found `DTensor`"),
+        (
+            document_with_tensor(r#""dtype": "f32", "shape": [4], "class": "dtensor""#),
+            "w: expected placements, found none",
+        ),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4], "mesh": 0"#), "w: expected mesh and placements"),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4], "splits": []"#), "w: expected mesh and placements"),
+        (
+            document_with_tensor(r#""dtype": "f32", "shape": [4], "mesh": 2, "placements": "R""#),
+            "one of 2 meshes, found mesh 2",
+        ),
         (sharded(r#""placements": "S(0)""#), "2 placements that fit a tensor of 1 dims, found S(0)"),
         (sharded(r#""placements": "S(0),S(1)""#), "2 placements that fit"),
         (sharded(r#""placements": "S(0),X""#), "w: expected placements"),
@@ -145,26 +160,35 @@ fn what_does_not_fit_together_is_told_with_its_place() {
         (sharded(r#""placements": "S(0),R", "splits": ["even", "chunk"]"#), "w: expected a split"),
         (
             sharded(r#""placements": "S(0),R", "slice": [1]"#),
-            "ascending mesh dims, and R on the others, found slice [1]",
+            "ascending mesh dims, with R on all other dims, found slice [1]",
         ),
         (sharded(r#""placements": "S(0),R", "slice": [0, 2]"#), "slice [0, 2]"),
         (sharded(r#""placements": "S(0),R", "slice": []"#), "slice []"),
         (sharded(r#""placements": "S(0),R", "ranks": [0]"#), "w: expected placements or ranks, found both"),
-        (one(&format!(r#"{plain}, "ranks": [1, 0]"#)), "w: expected ascending ranks below 4, found [1, 0]"),
-        (one(&format!(r#"{plain}, "ranks": [4]"#)), "ascending ranks below 4"),
-        (one(&format!(r#"{plain}, "ranks": []"#)), "ascending ranks below 4"),
-        (one(r#""tied_to": "w""#), "w: expected tied_to: the name of a tensor that is described itself, found `w`"),
-        (one(&format!(r#"{plain}}}, "v": {{"tied_to": "w", "shape": [4]"#)), "v: expected tied_to alone"),
+        (
+            document_with_tensor(&format!(r#"{plain}, "ranks": [1, 0]"#)),
+            "w: expected ascending ranks below 4, found [1, 0]",
+        ),
+        (document_with_tensor(&format!(r#"{plain}, "ranks": [4]"#)), "ascending ranks below 4"),
+        (document_with_tensor(&format!(r#"{plain}, "ranks": []"#)), "ascending ranks below 4"),
+        (
+            document_with_tensor(r#""tied_to": "w""#),
+            "w: expected tied_to: the name of a tensor that has a description of its own, found `w`",
+        ),
+        (
+            document_with_tensor(&format!(r#"{plain}}}, "v": {{"tied_to": "w", "shape": [4]"#)),
+            "v: expected no field but tied_to",
+        ),
         (in_mesh(r#"{"dims": [["dp", 5]]}"#), "mesh 0: expected no more cells than 4 ranks"),
         (in_mesh(r#"{"dims": [["dp", 4294967296], ["tp", 4294967296]]}"#), "mesh 0: expected no more cells"),
         (in_mesh(r#"{"dims": [["dp", 0]]}"#), "mesh 0: expected a mesh"),
         (in_mesh(r#"{"dims": [["dp", 2], ["dp", 2]]}"#), "mesh 0: expected a mesh"),
-        (in_mesh(r#"{"dims": [["dp", 2], [null, 2]]}"#), "mesh 0: expected names of all dims"),
+        (in_mesh(r#"{"dims": [["dp", 2], [null, 2]]}"#), "mesh 0: expected names for all dims or for none"),
         (in_mesh(r#"{"dims": [["dp", 2]], "ranks": [0]}"#), "mesh 0: expected a mesh"),
         (in_mesh(r#"{"dims": [["dp", 2]], "ranks": [0, 4]}"#), "mesh 0: expected ranks below 4, found rank 4"),
         (in_mesh(r#"{"dims": [["dp", 2]], "ranks": [1, 1]}"#), "mesh 0: expected a mesh"),
-        (state(""), "every name of a tensor at its own place, once, found 0 references to 1 names"),
-        (state(r#""v": {"$tensor": "w"}"#), "state: expected at v the tensor of that name, found that of w"),
+        (state(""), "every tensor once, at the path of its name, found 0 references to 1 names"),
+        (state(r#""v": {"$tensor": "w"}"#), "state: expected at v the tensor of that name, found the tensor w"),
         (state(r#""w": {"$tensor": "v"}"#), "state w: expected a tensor that is listed, found `v`"),
         (state(r#""w": {"$tensor": 1}"#), "state w: expected the name of a tensor, found a whole number"),
         (more(r#""v": {"$tensor": "w"}"#), "at v the tensor of that name"),
@@ -173,8 +197,8 @@ fn what_does_not_fit_together_is_told_with_its_place() {
         (more(r#""a": {"$dict": [[1, 1], [1, 2]]}"#), "state a: expected distinct keys, found 1 twice"),
         (more(r#""a": {"b": 1, "b": 2}"#), "the key `b` twice"),
         (more(r#""a": {"$dict": [[1]]}"#), "state a: expected pairs"),
-        (more(r#""a": {"$tuple": [], "b": 1}"#), "state a: expected $tuple alone, found `b` beside it"),
-        (more(r#""a": {"b": 1, "$tuple": []}"#), "state a: expected keys without $"),
+        (more(r#""a": {"$tuple": [], "b": 1}"#), "state a: expected no key next to $tuple, found `b`"),
+        (more(r#""a": {"b": 1, "$tuple": []}"#), "state a: expected no key that begins with $"),
         (more(r#""a": {"$new": 1}"#), "state a: expected a value that can stand here, found `$new`"),
         (more(r#""a": {"$bytes": "é0"}"#), "state a: expected bytes"),
         (more(r#""a": {"$float": "1"}"#), "state a: expected a float"),
@@ -192,7 +216,10 @@ fn what_does_not_fit_together_is_told_with_its_place() {
         (more(r#""a": {"$ranks": [[[0], 1], [[0], 2]]}"#), "ascending ranks below 4, each once, found 0"),
         (more(r#""a": {"$ranks": [[[4], 1]]}"#), "ascending ranks below 4, each once, found 4"),
         (more(r#""a": {"$tuple": [{"$ranks": [[[0], 1]]}]}"#), "state a.0: expected a value that can stand here"),
-        (one(plain).replace("{\"w\": {\"$tensor\": \"w\"}}", "[]"), "state: expected a dict, found list"),
+        (
+            document_with_tensor(plain).replace("{\"w\": {\"$tensor\": \"w\"}}", "[]"),
+            "state: expected a dict, found list",
+        ),
         (more(&format!(r#""a": {}{}"#, "[".repeat(200), "]".repeat(200))), "recursion limit"),
         ("[".repeat(100_000), "expected a layout of rank files"),
     ];

@@ -1,4 +1,5 @@
-//! JSON as it is read and written here: keys are distinct, whole numbers are not floats, and what fits a line is one.
+//! A JSON tree with stricter rules than `serde_json`: keys are distinct, integers stay distinct from floats, and short
+//! values are rendered on one line.
 
 use std::fmt;
 
@@ -17,23 +18,24 @@ pub enum Tree {
     Float(f64),
     Text(String),
     List(Vec<Tree>),
-    /// With distinct keys.
+    /// An object with distinct keys.
     Map(Vec<(String, Tree)>),
 }
 
 impl Tree {
     #[must_use]
+    /// Returns a string.
     pub fn text(text: impl Into<String>) -> Self {
         Self::Text(text.into())
     }
 
-    /// An object of one key.
+    /// Returns an object with one key.
     #[must_use]
     pub fn tagged(tag: &str, value: Self) -> Self {
         Self::Map(vec![(tag.to_owned(), value)])
     }
 
-    /// For messages.
+    /// Returns the kind of the value, for messages.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -47,7 +49,8 @@ impl Tree {
         }
     }
 
-    /// As text that goes on at a column: on one line where that is short, else an item a line.
+    /// Renders the value: on one line if it is short, otherwise one item per line. `column` is the indentation of the
+    /// line on which the value starts.
     #[must_use]
     pub fn render(&self, column: usize) -> String {
         const LINE: usize = 96;
@@ -100,7 +103,9 @@ impl<'de> Visitor<'de> for TreeVisitor {
     }
 
     fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Tree, E> {
-        i64::try_from(value).map(Tree::Int).map_err(|_| E::custom(format_args!("the number {value}, beyond 64 bits")))
+        i64::try_from(value)
+            .map(Tree::Int)
+            .map_err(|_| E::custom(format_args!("the number {value}, which does not fit into a signed 64-bit integer")))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Tree, E> {
@@ -129,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_rendered_is_read() {
+    fn rendered_tree_is_read_back_equal() {
         let long = Tree::List((0..40).map(|at| Tree::Int(at - 20)).collect());
         let numbers = [0.1, 1.0, -0.0, 1e16, 1e-8, 5e-324, f64::MAX].map(Tree::Float).to_vec();
         let tree = Tree::Map(vec![
@@ -144,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ambiguous_is_refused() {
+    fn ambiguous_json_is_an_error() {
         for text in [r#"{"a": 1, "a": 2}"#, r#"{"b": {"a": 1, "a": 2}}"#, "18446744073709551615", &"[".repeat(1000)] {
             assert!(serde_json::from_str::<Tree>(text).is_err(), "{text}");
         }

@@ -1,8 +1,9 @@
-//! Laying out rank files of plain tensors, and the document beside them.
+//! Lays out rank files of plain tensors, and the document next to them.
 //!
-//! Data comes with the widest dtypes first, as the reference writer of safetensors has it, so that every tensor lies on
-//! an address its dtype can be viewed at. Names of tied tensors have a copy each. A tensor of which ranks have their own
-//! (`Value::Other`) is a plain one, and each file has its rank's.
+//! Tensors with the widest dtypes come first, as in the reference writer of safetensors, so that the data of every
+//! tensor is aligned for its dtype. Tied tensors are stored once per name. A tensor whose content differs between ranks
+//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Offsets count bytes, shapes count
+//! elements.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path as FilePath;
@@ -10,10 +11,10 @@ use std::sync::Arc;
 
 use serde_json::{Map, json};
 
-use super::document::{Described, FILE_NAME, LocalDocument};
+use super::document::{DescribedTensor, FILE_NAME, LocalDocument};
 use super::encode::encode;
 use super::file_name;
-use super::own::{OwnTensors, spread};
+use super::own::{PerRankTensors, assign_to_ranks};
 use crate::catalog::path::{self, LeafAction, key_text};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Class, FileLocation, Fqn, Key, MeshId, OutputFile, Path, Reservation, Reserved,
@@ -26,46 +27,46 @@ use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
-/// How a tensor lies: with which class and placements; `None` for a plain tensor on every rank.
+/// The class and placements of a tensor; `None` for a plain tensor on every rank.
 pub type LocalLayout = Option<(Class, SharedTensor)>;
 
-/// Says it of a tensor at a path.
-pub type Choose<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
+/// Returns the layout of the tensor at a path.
+pub type ChooseLayout<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
 
-/// What to write.
+/// The input of [`reserve`]: a mesh, and a layout for each tensor.
 pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
+    /// The number of files. Ranks outside the mesh hold no part of sharded tensors.
     pub world_size: u32,
-    /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain all
-    /// the same.
-    pub layout: &'a mut Choose<'a>,
+    /// Called for each name of each tensor; the first of tied names decides. A tensor whose content differs between
+    /// ranks is always plain.
+    pub layout: &'a mut ChooseLayout<'a>,
 }
 
-/// Lay out a file for each rank, and the document.
+/// Lays out a file for each rank, and the document.
 ///
-/// Only dtypes and shapes of `source` are looked at.
+/// Reads only dtypes and shapes of `source`.
 ///
 /// # Errors
-/// `Unsupported` where two paths have the same dotted name or the format has no tag for a dtype; what `layout` gives, and
-/// where placements do not fit.
+/// `Unsupported` if two paths have the same dotted name or if safetensors has no tag for a dtype; the errors of
+/// `layout`; `Layout` if placements do not fit.
 pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Result<Reservation> {
     let LocalTarget { mesh, world_size, layout } = target;
     if !matches!(state, Value::Dict(_)) {
         return Err(Error::unsupported(
-            format!("the top of the checkpoint is a {}; that of rank files must be a dict", state.type_name()),
-            "save it again as a dict, or write a torch file with `dtshard unshard`",
+            format!("the top level of the checkpoint is a {}, but rank files need a dict", state.type_name()),
+            "save the checkpoint as a dict, or write a torch file with `dtshard unshard`",
         ));
     }
     let mut reservation = Reservation::default();
-    let (mut state, own) = spread(source, state, world_size);
-    leave_out(&mut state, &mut reservation.left_out);
+    let (mut state, own) = assign_to_ranks(source, state, world_size);
+    remove_unencodable(&mut state, &mut reservation.left_out);
     let tree = encode(&state, &Path::default()).map_err(|what| {
         Error::unsupported(format!("the state dict cannot be written as JSON: {what}"), "write torch files instead")
     })?;
     let plan = LocalPlan::new(source, &state, &own, layout, &mut reservation.notes)?;
     let mut order: Vec<usize> = (0..plan.names.len()).collect();
-    order.sort_by_key(|&at| std::cmp::Reverse(plan.of(at).dtype.itemsize()));
+    order.sort_by_key(|&at| std::cmp::Reverse(plan.tensor_at(at).dtype.itemsize()));
     let mut writer =
         FileWriter { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
     for rank in (0..world_size).map(Rank) {
@@ -73,7 +74,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     }
     let mut chunks = writer.chunks;
     for at in order {
-        let (fqn, described) = (&plan.names[at].0, plan.of(at));
+        let (fqn, described) = (&plan.names[at].0, plan.tensor_at(at));
         reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
             let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
             let shared = described.sharding.as_ref().map(|sharding| Box::new(sharding.shared.clone()));
@@ -86,8 +87,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     Ok(reservation)
 }
 
-/// What the document has no way to say.
-fn leave_out(state: &mut Value, left_out: &mut Vec<String>) {
+/// Removes values that the document cannot express, and lists their paths in `left_out`.
+fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     path::edit_leaves(state, &mut |path, leaf| {
         if encode(leaf, path).is_ok() {
             return LeafAction::Keep;
@@ -98,11 +99,15 @@ fn leave_out(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Tensors in attributes have no names.
+/// Removes attributes that cannot be encoded or that contain tensors, which have no names there.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {
-            if dict.attributes.take_if(|held| held.contains_tensor() || encode(held, path).is_err()).is_some() {
+            if dict
+                .attributes
+                .take_if(|attributes| attributes.contains_tensor() || encode(attributes, path).is_err())
+                .is_some()
+            {
                 left_out.push(format!("{path} (attributes)"));
             }
             for (key, child) in &mut dict.entries {
@@ -120,41 +125,42 @@ fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
 
 /// The tensors to write.
 struct LocalPlan {
-    /// In the order of the state dict, with the index of the tensor.
+    /// Names in the order of the state dict, each with the index of its tensor.
     names: Vec<(Fqn, usize)>,
-    described: Vec<Described>,
-    /// Of each tensor, where its content is from.
+    described: Vec<DescribedTensor>,
+    /// The source of each tensor's content.
     contents: Vec<LocalContent>,
-    /// Indices of tensors by their numbers in the state.
-    known: HashMap<TensorId, TensorId>,
+    /// Index of each tensor by its id in the state.
+    described_ids: HashMap<TensorId, TensorId>,
 }
 
 enum LocalContent {
-    /// All ranks have parts of this one.
+    /// One source tensor, of which ranks have parts.
     Shared(TensorId),
-    Own(BTreeMap<Rank, TensorId>),
+    PerRank(BTreeMap<Rank, TensorId>),
 }
 
 impl LocalPlan {
     fn new(
         source: &Catalog,
         state: &Value,
-        own: &OwnTensors,
-        layout: &mut Choose<'_>,
+        own: &PerRankTensors,
+        layout: &mut ChooseLayout<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
         let mut named: Vec<(Path, TensorId)> = Vec::new();
         path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
-        let mut plan = Self { names: Vec::new(), described: Vec::new(), contents: Vec::new(), known: HashMap::new() };
+        let mut plan =
+            Self { names: Vec::new(), described: Vec::new(), contents: Vec::new(), described_ids: HashMap::new() };
         for (path, id) in named {
             let fqn = path.fqn();
             let by_rank = own.get(id);
             let any = by_rank.and_then(|by_rank| by_rank.values().next().copied()).unwrap_or(id);
             let entry = source.tensor(any);
             let chosen = if by_rank.is_some() { None } else { layout(&path, entry)? };
-            let sharding = chosen.filter(|(class, shared)| is_cut(*class, shared)).map(|(class, shared)| {
+            let sharding = chosen.filter(|(class, shared)| is_sharded(*class, shared)).map(|(class, shared)| {
                 let SharedTensor { placements, mut splits, slice } = shared;
-                // Where nothing is cut there is nothing to say of how.
+                // The split of a mesh dim that shards nothing is meaningless.
                 for (split, _) in splits.iter_mut().zip(&placements).filter(|(_, own)| own.sharded_dim().is_none()) {
                     *split = Split::Chunk;
                 }
@@ -165,34 +171,35 @@ impl LocalPlan {
             });
             let (class, sharding) = sharding.map_or((Class::Tensor, None), |(class, sharding)| (class, Some(sharding)));
             let next = TensorId(u32::try_from(plan.described.len()).expect("fewer than 2^32 tensors"));
-            let index = plan.known.entry(id).or_insert(next).0 as usize;
+            let index = plan.described_ids.entry(id).or_insert(next).0 as usize;
             plan.names.push((fqn.clone(), index));
             if let Some(first) = plan.described.get_mut(index) {
                 if (first.class, &first.sharding) != (class, &sharding) {
-                    notes.push(format!("{fqn} is tied to {} and lies as that does", first.names[0]));
+                    notes.push(format!("{fqn} is tied to {} and gets the same layout", first.names[0]));
                 }
                 first.names.push(fqn);
                 continue;
             }
             let ranks = by_rank.map(|by_rank| by_rank.keys().copied().collect());
-            plan.contents.push(by_rank.map_or(LocalContent::Shared(id), |by_rank| LocalContent::Own(by_rank.clone())));
+            plan.contents
+                .push(by_rank.map_or(LocalContent::Shared(id), |by_rank| LocalContent::PerRank(by_rank.clone())));
             let (dtype, shape) = (entry.dtype, entry.shape.clone());
-            plan.described.push(Described { names: vec![fqn], dtype, shape, class, sharding, ranks });
+            plan.described.push(DescribedTensor { names: vec![fqn], dtype, shape, class, sharding, ranks });
         }
         distinct_names(plan.names.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__", ""])?;
         Ok(plan)
     }
 
-    fn of(&self, at: usize) -> &Described {
+    fn tensor_at(&self, at: usize) -> &DescribedTensor {
         &self.described[self.names[at].1]
     }
 
-    /// What a rank holds of a tensor, and from which of the source's it is; `None` where it has no part.
-    fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
-        let Described { names, shape, sharding, .. } = self.of(at);
+    /// Returns the source tensor and a rank's tile of it; `None` if the rank has no part.
+    fn local_tile(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
+        let DescribedTensor { names, shape, sharding, .. } = self.tensor_at(at);
         let source = match &self.contents[self.names[at].1] {
             LocalContent::Shared(id) => Some(*id),
-            LocalContent::Own(by_rank) => by_rank.get(&rank).copied(),
+            LocalContent::PerRank(by_rank) => by_rank.get(&rank).copied(),
         };
         let tile = match (sharding, mesh.coordinate(rank)) {
             (None, _) => Some(Tile::from_region(&Region::whole(shape))),
@@ -210,23 +217,24 @@ impl LocalPlan {
         }
         let any = self.described.iter().any(|described| described.sharding.is_some());
         let meshes = any.then(|| mesh.clone()).into_iter().collect();
-        state.map_tensors(&mut |id| self.known[&id]);
+        state.map_tensors(&mut |id| self.described_ids[&id]);
         LocalDocument { world_size, meshes, tensors: self.described, state }
     }
 }
 
-/// A ShardedTensor that is whole everywhere is a plain tensor.
-fn is_cut(class: Class, shared: &SharedTensor) -> bool {
+/// Returns whether a tensor is written as sharded. A ShardedTensor that is replicated everywhere is written as a plain
+/// tensor.
+fn is_sharded(class: Class, shared: &SharedTensor) -> bool {
     class != Class::ShardedTensor || shared.placements.iter().any(|placement| *placement != Placement::Replicate)
 }
 
-/// The files in the making.
+/// Lays out the files, rank by rank.
 struct FileWriter<'a> {
     plan: &'a LocalPlan,
     mesh: &'a DeviceMesh,
-    /// Most ranks have the same header, which is kept once.
+    /// Headers; most ranks have the same one, which is kept once.
     headers: HashSet<Arc<Vec<u8>>>,
-    /// Of each name, what was placed of each of the source's tensors.
+    /// For each name, the chunks written from each source tensor.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
 
@@ -235,15 +243,15 @@ impl FileWriter<'_> {
         let mut parts: Vec<(usize, TensorId, Tile, u64)> = Vec::new();
         let mut end = 0;
         for &at in order {
-            if let Some((source, tile)) = self.plan.part(at, self.mesh, rank)? {
-                let len = tile.numel() * self.plan.of(at).dtype.itemsize();
+            if let Some((source, tile)) = self.plan.local_tile(at, self.mesh, rank)? {
+                let len = tile.numel() * self.plan.tensor_at(at).dtype.itemsize();
                 parts.push((at, source, tile, end));
                 end += len;
             }
         }
         let sizes: Vec<Dims> = parts.iter().map(|(_, _, tile, _)| tile.sizes()).collect();
         let written = parts.iter().zip(&sizes).map(|((at, .., begin), shape)| {
-            let (fqn, dtype) = (&self.plan.names[*at].0, self.plan.of(*at).dtype);
+            let (fqn, dtype) = (&self.plan.names[*at].0, self.plan.tensor_at(*at).dtype);
             WrittenTensor { name: fqn.as_str(), dtype, shape, begin: *begin }
         });
         let metadata = Map::from_iter([(String::from(FORMAT_KEY), json!("pt"))]);
@@ -261,7 +269,7 @@ impl FileWriter<'_> {
             } else {
                 FileLocation::Bytes { file: FileId(rank.0), offset }
             };
-            let table = || ChunkTable::new(self.plan.of(at).shape.len());
+            let table = || ChunkTable::new(self.plan.tensor_at(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
             chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
         }

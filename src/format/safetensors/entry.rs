@@ -63,7 +63,7 @@ impl Read for Reader {
                 ..DetectedFiles::indexed(Format::Safetensors, paths, index)
             }));
         }
-        let is_local = local::is_in(listing);
+        let is_local = local::matches_listing(listing);
         let mut paths = listing.files_of(Format::Safetensors)?;
         paths.retain(|path| ShardName::parse(path).is_none() && !(is_local && local::rank_of(path).is_some()));
         Ok((!paths.is_empty()).then(|| DetectedFiles::new(Format::Safetensors, Match::Likely, paths)))
@@ -119,13 +119,13 @@ impl Read for Reader {
 /// `Usage` where names do not tell ranks; as reading the files.
 pub fn read_parts(reading: &mut ReadFindings<'_>, path: &Path, paths: &[PathBuf]) -> Result<(Format, LoadedFolder)> {
     let is_folder = lookup::is_folder(path)?;
-    let Some(set) = group(path, paths)?.ranks.filter(|_| is_folder) else {
+    let Some(set) = group(path, paths)?.rank_files.filter(|_| is_folder) else {
         return Err(without_ranks(path));
     };
     let chosen = reading.choose(set)?;
-    let mut loaded = chosen.read_by(reading.options, &mut |of_ranks| ranks::read(&mut reading.files, of_ranks))?;
+    let mut loaded = chosen.read_with(reading.options, &mut |of_ranks| ranks::read(&mut reading.files, of_ranks))?;
     // Names of these are none for torch files.
-    loaded.parts.iter_mut().for_each(|part| part.names = None);
+    loaded.parts.iter_mut().for_each(|part| part.name_pattern = None);
     Ok((Format::Safetensors, loaded))
 }
 

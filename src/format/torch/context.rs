@@ -1,4 +1,5 @@
-//! The state of reading one archive: its records, and the meshes and limits that tensors in it share.
+//! The state of reading one archive: its records, and the meshes and limits that all its tensors share. Offsets, sizes
+//! and strides count elements.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,11 +13,11 @@ use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
 
-/// Part of a storage, as a strided array. Offset, sizes and strides in elements of `dtype`.
+/// A part of a storage, as a strided array. Offset, sizes and strides count elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
-    /// The storage is the record `data/KEY`.
+    /// The key of the storage, which is the record `data/KEY`.
     pub key: Box<str>,
     pub storage_bytes: u64,
     pub offset: u64,
@@ -24,62 +25,63 @@ pub struct View {
     pub strides: Dims,
 }
 
-/// A mesh as one rank's file tells it.
+/// A mesh as the file of one rank describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshSpec {
-    /// This rank's slice, where it is one.
+    /// The mesh of this rank, which may be a slice of a larger mesh.
     pub mesh: DeviceMesh,
-    /// The mesh it is a slice of.
+    /// The mesh of which `mesh` is a slice.
     pub root: Option<DeviceMesh>,
-    /// The rank that saved the file, where it is recorded.
+    /// The rank that saved the file, if the file records it.
     pub rank: Option<Rank>,
-    /// False where the saving rank is not in the mesh and holds nothing.
+    /// Whether the saving rank is in the mesh; if not, it has no part of the tensors.
     pub is_member: bool,
-    /// How it was written.
+    /// The form in which the mesh was written.
     pub style: DTensorStyle,
 }
 
-/// The storage of a mesh's ranks: 16 million of 8 bytes.
+/// Upper limit for the storage of a mesh's ranks: 16 million ranks of 8 bytes.
 const MAX_RANKS_BYTES: u64 = 1 << 27;
 
-/// State of reading one archive's pickle.
+/// The state of reading one archive's pickle.
 pub struct Reader<'a> {
     pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
-    /// Meshes are shared objects: each is read once.
+    /// The meshes that were read. A pickle shares mesh objects, and each is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
-    /// Tensors within tensors that are being read, meshes included.
+    /// The current nesting of tensors and meshes.
     pub depth: usize,
-    /// Shards that may still be read: a list of them may be shared by many tensors, but not without end.
+    /// The number of shards that may still be read. Several tensors may share a list of shards, but a hostile file must
+    /// not repeat it without limit.
     pub shards_left: usize,
-    /// Why a tensor cannot be converted, where it is sound but not supported.
+    /// The reason why a tensor cannot be converted, if it is valid but not supported.
     pub unsupported: RefCell<Option<String>>,
-    /// Why the file could not be read.
-    pub unread: RefCell<Option<Error>>,
+    /// The reason why the file could not be read.
+    pub read_error: RefCell<Option<Error>>,
 }
 
 impl Reader<'_> {
-    /// An error for something sound that is not converted.
+    /// Returns the error for a valid tensor that is not supported.
     pub fn unsupported(&self, what: impl Into<String>) -> DecodeError {
         let what = what.into();
         *self.unsupported.borrow_mut() = Some(what.clone());
         DecodeError::malformed(what)
     }
 
-    /// An error of reading the file, which may have nothing to do with what is in it.
-    fn unread(&self, error: Error) -> DecodeError {
+    /// Returns an error of reading the file, which may be independent of its content.
+    fn read_error(&self, error: Error) -> DecodeError {
         let what = DecodeError::malformed(error.to_string());
         if !error.is_about_content() {
-            *self.unread.borrow_mut() = Some(error);
+            *self.read_error.borrow_mut() = Some(error);
         }
         what
     }
 
-    /// Read something inside the tensor or mesh that is being read; real ones are a few deep.
-    pub fn inside<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, DecodeError>) -> Result<T, DecodeError> {
+    /// Reads a tensor or mesh inside another one. Real files nest only a few levels.
+    pub fn read_nested<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, DecodeError>) -> Result<T, DecodeError> {
         const MAX_DEPTH: usize = 32;
         if self.depth == MAX_DEPTH {
-            return Err(DecodeError::malformed("tensors or meshes within each other without end"));
+            return Err(DecodeError::malformed("tensors or meshes that are nested too deeply"));
         }
         self.depth += 1;
         let read = read(self);
@@ -87,20 +89,21 @@ impl Reader<'_> {
         read
     }
 
+    /// Counts one shard against the limit of the archive.
     pub fn count_shard(&mut self) -> Result<(), DecodeError> {
         let left = self.shards_left.checked_sub(1);
-        self.shards_left = left.ok_or_else(|| DecodeError::malformed("lists of shards that are shared without end"))?;
+        self.shards_left = left.ok_or_else(|| DecodeError::malformed("lists of shards that are repeated too often"))?;
         Ok(())
     }
 
-    /// The values of a small integer tensor, row-major.
+    /// Returns the values of a small integer tensor, in row-major order.
     pub fn integers(&self, view: &View) -> Result<Vec<i64>, DecodeError> {
         let (Dtype::I32 | Dtype::I64) = view.dtype else {
-            return Err(DecodeError::malformed(format!("ranks of dtype {}", view.dtype)));
+            return Err(DecodeError::malformed(format!("mesh ranks of dtype {}", view.dtype)));
         };
         let name = format!("data/{}", view.key);
         let storage = (self.archive.content(&self.source, &name, MAX_RANKS_BYTES))
-            .map_err(|error| self.unread(self.source.error(error)))?
+            .map_err(|error| self.read_error(self.source.error(error)))?
             .ok_or_else(|| DecodeError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
         let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
         let count = view.sizes.iter().product::<u64>();
@@ -113,7 +116,7 @@ impl Reader<'_> {
             }
             let start = usize::try_from(element).ok().and_then(|element| element.checked_mul(width));
             let bytes = start.and_then(|start| storage.get(start..start + width));
-            let bytes = bytes.ok_or_else(|| DecodeError::malformed("ranks beyond the end of their storage"))?;
+            let bytes = bytes.ok_or_else(|| DecodeError::malformed("mesh ranks beyond the end of their storage"))?;
             values.push(match *bytes {
                 [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
                 _ => i64::from_le_bytes(bytes.try_into().expect("the width of an i64")),
@@ -122,7 +125,7 @@ impl Reader<'_> {
         Ok(values)
     }
 
-    /// The record of a view's storage must be there and hold exactly the storage.
+    /// Checks that the record of a view's storage exists and has exactly the length of the storage.
     pub fn check_storage(&self, view: &View) -> Result<(), DecodeError> {
         let name = format!("data/{}", view.key);
         match self.archive.get(&name) {

@@ -1,6 +1,6 @@
-//! Files that hold different tensors of one flat state dict, as `save_pretrained` cuts large models.
+//! Joins files that hold different tensors of one flat state dict, as `save_pretrained` splits large models.
 //!
-//! Invariant: every name is in one file.
+//! Invariant: every name is in exactly one file.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -11,11 +11,11 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Fqn, Value, shift_tensors};
 use crate::error::{Error, Result};
 
-/// The catalog of all of them.
+/// Returns one catalog of all files.
 ///
 /// # Errors
-/// `Conflict` where two files hold the same name.
-pub fn disjoint(files: &[RankFile]) -> Result<Catalog> {
+/// `Conflict` if two files have the same name, `Malformed` if a file holds no dict.
+pub fn join_disjoint(files: &[RankFile]) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut entries: Vec<(Value, Value)> = Vec::new();
     let mut owners: HashMap<Arc<str>, PathBuf> = HashMap::new();
@@ -35,7 +35,7 @@ pub fn disjoint(files: &[RankFile]) -> Result<Catalog> {
                 return Err(Fqn::from(name).disagreement(
                     "presence",
                     between,
-                    "each file of the set must hold its own",
+                    "each file of the set must hold different tensors",
                 ));
             }
             shift_tensors(&mut value, shift);

@@ -15,7 +15,7 @@ use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WholeTarget, WriteShards, WriteWhole};
-use crate::format::series::{Grouped, group};
+use crate::format::series::{GroupedFiles, group};
 use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
 use crate::storage::{FileId, Files, IoMode};
@@ -72,7 +72,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
 const INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
 /// Returns the torch files of a folder by their names; `None` where an index names those that are read.
-fn grouped(listing: &FolderListing<'_>) -> Result<Option<Grouped>> {
+fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     if listing.names.iter().any(|name| is_index_of(name, Format::Torch)) {
         return Ok(None);
     }
@@ -96,7 +96,7 @@ impl Read for Reader {
             }));
         };
         let only_set = if saved.sets.len() == 1 { saved.sets.pop() } else { None };
-        Ok(match (saved.ranks, only_set, saved.plain.as_slice()) {
+        Ok(match (saved.rank_files, only_set, saved.plain.as_slice()) {
             (None, Some(set), _) => Some(DetectedFiles::new(Format::Torch, Match::Likely, set.into_paths())),
             (None, None, [only]) if saved.sets.is_empty() => {
                 Some(DetectedFiles::new(Format::Torch, Match::Possible, vec![only.clone()]))
@@ -161,7 +161,7 @@ pub struct RankReader;
 
 impl Read for RankReader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
-        let series = grouped(listing)?.and_then(|grouped| grouped.ranks);
+        let series = grouped(listing)?.and_then(|grouped| grouped.rank_files);
         let found = |series| DetectedFiles {
             series: Some(series),
             ..DetectedFiles::new(Format::TorchRanks, Match::Likely, Vec::new())
@@ -180,15 +180,15 @@ impl Read for RankReader {
         // What it says is in the catalog, and written anew.
         reading.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
         let is_asked_for = reading.options.from == Some(Format::FsdpFlat);
-        if is_asked_for && !flat.any && loaded.catalog.flat.is_none() {
+        if is_asked_for && !flat.has_flat_params && loaded.catalog.flat.is_none() {
             return Err(not_that_format(path, Format::FsdpFlat));
         }
-        let format = if flat.any || is_asked_for { Format::FsdpFlat } else { Format::TorchRanks };
+        let format = if flat.has_flat_params || is_asked_for { Format::FsdpFlat } else { Format::TorchRanks };
         Ok((format, loaded))
     }
 
     fn style(&self, files: &Files) -> Result<Option<DTensorStyle>> {
-        files.ids().next().map_or(Ok(None), |first| DTensorStyle::of_file(files, first))
+        files.ids().next().map_or(Ok(None), |first| DTensorStyle::from_file(files, first))
     }
 }
 

@@ -1,7 +1,7 @@
-//! The files of all ranks, read side by side.
+//! Reads the files of all ranks in parallel.
 //!
-//! Every ShardedTensor in every file lists the boxes of all ranks, so what is listed grows with the square of their
-//! number: 1,024 ranks with 40 flat parameters list 42 million boxes. Equal lists are kept once.
+//! Every ShardedTensor in every file lists the shards of all ranks, so the lists grow with the square of the number of
+//! ranks: 1,024 ranks with 40 flat parameters list 42 million shards. Equal lists are therefore kept once.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -17,15 +17,15 @@ use crate::layout::{Rank, Region};
 use crate::storage::{FileId, Files};
 use torch_pickle::pickle::Unknown;
 
-/// Read the files of ranks.
+/// Reads the files of ranks.
 ///
 /// # Errors
-/// As reading one; of several faults that of the lowest rank.
+/// As reading one file; of several errors, that of the lowest rank.
 pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown) -> Result<Vec<RankFile>> {
     let own: Vec<(Rank, &PathBuf, FileId)> =
         ranks.iter().map(|(rank, path)| Ok((Rank(*rank), path, files.add(path)?))).collect::<Result<_>>()?;
     let files = &*files;
-    let lists = BoxLists::default();
+    let lists = SharedShardLists::default();
     let loaded: Vec<Result<RankFile>> = own
         .into_par_iter()
         .map(|(rank, path, file)| {
@@ -37,11 +37,11 @@ pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown)
     loaded.into_iter().collect()
 }
 
-/// Lists of boxes, each once.
+/// Lists of shards, of which equal ones are kept once.
 #[derive(Default)]
-struct BoxLists(Mutex<HashSet<Arc<[Region]>>>);
+struct SharedShardLists(Mutex<HashSet<Arc<[Region]>>>);
 
-impl BoxLists {
+impl SharedShardLists {
     fn share(&self, contents: &mut ArchiveContents) {
         let mut known = self.0.lock().expect("no panic while the lock is held");
         for tensor in &mut contents.tensors {

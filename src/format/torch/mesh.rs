@@ -1,8 +1,8 @@
-//! DeviceMesh objects as `PyTorch` 2.2 to 2.15 pickle them.
+//! Reads DeviceMesh objects as PyTorch 2.2 to 2.15 pickles them.
 //!
-//! Up to 2.9 the array of ranks is stored as it is. From 2.10 on a mesh is a layout over the ranks of its root: for
-//! each dim the sizes and strides of its (possibly flattened) axes. A slice does not say where in the root it lies;
-//! that follows from the saving rank and its coordinate.
+//! Up to 2.9 the array of ranks is stored directly. From 2.10 on a mesh is a layout over the ranks of its root mesh:
+//! the sizes and strides of the (possibly flattened) axes of each dim. A slice does not record its position in the
+//! root; the position follows from the saving rank and its coordinate. Sizes and strides count ranks.
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
@@ -14,16 +14,17 @@ use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};
 
-/// More ranks than any cluster has; a larger array is damage.
+/// Upper limit for the ranks of a mesh. No cluster has as many, so a larger array is damaged.
 const MAX_RANKS: u64 = 1 << 24;
 
+/// Reads the DeviceMesh at a node, or returns it if it was read before.
 pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>, DecodeError> {
     let key = node.id();
     if let Some(known) = reader.meshes.get(&key) {
         return Ok(Arc::clone(known));
     }
     let state = node.state().ok_or_else(|| DecodeError::malformed("a DeviceMesh without state"))?;
-    let spec = reader.inside(|reader| {
+    let spec = reader.read_nested(|reader| {
         if state.get("_layout").is_some() { from_layout(reader, state) } else { from_array(reader, state) }
     })?;
     let spec = Arc::new(spec);
@@ -31,13 +32,13 @@ pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>
     Ok(spec)
 }
 
-fn style(release: Release, state: Ref<'_>) -> DTensorStyle {
+fn dtensor_style(release: Release, state: Ref<'_>) -> DTensorStyle {
     let device_type = state.get("_device_type").or_else(|| state.get("device_type")).and_then(Ref::as_str);
     let default = DTensorStyle::default().device_type;
     DTensorStyle { release, device_type: device_type.map_or(default, str::to_owned) }
 }
 
-fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
+fn dim_names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
     let Some(names) = state.get("_mesh_dim_names").or_else(|| state.get("mesh_dim_names")) else { return Ok(None) };
     if names.is_none() {
         return Ok(None);
@@ -45,10 +46,10 @@ fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
     let items = names.as_tuple().or_else(|| names.as_list());
     let names: Option<Vec<String>> =
         items.and_then(|items| items.map(|name| name.as_str().map(str::to_owned)).collect());
-    names.map(Some).ok_or_else(|| DecodeError::malformed("mesh_dim_names that are not names"))
+    names.map(Some).ok_or_else(|| DecodeError::malformed("mesh_dim_names that are not strings"))
 }
 
-/// The coordinate of the saving rank; `None` where it is not in the mesh or not recorded.
+/// Returns the coordinate of the saving rank; `None` if the rank is outside the mesh or the coordinate is not recorded.
 fn coordinate(state: Ref<'_>) -> Option<Dims> {
     state.get("_coordinate_on_dim").filter(|node| !node.is_none()).and_then(Ref::to_dims)
 }
@@ -57,20 +58,20 @@ fn is_member(state: Ref<'_>) -> bool {
     state.get("_coordinate_on_dim").is_none_or(|node| !node.is_none())
 }
 
-/// torch 2.2 to 2.9: `mesh` is the array of ranks.
+/// Reads the form of torch 2.2 to 2.9, in which `mesh` is the array of ranks.
 fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
     let node = state.get("mesh").ok_or_else(|| DecodeError::malformed("a DeviceMesh without ranks"))?;
     let (shape, ranks) = rank_tensor(reader, node)?;
-    let mesh = build(shape, ranks, names(state)?)?;
+    let mesh = build_mesh(shape, ranks, dim_names(state)?)?;
     let rank = coordinate(state)
         .filter(|at| at.len() == mesh.ndim() && at.iter().zip(mesh.shape()).all(|(at, size)| at < size))
         .map(|at| mesh.rank_at(&at));
     let parent = state.get("_parent_mesh").filter(|node| !node.is_none());
     let root = parent.map(|node| read_mesh(reader, node)).transpose()?.map(|spec| spec.mesh.clone());
-    Ok(MeshSpec { mesh, root, rank, is_member: is_member(state), style: style(Release::V2_5, state) })
+    Ok(MeshSpec { mesh, root, rank, is_member: is_member(state), style: dtensor_style(Release::V2_5, state) })
 }
 
-/// torch 2.10 and later: a layout over the ranks of the root.
+/// Reads the form of torch 2.10 and later: a layout over the ranks of the root.
 fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
     let malformed = |what: &str| DecodeError::malformed(format!("a DeviceMesh {what}"));
     let layout = state.get("_layout").and_then(Ref::state).ok_or_else(|| malformed("without a layout"))?;
@@ -94,7 +95,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
                 .and_then(|own| position.checked_sub(own))
                 .ok_or_else(|| malformed("whose coordinate does not fit its layout"))?
         }
-        // The saving rank is outside: which slice this is cannot be told, and it holds nothing.
+        // The saving rank is outside the mesh. It has no data, and its file does not identify the slice.
         (Some(_), None) => 0,
     };
     let shape: Dims =
@@ -114,8 +115,8 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
         let rank = offset.and_then(|offset| ranks.get(usize::try_from(offset).ok()?));
         own_ranks.push(*rank.ok_or_else(|| malformed("whose layout reaches beyond its ranks"))?);
     }
-    let mesh = build(shape, own_ranks, names(state)?)?;
-    // 2.10 has no rank of its own: a root's follows from its coordinate.
+    let mesh = build_mesh(shape, own_ranks, dim_names(state)?)?;
+    // 2.10 does not record the rank; the rank of a root mesh follows from its coordinate.
     let from_coordinate = || {
         let at = at.as_ref().filter(|at| at.len() == mesh.ndim())?;
         at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
@@ -126,11 +127,11 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
         (None, Some(_)) => Release::V2_11,
         (None, None) => Release::V2_10,
     };
-    let style = style(release, state);
+    let style = dtensor_style(release, state);
     Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state), style })
 }
 
-/// One mesh dim: sizes and strides of the axes it was made of, row-major.
+/// One mesh dim: the sizes and strides of the axes it was flattened from, in row-major order.
 struct MeshAxis(Vec<(u64, u64)>);
 
 impl MeshAxis {
@@ -138,7 +139,7 @@ impl MeshAxis {
         self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
     }
 
-    /// Offset in the root's list of ranks of a position along this dim.
+    /// Returns the offset in the root's list of ranks for a position along this dim.
     fn offset(&self, position: u64) -> Option<u64> {
         let mut rest = position;
         let mut offset = 0_u64;
@@ -151,7 +152,7 @@ impl MeshAxis {
 }
 
 fn axes(layout: Ref<'_>) -> Option<Vec<MeshAxis>> {
-    // 2.13 and later.
+    // The form of 2.13 and later.
     if let Some(axes) = layout.get("axes") {
         return axes
             .as_tuple()?
@@ -182,13 +183,13 @@ fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<MeshAxis> {
     (shape.len() == stride.len()).then(|| MeshAxis(shape.into_iter().zip(stride).collect()))
 }
 
-/// The shape and row-major content of a tensor of ranks.
+/// Returns the shape and the row-major content of a tensor of ranks.
 fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), DecodeError> {
     let Some(view) = plain_view(reader, node)? else {
         return Err(DecodeError::malformed(format!("mesh ranks that are {}", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();
-    // Every rank of a mesh is another one: a tensor that repeats its storage is none.
+    // The ranks of a mesh are distinct, so a tensor that repeats its storage is invalid.
     if count > MAX_RANKS || count > view.storage_bytes / view.dtype.itemsize() {
         return Err(DecodeError::malformed(format!("a mesh of {count} ranks")));
     }
@@ -198,6 +199,6 @@ fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank
     Ok((view.sizes, ranks))
 }
 
-fn build(shape: Dims, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<DeviceMesh, DecodeError> {
+fn build_mesh(shape: Dims, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<DeviceMesh, DecodeError> {
     DeviceMesh::new(shape, ranks, names).map_err(|error| DecodeError::malformed(error.to_string()))
 }

@@ -51,17 +51,17 @@ pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Ca
         let contents = reader::read(files, files.whole(file), "", unknown)?;
         loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
     }
-    let dropped = dropped(&loaded);
+    let dropped = dropped_objects(&loaded);
     let mut catalog = match loaded.as_slice() {
         [only] => ranks::single(only)?,
-        several => disjoint::disjoint(several)?,
+        several => disjoint::join_disjoint(several)?,
     };
     catalog.dropped = dropped;
     Ok(catalog)
 }
 
-/// What was left out of some of the files: `FQN (symbol)`, each once.
-pub fn dropped(files: &[ranks::RankFile]) -> Vec<String> {
+/// Returns the objects that were dropped from the files, as `FQN (symbol)`, each once.
+pub fn dropped_objects(files: &[ranks::RankFile]) -> Vec<String> {
     let all = files.iter().flat_map(|file| &file.contents.dropped);
     let distinct: IndexSet<String> = all.map(|dropped| format!("{} ({})", dropped.path, dropped.symbol)).collect();
     distinct.into_iter().collect()
@@ -70,7 +70,7 @@ pub fn dropped(files: &[ranks::RankFile]) -> Vec<String> {
 /// A chunk of `tile` that is the view.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
-    Chunk { tile, location: contents.place(view), strides, rank }
+    Chunk { tile, location: contents.record_location(view), strides, rank }
 }
 
 /// The chunk of a view that is a whole tensor.

@@ -1,8 +1,8 @@
-//! One torch.save file a rank: the state dicts of all ranks become one.
+//! Merges the torch.save files of all ranks into one state dict.
 //!
-//! Containers are merged by key. A DTensor or ShardedTensor contributes its local part, plain tensors and objects
-//! that several ranks store must be the same on all of them: objects are compared here, tensor data where it is
-//! read. Nothing is taken from rank 0 because it is rank 0.
+//! Containers are merged by key. A DTensor or ShardedTensor contributes its local part. Plain tensors and objects that
+//! several ranks store must be equal on all of them: objects are compared here, tensor data when it is read. Rank 0 is
+//! never preferred. Shapes and offsets count elements.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -21,58 +21,60 @@ use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
-/// What to say where plain tensors have other shapes on other ranks.
-const PARTS_UNTOLD: &str = "where they are parts of one tensor, options::src_mesh and options::src_placements say how it lies (options::src_mesh \
-                            tp=2 options::src_placements '**.w1=S(0)'); else check that all the files come from one save of one \
-                            job";
+/// The hint for plain tensors whose shapes differ between ranks.
+const PARTS_HINT: &str = "if they are parts of one tensor, declare its layout (options::src_mesh tp=2 \
+                          options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
+                          one job";
 
-/// What one rank saved.
+/// The content of one rank's file.
 #[derive(Debug)]
 pub struct RankFile {
-    /// From the file name; `None` for a file of its own.
+    /// The rank in the file name; `None` for a file that is not one of a series.
     pub rank: Option<Rank>,
     pub path: PathBuf,
     pub contents: ArchiveContents,
 }
 
-/// What the plain tensors that ranks have under one name are to each other.
+/// The relation between plain tensors that several ranks store under one name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainKind {
-    /// The same on all of them.
+    /// Equal on all ranks.
     Replicas,
-    /// Parts of one, of whatever shapes: the whole is to be told ([`crate::format::told`]). Until then a tensor has the
-    /// shape of its first part, and the tile of each chunk is all of that part.
+    /// Parts of one tensor, with any shapes; the user declares how they form it ([`crate::format::declared_layout`]).
+    /// Until that is resolved, the tensor has the shape of its first part, and the tile of each chunk covers its whole
+    /// part.
     Parts,
 }
 
-/// The catalog of a file that is not one of a series. DTensors in it are only its rank's part, which coverage shows.
+/// Returns the catalog of a file that is not one of a series. It holds only one rank's part of a DTensor, which the
+/// check of coverage reports.
 ///
 /// # Errors
-/// `Malformed`, `Conflict`.
+/// `Malformed` for an invalid file, `Conflict` for a contradiction in it.
 pub fn single(file: &RankFile) -> Result<Catalog> {
     merge(std::slice::from_ref(file), PlainKind::Replicas)
 }
 
-/// One catalog of the files of all ranks.
+/// Returns one catalog of the files of all ranks.
 ///
 /// # Errors
-/// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
+/// `Conflict` if ranks disagree, `Malformed` if a file belongs to another rank.
 pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
-        let own = merger.adopt(index, &file.contents.value);
+        let own = merger.renumber(index, &file.contents.value);
         match &mut state {
             None => state = Some(own),
             Some(state) => merger.merge_value(state, own, index),
         }
     }
     let mut catalog = Catalog::empty();
-    catalog.archives = files.iter().map(|file| file.contents.stretch()).collect();
+    catalog.archives = files.iter().map(|file| file.contents.file_range()).collect();
     catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
     path::edit_leaves(&mut catalog.state, &mut |path, leaf| {
-        if let Value::Other(holdings) = leaf {
-            merger.only_holders(path, holdings);
+        if let Value::Other(rank_values) = leaf {
+            merger.remove_ranks_without_value(path, rank_values);
         }
         LeafAction::Keep
     });
@@ -80,15 +82,15 @@ pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
         names[id.0 as usize].get_or_insert_with(|| path.clone());
     });
-    // Nobody asks for what is in attributes of dicts, but it is written again with them.
+    // Tensors in attributes of dicts cannot be selected by name, but they are written with their dicts.
     for id in catalog.state.tensor_ids() {
         names[id.0 as usize].get_or_insert_with(|| Path(vec![Key::Name("attributes".into()), Key::Index(id.0.into())]));
     }
-    // Parts that went into another rank's tensor have no name any more, and no entry.
+    // Parts that were merged into another rank's tensor have no name and get no entry.
     let mut renumber = vec![TensorId(u32::MAX); names.len()];
     for (old, name) in names.into_iter().enumerate() {
         if let Some(path) = name {
-            let entry = merger.entry(path.fqn(), &merger.tensors[old], &mut catalog)?;
+            let entry = merger.merged_entry(path.fqn(), &merger.tensors[old], &mut catalog)?;
             renumber[old] = catalog.push_tensor(entry);
         }
     }
@@ -96,7 +98,7 @@ pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     Ok(catalog)
 }
 
-/// Which tensor of which file.
+/// The index of a file and of a tensor in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct TensorOfRank {
     file: usize,
@@ -106,13 +108,13 @@ struct TensorOfRank {
 struct Merger<'a> {
     files: &'a [RankFile],
     plain: PlainKind,
-    /// Parts by merged tensor.
+    /// The parts of each merged tensor.
     tensors: Vec<Vec<TensorOfRank>>,
 }
 
 impl Merger<'_> {
-    /// A file's value with tensors of its own in the merged numbering.
-    fn adopt(&mut self, file: usize, value: &Value) -> Value {
+    /// Returns a file's value, with its tensors in the merged numbering.
+    fn renumber(&mut self, file: usize, value: &Value) -> Value {
         let first = self.tensors.len();
         let count = self.files[file].contents.tensors.len();
         self.tensors.extend((0..count).map(|tensor| vec![TensorOfRank { file, tensor }]));
@@ -125,7 +127,7 @@ impl Merger<'_> {
         match (into, from) {
             (Value::Tensor(into), Value::Tensor(from)) => self.merge_tensor(*into, from, file),
             (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, file),
-            // What has no names within it is one value, on which ranks agree or not.
+            // A value without names inside is compared as a whole.
             (Value::List(into), Value::List(from))
                 if into.len() == from.len() && into.iter().chain(&from).any(is_descended) =>
             {
@@ -133,15 +135,15 @@ impl Merger<'_> {
                     self.merge_value(into, from, file);
                 }
             }
-            (Value::Other(holdings), from) => {
-                match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&from)) {
-                    Some(holding) => {
-                        holding.ranks.extend(self.files[file].rank);
-                        for (into, from) in holding.value.tensor_ids().into_iter().zip(from.tensor_ids()) {
+            (Value::Other(rank_values), from) => {
+                match rank_values.iter_mut().find(|rank_value| rank_value.value.same_but_tensors(&from)) {
+                    Some(rank_value) => {
+                        rank_value.ranks.extend(self.files[file].rank);
+                        for (into, from) in rank_value.value.tensor_ids().into_iter().zip(from.tensor_ids()) {
                             self.merge_tensor(into, from, file);
                         }
                     }
-                    None => holdings.push(self.holding(from, file..=file)),
+                    None => rank_values.push(self.rank_value(from, file..=file)),
                 }
             }
             (into, from) if into.same_but_tensors(&from) => {
@@ -151,13 +153,13 @@ impl Merger<'_> {
             }
             (into, from) => {
                 let first = std::mem::replace(into, Value::None);
-                *into = Value::Other(vec![self.holding(first, 0..=file - 1), self.holding(from, file..=file)]);
+                *into = Value::Other(vec![self.rank_value(first, 0..=file - 1), self.rank_value(from, file..=file)]);
             }
         }
     }
 
     fn merge_tensor(&mut self, into: TensorId, from: TensorId, file: usize) {
-        // Tied tensors meet once a name; a name that only this file has keeps its parts.
+        // Tied tensors are merged once per name; a name that only this file has keeps its parts.
         let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
         let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
         if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {
@@ -165,18 +167,18 @@ impl Merger<'_> {
         }
     }
 
-    /// The first value of a conflict was taken to be that of all ranks before: some of them may have none.
-    fn only_holders(&self, path: &Path, holdings: &mut [RankValue]) {
+    /// Removes ranks that lack the value: the first value of a conflict was assigned to all ranks before.
+    fn remove_ranks_without_value(&self, path: &Path, rank_values: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
             file.is_none_or(|file| path.find(&file.contents.value).is_some())
         };
-        for holding in holdings.iter_mut() {
-            holding.ranks.retain(has_value);
+        for rank_value in rank_values.iter_mut() {
+            rank_value.ranks.retain(has_value);
         }
     }
 
-    fn holding(&self, value: Value, files: RangeInclusive<usize>) -> RankValue {
+    fn rank_value(&self, value: Value, files: RangeInclusive<usize>) -> RankValue {
         RankValue { value, ranks: self.files[files].iter().filter_map(|file| file.rank).collect() }
     }
 
@@ -189,9 +191,9 @@ impl Merger<'_> {
                 Some(index)
             } else {
                 let positions = positions.get_or_insert_with(|| {
-                    (0..).zip(&into.entries).map(|(index, (key, _))| (distinct_text(key), index)).collect()
+                    (0..).zip(&into.entries).map(|(index, (key, _))| (typed_key(key), index)).collect()
                 });
-                positions.get(&distinct_text(&key)).copied()
+                positions.get(&typed_key(&key)).copied()
             };
             let Some(position) = position else {
                 into.entries.push((key, value));
@@ -205,35 +207,35 @@ impl Merger<'_> {
         self.files[part.file].rank
     }
 
-    fn found(&self, part: TensorOfRank) -> &TensorNode {
+    fn node(&self, part: TensorOfRank) -> &TensorNode {
         &self.files[part.file].contents.tensors[part.tensor]
     }
 
-    /// One entry of the parts that all ranks have of a tensor.
-    fn entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
+    /// Returns the entry of a tensor, made of the parts of all ranks.
+    fn merged_entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
         let first = parts[0];
         for &part in parts {
             self.check_agreement(&fqn, first, part)?;
         }
-        match self.found(first) {
+        match self.node(first) {
             TensorNode::Plain(view) => {
                 let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
                 entry.stride = permuted_stride(&view.sizes, &view.strides).map(Box::new);
                 for &part in parts {
-                    if let TensorNode::Plain(view) = self.found(part) {
+                    if let TensorNode::Plain(view) = self.node(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
                         entry.chunks.push(chunk(&self.files[part.file].contents, view, tile, self.rank(part)));
                     }
                 }
                 Ok(entry)
             }
-            TensorNode::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
+            TensorNode::Distributed { local, shape, .. } => self.merge_dtensor(fqn, local, shape, parts, catalog),
             TensorNode::Sharded { dtype, shape, stride, .. } => {
                 let entry = TensorEntry {
                     stride: stride.clone().map(Box::new),
                     ..TensorEntry::new(fqn, *dtype, shape.clone())
                 };
-                self.sharded(entry, parts)
+                self.merge_sharded_tensor(entry, parts)
             }
         }
     }
@@ -244,7 +246,7 @@ impl Merger<'_> {
             TensorNode::Distributed { local, shape, .. } => ("DTensor", local.dtype, shape.clone()),
             TensorNode::Sharded { dtype, shape, .. } => ("ShardedTensor", *dtype, shape.clone()),
         };
-        let (left, right) = (describe(self.found(first)), describe(self.found(part)));
+        let (left, right) = (describe(self.node(first)), describe(self.node(part)));
         let (what, left, right) = if left.0 != right.0 {
             ("kind of tensor", left.0.to_owned(), right.0.to_owned())
         } else if left.1 != right.1 {
@@ -263,18 +265,18 @@ impl Merger<'_> {
             format!("{} has {left}, {} has {right}", name(first), name(part)),
         );
         if let (Error::Catalog(CatalogError::Conflict { hint, .. }), "shape", TensorNode::Plain(_)) =
-            (&mut error, what, self.found(first))
+            (&mut error, what, self.node(first))
         {
-            *hint = Some(PARTS_UNTOLD.into());
+            *hint = Some(PARTS_HINT.into());
         }
         Err(error)
     }
 
     fn may_be_parts(&self, part: TensorOfRank) -> bool {
-        self.plain == PlainKind::Parts && matches!(self.found(part), TensorNode::Plain(_))
+        self.plain == PlainKind::Parts && matches!(self.node(part), TensorNode::Plain(_))
     }
 
-    fn distributed(
+    fn merge_dtensor(
         &self,
         fqn: Fqn,
         local: &View,
@@ -286,8 +288,9 @@ impl Merger<'_> {
         let mut entry = TensorEntry::new(fqn, local.dtype, shape.clone());
         entry.class = Class::DTensor;
         for &part in parts {
-            let TensorNode::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
-            // A rank outside the mesh holds nothing, and cannot tell which slice of the root the others share.
+            let TensorNode::Distributed { local, mesh, placements, .. } = self.node(part) else { continue };
+            // A rank outside the mesh has no data, and cannot identify the slice of the root that the other ranks
+            // share.
             if !mesh.is_member {
                 continue;
             }
@@ -295,11 +298,11 @@ impl Merger<'_> {
             if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
                 && own != stored
             {
-                let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
+                let found = format!("a DTensor saved by rank {stored}, so the file name has the wrong rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
             let reduction = PartialReduction::new(mesh.mesh.shape(), placements).map_err(|error| {
-                let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
+                let hint = "redistribute it to Shard or Replicate in the job before saving";
                 Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
             })?;
             let sharding = Box::new(lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog));
@@ -309,7 +312,8 @@ impl Merger<'_> {
                     entry.partial_values =
                         reduction.map(|reduction| Box::new(PartialValues { reduction, by_chunk: Vec::new() }));
                 }
-                // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
+                // Without a root, each rank may know only its own slice of a mesh; the placements are the same on all
+                // slices.
                 Some(known)
                     if known.shared.placements != sharding.shared.placements
                         || mesh.root.is_some() && *known != sharding =>
@@ -324,7 +328,7 @@ impl Merger<'_> {
             let rank = mesh.rank.or(file.rank);
             let at = rank.and_then(|rank| mesh.mesh.coordinate(rank));
             let Some(at) = at else {
-                let found = rank.map_or_else(|| String::from("a file of no rank"), |rank| format!("rank {rank}"));
+                let found = rank.map_or_else(|| String::from("a file without a rank"), |rank| format!("rank {rank}"));
                 let expected = format!("a rank of its mesh ({})", mesh.mesh);
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             };
@@ -337,7 +341,7 @@ impl Merger<'_> {
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
-            // Where ranks know only a slice each, those of another slice hold replicas.
+            // If each rank knows only its slice, the ranks of other slices hold replicas.
             if let Some(summands) = &mut entry.partial_values {
                 summands.by_chunk.push(partial_index(mesh.mesh.shape(), placements, &at));
             }
@@ -346,7 +350,7 @@ impl Merger<'_> {
     }
 
     fn layout_conflict(&self, fqn: &Fqn, first: TensorOfRank, part: TensorOfRank) -> Error {
-        let describe = |part| match self.found(part) {
+        let describe = |part| match self.node(part) {
             TensorNode::Distributed { mesh, placements, .. } => {
                 format!("{} on {}", comma_list(placements), mesh.mesh)
             }
@@ -360,11 +364,11 @@ impl Merger<'_> {
         )
     }
 
-    fn sharded(&self, mut entry: TensorEntry, parts: &[TensorOfRank]) -> Result<TensorEntry> {
+    fn merge_sharded_tensor(&self, mut entry: TensorEntry, parts: &[TensorOfRank]) -> Result<TensorEntry> {
         check_shape(&self.files[parts[0].file].path, &entry.fqn, &entry.shape, entry.dtype)?;
         entry.class = Class::ShardedTensor;
         for &part in parts {
-            let TensorNode::Sharded { group: ProcessGroup { rank, .. }, local, all, .. } = self.found(part) else {
+            let TensorNode::Sharded { group: ProcessGroup { rank, .. }, local, all, .. } = self.node(part) else {
                 continue;
             };
             let file = &self.files[part.file];
@@ -374,7 +378,7 @@ impl Merger<'_> {
             if let Some(own) = file.rank.filter(|own| own.0 != *rank) {
                 return bad(
                     format!("the file of rank {own}"),
-                    format!("a ShardedTensor saved by rank {rank}: the name of the file does not say its rank"),
+                    format!("a ShardedTensor saved by rank {rank}, so the file name has the wrong rank"),
                 );
             }
             for (region, view) in local {
@@ -393,8 +397,8 @@ impl Merger<'_> {
     }
 }
 
-/// A key as text, and whether it is one: a dict may have both `0` and `'0'`.
-fn distinct_text(key: &Value) -> (Arc<str>, bool) {
+/// Returns a key as text, and whether the key is a string: a dict may have both `0` and `'0'`.
+fn typed_key(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }
 
@@ -405,7 +409,7 @@ fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::c
     }
 }
 
-/// Mesh and placements as the root mesh sees them: a dim the slice does not have is replicated.
+/// Returns the mesh and placements on the root mesh; dims outside the slice are replicated.
 fn lift_to_root(
     mesh: &DeviceMesh,
     root: Option<&DeviceMesh>,

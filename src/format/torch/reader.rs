@@ -1,4 +1,5 @@
-//! One torch.save file: its archive, its pickle, its tensors.
+//! Reads one torch.save file: its archive, its pickle and its tensors. Offsets count bytes in files and elements in
+//! views.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -6,80 +7,80 @@ use std::path::Path;
 
 use super::context::{Reader, View};
 use super::release::DTensorStyle;
-use super::tensor::{TensorNode, recognise};
+use super::tensor::{TensorNode, read_tensor};
 use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::archive::{ArchiveSource, torch_script};
+use crate::format::archive::{ArchiveSource, torch_script_error};
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 
-/// What a file (or an item of a DCP data file) holds.
+/// The content of a file, or of an item of a DCP data file.
 #[derive(Debug)]
 pub struct ArchiveContents {
-    /// Tensors in it refer to `tensors`.
+    /// The pickled value; its tensors are indices of `tensors`.
     pub value: Value,
     pub tensors: Vec<TensorNode>,
-    /// Objects that were left out because their classes are not known.
+    /// Objects that were dropped because their classes are unknown.
     pub dropped: Vec<Dropped>,
     archive: Archive,
-    stretch: FileRange,
+    file_range: FileRange,
 }
 
 const PICKLE: &str = "data.pkl";
 const BYTE_ORDER: &str = "byteorder";
 
 impl ArchiveContents {
-    /// Add a tensor and give the reference to it.
+    /// Adds a tensor and returns its reference.
     pub fn push(&mut self, found: TensorNode) -> TensorId {
         let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
         self.tensors.push(found);
         id
     }
 
-    /// What was read.
+    /// Returns the range of the file that was read.
     #[must_use]
-    pub fn stretch(&self) -> FileRange {
-        self.stretch
+    pub fn file_range(&self) -> FileRange {
+        self.file_range
     }
 
-    /// Where the view's element 0 lies. The record was checked to hold the storage.
+    /// Returns the location of the view's element 0. The record was checked to hold the storage.
     #[must_use]
-    pub fn place(&self, view: &View) -> FileLocation {
+    pub fn record_location(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
             Some(record) if !view.sizes.contains(&0) => {
-                FileLocation::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
+                FileLocation::Record { file: self.file_range.file, record, within: view.offset * view.dtype.itemsize() }
             }
             _ => FileLocation::Empty,
         }
     }
 
-    /// The archive without what plays no part in finding the view, where that is little.
+    /// Returns the archive without the bytes that are not needed to find the view, if the rest is small.
     ///
     /// # Errors
-    /// `Io`.
+    /// `Io` if the archive cannot be read.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
-        // All records that `read` looks into.
-        let FileRange { file, offset, len } = self.stretch;
+        // All records that `read` uses must stay.
+        let FileRange { file, offset, len } = self.file_range;
         let (source, located) = (ArchiveSource::new(files, file), format!("data/{}", view.key));
         Frame::of(&source, offset..offset + len, &self.archive, &[PICKLE, BYTE_ORDER], &located)
             .map_err(|error| source.error(error))
     }
 
-    /// As [`Contents::place`], down to the byte.
+    /// Returns the location of the view's element 0 as an offset in the file.
     ///
     /// # Errors
     /// `Malformed` where the record's local header is damaged.
     pub fn locate(&self, files: &Files, view: &View) -> Result<StridedLocation> {
         let name = format!("data/{}", view.key);
-        let source = ArchiveSource::new(files, self.stretch.file);
+        let source = ArchiveSource::new(files, self.file_range.file);
         let located = self.archive.locate(&source, &name).map_err(|error| source.error(error))?;
         let Some((data, record)) = located else {
-            return Err(Error::malformed(files.path(self.stretch.file), name, "a record of the archive", "none"));
+            return Err(Error::malformed(files.path(self.file_range.file), name, "a record of the archive", "none"));
         };
         let offset = data + view.offset * view.dtype.itemsize();
         Ok(StridedLocation {
-            file: self.stretch.file,
+            file: self.file_range.file,
             offset,
             strides: view.strides.clone(),
             checksum: ChecksummedRange::of_record(record, data),
@@ -87,19 +88,19 @@ impl ArchiveContents {
     }
 }
 
-/// `little` or `big`.
+/// Upper limit for the content of the byte order record, which is `little` or `big`.
 const MAX_BYTE_ORDER_BYTES: u64 = 64;
 
-/// Read the archive that fills a stretch. `name` is what its content is called, for messages; empty for a file of
-/// its own.
+/// Reads the archive that fills a range of a file. `name` is the name of its content for messages; empty for a whole
+/// file.
 ///
 /// # Errors
-/// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &Files, stretch: FileRange, name: &str, unknown: Unknown) -> Result<ArchiveContents> {
-    let file = stretch.file;
+/// `Malformed`, `Unsupported` or `Io`, naming the file and the place in it.
+pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) -> Result<ArchiveContents> {
+    let file = file_range.file;
     let path = files.path(file);
     let source = ArchiveSource::new(files, file);
-    let archive = source.archive(stretch)?;
+    let archive = source.archive(file_range)?;
     check_kind(source, path, &archive)?;
     let content = archive.content(&source, PICKLE, pickle::MAX_BYTES).map_err(|error| source.error(error))?;
     let Some(bytes) = content else {
@@ -113,17 +114,17 @@ pub fn read(files: &Files, stretch: FileRange, name: &str, unknown: Unknown) -> 
         depth: 0,
         shards_left: bytes.len(),
         unsupported: RefCell::default(),
-        unread: RefCell::default(),
+        read_error: RefCell::default(),
     };
     let mut tensors = Vec::new();
-    // Views that are the same view of the same storage are one tensor under several names.
+    // Equal views of one storage are one tensor with several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
     let decoded = pickle::decode_with(pickle.root(), unknown, &mut |node| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
             return Ok(Some(*id));
         }
-        let Some(found) = recognise(&mut reader, node)? else { return Ok(None) };
+        let Some(found) = read_tensor(&mut reader, node)? else { return Ok(None) };
         let next = TensorId(u32::try_from(tensors.len()).expect("fewer than 2^32 tensors"));
         let id = match &found {
             TensorNode::Plain(view) => {
@@ -145,12 +146,12 @@ pub fn read(files: &Files, stretch: FileRange, name: &str, unknown: Unknown) -> 
         by_node.insert(node.id(), id);
         Ok(Some(id))
     });
-    let (unsupported, unread) = (reader.unsupported.into_inner(), reader.unread.into_inner());
+    let (unsupported, unread) = (reader.unsupported.into_inner(), reader.read_error.into_inner());
     if let Some(error) = unread {
         return Err(error);
     }
     let decoded = decoded.map_err(|error| decode_error(path, &error.under(name), unsupported))?;
-    Ok(ArchiveContents { value: decoded.value, tensors, dropped: decoded.dropped, archive, stretch })
+    Ok(ArchiveContents { value: decoded.value, tensors, dropped: decoded.dropped, archive, file_range })
 }
 
 impl DTensorStyle {
@@ -158,7 +159,7 @@ impl DTensorStyle {
     ///
     /// # Errors
     /// As reading the file.
-    pub fn of_file(files: &Files, file: FileId) -> Result<Option<Self>> {
+    pub fn from_file(files: &Files, file: FileId) -> Result<Option<Self>> {
         let contents = read(files, files.whole(file), "", Unknown::Drop)?;
         Ok(contents.tensors.iter().find_map(|found| match found {
             TensorNode::Distributed { mesh, .. } => Some(mesh.style.clone()),
@@ -169,14 +170,14 @@ impl DTensorStyle {
 
 fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
-        return Err(torch_script(path));
+        return Err(torch_script_error(path));
     }
     let order = archive.content(&source, BYTE_ORDER, MAX_BYTE_ORDER_BYTES).map_err(|error| source.error(error))?;
     match order.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
             format!("{}: saved on a big-endian machine", path.display()),
-            "load it with torch and save it again on a little-endian machine",
+            "load it with torch on a little-endian machine and save it again",
         )),
         Some(other) => {
             let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
@@ -185,23 +186,23 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
     }
 }
 
-/// A pickle that cannot be read, as the error of its file.
+/// Returns the error of a file for a pickle that cannot be parsed.
 pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
     Error::malformed(path, format!("{what}, byte {}", error.at), error.expected(), error.found.clone())
 }
 
-/// A value that cannot be used, as the error of its file.
+/// Returns the error of a file for a value that cannot be used.
 pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
     let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
     match (error, unsupported) {
         (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
             format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
-            "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again, or go \
-             on without such objects with options::drop_unknown",
+            "remove that object from the checkpoint and save it again, or drop such objects with \
+             options::drop_unknown: dtshard never runs code from a pickle",
         ),
         (_, Some(what)) => Error::unsupported(
             format!("{}: {at} is {what}", path.display()),
-            "convert it to a dense tensor before saving, or leave it out of the checkpoint",
+            "convert it to a dense tensor before saving, or remove it from the checkpoint",
         ),
         (DecodeError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
         (DecodeError::Malformed { what, .. }, None) => {

@@ -52,7 +52,7 @@ pub fn look_at(files: &Files, file: FileId) {
     let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in model::all_tensors(&contents.value) {
         let TensorNode::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
-        if let FileLocation::Record { record, .. } = contents.place(view)
+        if let FileLocation::Record { record, .. } = contents.record_location(view)
             && model::is_random_state(fqn.as_str())
             && record.len <= MAX_RANDOM_STATE_BYTES
         {

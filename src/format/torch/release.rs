@@ -1,8 +1,8 @@
-//! Which PyTorch is to load DTensors.
+//! The PyTorch releases that are to load the written DTensors.
 //!
-//! A DTensor's own part has been the same from 2.5 to 2.15. The mesh in it has not: its fields were renamed in 2.10,
-//! and the class of its layout took another form in 2.13, so that no pickle is a mesh to all of them. Measured with
-//! 2.5.1, 2.9.1, 2.10.0, 2.12.0 and 2.15.0:
+//! The fields of a DTensor are the same from 2.5 to 2.15. Those of its mesh are not: they were renamed in 2.10, and the
+//! class of the mesh layout changed in 2.13, so no pickle is a valid mesh for all releases. Measured with 2.5.1, 2.9.1,
+//! 2.10.0, 2.12.0 and 2.15.0:
 //!
 //! ```text
 //! written for   loads and works in   elsewhere
@@ -14,24 +14,25 @@
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
-/// The PyTorch releases whose DeviceMesh is written, by the first that had it.
+/// The PyTorch releases whose DeviceMesh can be written, each named after the first release with that form.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Release {
-    /// To 2.9: the array of ranks.
+    /// Releases up to 2.9: the array of ranks.
     V2_5,
-    /// A layout of nested sizes and strides.
+    /// Release 2.10: a layout of nested sizes and strides.
     V2_10,
-    /// To 2.12: the same, with the rank, and with strided shards that say their order themselves.
+    /// Releases 2.11 and 2.12: as 2.10, with the rank, and with strided shards that record their own order.
     V2_11,
-    /// And later: a layout of axes.
+    /// Releases from 2.13 on: a layout of axes.
     #[default]
     V2_13,
 }
 
 impl Release {
-    /// That of a version such as `2.9.1`, `v2.9` or `2.15.0+cu132`; `None` before 2.5, and for what is no version.
+    /// Returns the release of a version such as `2.9.1`, `v2.9` or `2.15.0+cu132`; `None` before 2.5 and for an invalid
+    /// version.
     #[must_use]
-    pub fn of_version(version: &str) -> Option<Self> {
+    pub fn from_version(version: &str) -> Option<Self> {
         let mut parts = version.trim_start_matches('v').split(['.', '+']).map(str::parse::<u32>);
         match (parts.next()?.ok()?, parts.next()?.ok()?) {
             (2, 5..=9) => Some(Self::V2_5),
@@ -43,12 +44,12 @@ impl Release {
     }
 }
 
-/// What a checkpoint's DTensors do not share with those of every other.
+/// Properties of written DTensors that differ between checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DTensorStyle {
     pub release: Release,
-    /// Of the meshes: `cpu`, `cuda`. Local tensors are always written as those of the CPU, where they can be loaded
-    /// everywhere; trainers that save with CPU offload have the same.
+    /// The device type of the meshes: `cpu` or `cuda`. Local tensors are always written as CPU tensors, which load
+    /// everywhere; trainers that save with CPU offload do the same.
     pub device_type: String,
 }
 
@@ -63,8 +64,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_have_releases() {
-        let of = Release::of_version;
+    fn versions_map_to_releases() {
+        let of = Release::from_version;
         assert_eq!((of("2.4.1"), of("1.13"), of("latest"), of("2")), (None, None, None, None));
         assert_eq!(
             (of("2.5.1"), of("v2.6.0+cu124"), of("2.10.0")),

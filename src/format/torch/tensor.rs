@@ -1,4 +1,4 @@
-//! Recognising tensors among the calls of a torch.save pickle.
+//! Finds the tensors in a torch.save pickle by the calls that rebuild them.
 //!
 //! A tensor is a view: a storage key, an offset, sizes and strides, all counted in elements. A DTensor is a view of
 //! the local part with a mesh and placements; a ShardedTensor is a list of views with their offsets.
@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use super::context::{MeshSpec, Reader, View};
 use super::mesh::read_mesh;
-use super::view::{arg, dims, dtype, is_distributed, is_wrapper, plain_view};
+use super::view::{argument, dims, dtype, is_distributed, is_wrapping_function, plain_view};
 use crate::catalog::Dtype;
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
-/// What a tensor node is.
+/// A tensor in a pickle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TensorNode {
     Plain(View),
@@ -25,11 +25,12 @@ pub enum TensorNode {
         mesh: Arc<MeshSpec>,
         placements: Vec<Placement>,
     },
-    /// `all` is what the ranks of the group have.
+    /// A ShardedTensor; `all` lists the shards of all ranks in the group.
     Sharded {
         dtype: Dtype,
         shape: Dims,
-        /// Of the whole tensor in memory, as [`crate::catalog::TensorEntry::stride`]; the class does not tell it.
+        /// The stride of the whole tensor in memory, as [`crate::catalog::TensorEntry::stride`]; a pickled
+        /// ShardedTensor does not record it.
         stride: Option<Dims>,
         group: ProcessGroup,
         local: Vec<(Region, View)>,
@@ -37,45 +38,45 @@ pub enum TensorNode {
     },
 }
 
-/// The process group that a ShardedTensor lay on, as one of its ranks knows it.
+/// The process group of a ShardedTensor, as one of its ranks records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessGroup {
     /// The rank in the job.
     pub rank: u32,
-    /// Ranks of the group, and of the job.
+    /// The number of ranks in the group and in the job.
     pub sizes: Option<(u32, u32)>,
 }
 
-/// The tensor at a node, if it is one.
-pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<TensorNode>, DecodeError> {
+/// Returns the tensor at a node; `None` if the node is not a tensor.
+pub fn read_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<TensorNode>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
-    if is_wrapper(call.module, call.name) {
-        let wrapped = arg(call.args, 0)?;
-        return reader.inside(|reader| recognise(reader, wrapped));
+    if is_wrapping_function(call.module, call.name) {
+        let wrapped = argument(call.args, 0)?;
+        return reader.read_nested(|reader| read_tensor(reader, wrapped));
     }
     if (call.module, call.name) == ("torch._tensor", "_rebuild_from_type_v2") {
-        let class = arg(call.args, 1)?.global().unwrap_or_default();
+        let class = argument(call.args, 1)?.global().unwrap_or_default();
         if is_distributed(class) {
-            let (inner, state) = (arg(call.args, 2)?, arg(call.args, 3)?);
+            let (inner, state) = (argument(call.args, 2)?, argument(call.args, 3)?);
             let inner =
                 inner.as_tuple().ok_or_else(|| DecodeError::malformed("a tensor subclass without arguments"))?;
-            let read = if class.1 == "DTensor" { distributed } else { sharded };
-            return reader.inside(|reader| read(reader, inner, state)).map(Some);
+            let read = if class.1 == "DTensor" { read_dtensor } else { read_sharded_tensor };
+            return reader.read_nested(|reader| read(reader, inner, state)).map(Some);
         }
     }
     Ok(plain_view(reader, node)?.map(TensorNode::Plain))
 }
 
-/// State of a wrapper subclass: a dict, or `(dict or None, slots)`.
+/// Returns an attribute of a wrapper subclass, whose state is a dict or `(dict or None, slots)`.
 fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, DecodeError> {
     let parts: Vec<Ref<'a>> = state.as_tuple().map_or_else(|| vec![state], Iterator::collect);
     (parts.iter().find_map(|part| part.get(name)))
         .ok_or_else(|| DecodeError::malformed(format!("a distributed tensor without `{name}`")))
 }
 
-/// (cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}
-fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
-    let shape = dims(arg(args, 2)?, "global size")?;
+/// Reads `(cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}`.
+fn read_dtensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
+    let shape = dims(argument(args, 2)?, "global size")?;
     let Some(local) = plain_view(reader, attribute(state, "_local_tensor")?)? else {
         return Err(reader.unsupported("a DTensor whose local tensor is not a plain tensor"));
     };
@@ -87,32 +88,32 @@ fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Resu
     let placements: Vec<Placement> = field("placements")?
         .as_tuple()
         .ok_or_else(|| DecodeError::malformed("placements that are not a tuple"))?
-        .map(|node| placement(reader, node))
+        .map(|node| read_placement(reader, node))
         .collect::<Result<_, _>>()?;
     let placements = match spec.get("shard_order").filter(|order| !order.is_none()) {
-        Some(order) => from_shard_order(mesh.mesh.shape(), &placements, &shard_order(order)?)
+        Some(order) => from_shard_order(mesh.mesh.shape(), &placements, &read_shard_order(order)?)
             .map_err(|error| DecodeError::malformed(error.to_string()))?,
         None => placements,
     };
     Ok(TensorNode::Distributed { local, shape, mesh, placements })
 }
 
-/// Tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
-fn shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, DecodeError> {
+/// Reads a tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
+fn read_shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, DecodeError> {
     let malformed = || DecodeError::malformed("a shard_order that is not a tuple of (tensor dim, mesh dims)");
     let index = |node: Ref<'_>| node.as_u64().and_then(|value| usize::try_from(value).ok()).ok_or_else(malformed);
     node.as_tuple()
         .ok_or_else(malformed)?
         .map(|entry| {
             let args = entry.object().ok_or_else(malformed)?.args;
-            let mesh_dims = arg(args, 1)?.as_tuple().ok_or_else(malformed)?;
+            let mesh_dims = argument(args, 1)?.as_tuple().ok_or_else(malformed)?;
             let mesh_dims = mesh_dims.map(|dim| index(dim).map(MeshDim)).collect::<Result<_, _>>()?;
-            Ok((TensorDim(index(arg(args, 0)?)?), mesh_dims))
+            Ok((TensorDim(index(argument(args, 0)?)?), mesh_dims))
         })
         .collect()
 }
 
-fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeError> {
+fn read_placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeError> {
     let Some(object) = node.object() else {
         return Err(DecodeError::malformed(format!("a placement that is {}", node.describe())));
     };
@@ -133,8 +134,8 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeErro
         }
         name => {
             let why = match name {
-                "_MaskPartial" | "MaskPartial" => ", whose mask is not saved with it",
-                "_NormPartial" => ", a step on the way to a norm",
+                "_MaskPartial" | "MaskPartial" => ", whose mask is not saved",
+                "_NormPartial" => ", an intermediate value of a norm",
                 _ => "",
             };
             Err(reader.unsupported(format!("a DTensor with placement `{}.{name}`{why}", object.module)))
@@ -142,11 +143,11 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeErro
     }
 }
 
-/// (cls, dtype, size, ...), (local shards, metadata, process group state, spec, init_rrefs)
-fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
+/// Reads `(cls, dtype, size, ...), (local shards, metadata, process group state, spec, init_rrefs)`.
+fn read_sharded_tensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
     let malformed = |what: &str| DecodeError::malformed(format!("a ShardedTensor {what}"));
-    let dtype = dtype(reader, arg(args, 1)?)?;
-    let shape = dims(arg(args, 2)?, "global size")?;
+    let dtype = dtype(reader, argument(args, 1)?)?;
+    let shape = dims(argument(args, 2)?, "global size")?;
     let fields: Vec<Ref<'_>> = state.as_tuple().map(Iterator::collect).unwrap_or_default();
     let [shards, metadata, group, ..] = fields.as_slice() else {
         return Err(malformed("whose state is not a tuple of five"));
@@ -161,7 +162,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<T
     for shard in shards.as_list().ok_or_else(|| malformed("without local shards"))? {
         reader.count_shard()?;
         let state = shard.state().ok_or_else(|| malformed("with a shard that has no state"))?;
-        let Some(TensorNode::Plain(view)) = recognise(reader, attribute(state, "tensor")?)? else {
+        let Some(TensorNode::Plain(view)) = read_tensor(reader, attribute(state, "tensor")?)? else {
             return Err(reader.unsupported("a ShardedTensor whose shard is not a plain tensor"));
         };
         local.push((shard_region(attribute(state, "metadata")?)?, view));
@@ -175,7 +176,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<T
     Ok(TensorNode::Sharded { dtype, shape, stride: None, group, local, all })
 }
 
-/// `ShardMetadata(shard_offsets, shard_sizes, placement)`
+/// Reads `ShardMetadata(shard_offsets, shard_sizes, placement)`.
 fn shard_region(node: Ref<'_>) -> Result<Region, DecodeError> {
     let state = node.state().ok_or_else(|| DecodeError::malformed("a ShardMetadata without state"))?;
     let offsets = dims(attribute(state, "shard_offsets")?, "shard_offsets")?;

@@ -1,4 +1,4 @@
-//! Recognising plain tensors: views of a storage.
+//! Finds plain tensors in a pickle: strided views of a storage. Offsets, sizes and strides count elements.
 //!
 //! Source: `torch/_utils.py` (`_rebuild_tensor*`), `torch/_tensor.py` (`_rebuild_from_type_v2`).
 
@@ -10,19 +10,19 @@ use torch_pickle::pickle::{DecodeError, Items, Ref};
 /// Returns the view of a plain tensor; `None` for everything else.
 ///
 /// # Errors
-/// `DecodeError` for a damaged tensor, and for a tensor of a kind that is not converted.
+/// `DecodeError` for a damaged tensor, and for a tensor of an unsupported kind.
 pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
     let args = call.args;
-    if let Some(view) = rebuilt(reader, (call.module, call.name), args)? {
+    if let Some(view) = read_rebuilt(reader, (call.module, call.name), args)? {
         return Ok(Some(view));
     }
     match (call.module, call.name) {
-        _ if is_wrapper(call.module, call.name) => {
-            let wrapped = arg(args, 0)?;
-            reader.inside(|reader| plain_view(reader, wrapped))
+        _ if is_wrapping_function(call.module, call.name) => {
+            let wrapped = argument(args, 0)?;
+            reader.read_nested(|reader| plain_view(reader, wrapped))
         }
-        ("torch._tensor", "_rebuild_from_type_v2") => typed(reader, args),
+        ("torch._tensor", "_rebuild_from_type_v2") => read_typed(reader, args),
         ("torch._utils", name) if name.starts_with("_rebuild_") => {
             let kind = name.trim_start_matches("_rebuild_").replace('_', " ");
             Err(reader.unsupported(format!("a tensor of kind `{kind}`")))
@@ -31,32 +31,32 @@ pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>
     }
 }
 
-/// Returns whether a function of torch wraps the tensor that is its first argument.
-pub fn is_wrapper(module: &str, name: &str) -> bool {
+/// Returns whether a function of torch only wraps the tensor in its first argument.
+pub fn is_wrapping_function(module: &str, name: &str) -> bool {
     let wrappers = ["_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_device_tensor_from_cpu_tensor"];
     module == "torch._utils" && wrappers.contains(&name)
 }
 
-/// Returns whether this class stands for parts of a tensor on several ranks.
+/// Returns whether a class is a DTensor or a ShardedTensor.
 pub fn is_distributed(class: (&str, &str)) -> bool {
     class.0.starts_with("torch.distributed") && ["DTensor", "ShardedTensor"].contains(&class.1)
 }
 
-fn rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> Result<Option<View>, DecodeError> {
+fn read_rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> Result<Option<View>, DecodeError> {
     match function {
-        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => plain(reader, args, None).map(Some),
+        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => read_plain(reader, args, None).map(Some),
         ("torch._utils", "_rebuild_tensor_v3") => {
-            let dtype = dtype(reader, arg(args, 6)?)?;
-            plain(reader, args, Some(dtype)).map(Some)
+            let dtype = dtype(reader, argument(args, 6)?)?;
+            read_plain(reader, args, Some(dtype)).map(Some)
         }
         _ => Ok(None),
     }
 }
 
-/// `_rebuild_from_type_v2(func, type, args, state)`
-fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, DecodeError> {
-    let (func, class) = (arg(args, 0)?, arg(args, 1)?.global().unwrap_or_default());
-    let inner = arg(args, 2)?.as_tuple();
+/// Reads `_rebuild_from_type_v2(func, type, args, state)`.
+fn read_typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, DecodeError> {
+    let (func, class) = (argument(args, 0)?, argument(args, 1)?.global().unwrap_or_default());
+    let inner = argument(args, 2)?.as_tuple();
     let inner = inner.ok_or_else(|| DecodeError::malformed("a tensor subclass without arguments"))?;
     if is_distributed(class) {
         return Ok(None);
@@ -64,7 +64,7 @@ fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, Decod
     let view = match class {
         ("torch.nn.parameter", _) | ("torch", "Tensor") => {
             let function = func.global().unwrap_or_default();
-            reader.inside(|reader| rebuilt(reader, function, inner))?
+            reader.read_nested(|reader| read_rebuilt(reader, function, inner))?
         }
         _ => None,
     };
@@ -72,22 +72,25 @@ fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, Decod
     view.map(Some).ok_or_else(|| reader.unsupported(format!("a tensor of class `{module}.{name}`")))
 }
 
-pub fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, DecodeError> {
+/// Returns an argument of a call.
+pub fn argument(args: Items<'_>, index: usize) -> Result<Ref<'_>, DecodeError> {
     args.get(index).ok_or_else(|| DecodeError::malformed(format!("a tensor without argument {index}")))
 }
 
+/// Returns a tuple of sizes.
 pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
-    // A long tuple that many tensors share would be copied for each.
+    // Many tensors may share a long tuple, which would be copied for each of them.
     const MAX_DIMS: usize = 255;
     (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
-        .ok_or_else(|| DecodeError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
+        .ok_or_else(|| DecodeError::malformed(format!("{what} that is {}, not a list of sizes", node.describe())))
 }
 
+/// Returns a non-negative integer.
 pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
-    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("{what} is {}, not a size", node.describe())))
+    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("{what} that is {}, not a size", node.describe())))
 }
 
-/// `torch.<dtype>`
+/// Reads `torch.<dtype>`.
 pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
     match node.global() {
         Some(("torch", name)) => {
@@ -97,15 +100,15 @@ pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
     }
 }
 
-/// (storage, offset, size, stride, ...)
-fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, DecodeError> {
-    // The last argument, where it is a dict with something in it, says that the data must be conjugated or negated.
+/// Reads `(storage, offset, size, stride, ...)`.
+fn read_plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, DecodeError> {
+    // A non-empty dict as the last argument states that the data must be conjugated or negated.
     if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
         && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
     {
         return Err(reader.unsupported("a tensor with a conjugate or negative bit (call resolve_conj() before saving)"));
     }
-    let storage = storage(reader, arg(args, 0)?)?;
+    let storage = read_storage(reader, argument(args, 0)?)?;
     let Some(dtype) = dtype.or(storage.dtype) else {
         return Err(DecodeError::malformed("an untyped storage without a dtype"));
     };
@@ -113,16 +116,16 @@ fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Resu
         dtype,
         key: storage.key.into(),
         storage_bytes: storage.bytes,
-        offset: unsigned(arg(args, 1)?, "storage offset")?,
-        sizes: dims(arg(args, 2)?, "size")?,
-        strides: dims(arg(args, 3)?, "stride")?,
+        offset: unsigned(argument(args, 1)?, "storage offset")?,
+        sizes: dims(argument(args, 2)?, "size")?,
+        strides: dims(argument(args, 3)?, "stride")?,
     };
     view.check()?;
     Ok(view)
 }
 
 impl View {
-    /// Everything that reading the view relies on.
+    /// Checks everything that reading the view relies on.
     fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());
@@ -133,7 +136,7 @@ impl View {
         let end = span(&self.sizes, &self.strides).filter(|span| *span > 0);
         let fits = match end {
             Some(span) => self.offset.checked_add(span).is_some_and(|end| end <= elements),
-            // An empty view touches nothing.
+            // An empty view reads no element.
             None => self.sizes.contains(&0),
         };
         if fits && numel.is_some() {
@@ -148,14 +151,14 @@ impl View {
     }
 }
 
-struct TensorStorageView<'a> {
+struct StorageReference<'a> {
     dtype: Option<Dtype>,
     key: &'a str,
     bytes: u64,
 }
 
-/// `('storage', class, key, location, numel)`
-fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<TensorStorageView<'a>, DecodeError> {
+/// Reads `('storage', class, key, location, numel)`.
+fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReference<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {
         return Err(DecodeError::malformed(format!("a storage that is {}", node.describe())));
@@ -175,5 +178,5 @@ fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<TensorStorageView<'
     let bytes = numel
         .checked_mul(dtype.map_or(1, Dtype::itemsize))
         .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements")))?;
-    Ok(TensorStorageView { dtype, key, bytes })
+    Ok(StorageReference { dtype, key, bytes })
 }

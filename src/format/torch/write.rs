@@ -1,5 +1,6 @@
-//! Writing a torch.save file: `torch.load(weights_only=True)` gives the state dict back, with its containers, tied
-//! tensors and non-tensor values.
+//! Writes a torch.save file that `torch.load(weights_only=True)` reads back as the same state dict, with its
+//! containers, tied tensors and non-tensor values. Offsets and lengths of files count bytes, those of storages
+//! elements.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -18,36 +19,36 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::ArchiveWriter;
 
-/// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
-/// checkpoints equal files.
+/// The folder inside the archive. PyTorch derives it from the file's name, but reads any; a fixed name makes files of
+/// equal checkpoints equal.
 pub const PREFIX: &str = "archive";
 
-/// A tensor in another order than by rows is written as boxes that are by rows each: one a filter and place of its
-/// kernel. This bounds the memory for a tensor of boxes of a few bytes, and for an archive of such tensors.
+/// A tensor that is not row-major is written as row-major boxes: one box per filter and kernel position. These limits
+/// bound the memory for one tensor of tiny boxes, and for all such tensors of an archive.
 const MAX_BOXES: u64 = 1 << 16;
-const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
+const MAX_BOXES_PER_ARCHIVE: u64 = 1 << 21;
 
-/// One archive appended to a file: a pickled value and the data of the tensors in it.
+/// One archive in an output file: a pickled value and the data of its tensors.
 pub struct SavedArchive {
-    /// By storage key.
+    /// The tensors by storage key.
     pub tensors: Vec<SavedTensor>,
-    /// Length of the archive.
+    /// The length of the archive.
     pub len: u64,
 }
 
-/// A tensor that has a storage to itself.
+/// A tensor with a storage of its own.
 pub struct SavedTensor {
     pub id: TensorId,
-    /// Of its data.
+    /// The offset of its data in the file.
     pub offset: u64,
     order: SavedOrder,
 }
 
 impl SavedTensor {
-    /// As a part of an output file.
+    /// Returns the tensor as a part of an output file.
     pub fn reserved(&self, source: &Catalog, file: FileId) -> Reserved {
         let TensorEntry { fqn, dtype, shape, .. } = source.tensor(self.id);
-        let SavedOrder::Kept(order) = &self.order else {
+        let SavedOrder::Permuted(order) = &self.order else {
             let entry = TensorEntry::whole(fqn.clone(), *dtype, shape.clone(), file, self.offset);
             return Reserved::new(self.id, entry);
         };
@@ -62,14 +63,14 @@ impl SavedTensor {
     }
 }
 
-/// The order of its elements in its storage.
+/// The order of a tensor's elements in its storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SavedOrder {
     RowMajor,
-    /// As it was in memory.
-    Kept(StorageOrder),
-    /// By rows, though it was another in memory: boxes would be too many.
-    Lost,
+    /// The order that the tensor had in memory.
+    Permuted(StorageOrder),
+    /// Row-major, because keeping the order in memory would need too many boxes.
+    TooFragmented,
 }
 
 impl SavedOrder {
@@ -80,18 +81,18 @@ impl SavedOrder {
         match boxes_left.checked_sub(boxes) {
             Some(left) if boxes <= MAX_BOXES => {
                 *boxes_left = left;
-                Self::Kept(order)
+                Self::Permuted(order)
             }
-            _ => Self::Lost,
+            _ => Self::TooFragmented,
         }
     }
 }
 
-/// Append the archive that torch.save makes of `value`. A tensor that occurs twice is stored once, with the strides it
-/// had in memory.
+/// Appends the archive that torch.save makes of `value`. A tensor that occurs several times is stored once, with the
+/// strides it had in memory.
 ///
 /// # Errors
-/// A text where the value cannot be pickled.
+/// A message if the value cannot be pickled.
 pub fn save(
     source: &Catalog,
     value: &Value,
@@ -100,7 +101,7 @@ pub fn save(
 ) -> Result<SavedArchive, WriteError> {
     let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
-    let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
+    let mut boxes_left = MAX_BOXES_PER_ARCHIVE;
     let mut writer = Writer::new();
     let tensors = |writer: &mut Writer, id: TensorId| {
         let entry = source.tensor(id);
@@ -108,7 +109,7 @@ pub fn save(
             stored.push((id, SavedOrder::choose(entry, &mut boxes_left)));
             stored.len() - 1
         });
-        let is_kept = matches!(stored[key].1, SavedOrder::Kept(_));
+        let is_kept = matches!(stored[key].1, SavedOrder::Permuted(_));
         let strides = entry.stride.as_ref().filter(|_| is_kept).map(|stride| stride.as_slice());
         write_view(writer, StoredView { strides, ..StoredView::whole(entry.dtype, key, &entry.shape) });
         Ok(())
@@ -120,19 +121,19 @@ pub fn save(
     Ok(SavedArchive { tensors: tensors.collect(), len })
 }
 
-/// The archives that torch.save makes of one contiguous tensor each. They tell of dtype and sizes and not of their place,
-/// so each is made once, however many chunks are alike.
+/// Archives of one contiguous tensor each, as torch.save makes them. They depend only on dtype and sizes, so equal
+/// chunks share one archive.
 #[derive(Default)]
 pub struct TensorArchives {
-    /// By dtype and sizes, as a file of its own, and the offset of the data in it.
-    known: HashMap<(Dtype, Dims), (OutputFile, u64)>,
+    /// The archive of each dtype and sizes, as a file of its own, and the offset of the data in it.
+    archives: HashMap<(Dtype, Dims), (OutputFile, u64)>,
     pub frames: SharedBytes,
 }
 
 impl TensorArchives {
-    /// Append one to a file; gives the offset of its data and its length.
+    /// Appends an archive to a file; returns the offset of its data and its length.
     pub fn append(&mut self, dtype: Dtype, sizes: &[u64], file: &mut OutputFile) -> (u64, u64) {
-        let Self { known, frames } = self;
+        let Self { archives: known, frames } = self;
         let (archive, data) = known.entry((dtype, Dims::from_slice(sizes))).or_insert_with(|| {
             let mut writer = Writer::new();
             write_tensor(&mut writer, dtype, 0, sizes);
@@ -165,32 +166,32 @@ fn append(
 #[derive(Clone, Copy, Debug)]
 pub struct StoredView<'a> {
     pub dtype: Dtype,
-    /// Storage key.
+    /// The storage key.
     pub key: usize,
-    /// Elements of the storage, and where in it the view begins.
+    /// The number of elements in the storage, and the element at which the view begins.
     pub stored: u64,
     pub offset: u64,
     pub sizes: &'a [u64],
-    /// `None` is row-major.
+    /// The strides; `None` for row-major.
     pub strides: Option<&'a [u64]>,
     pub requires_grad: bool,
 }
 
 impl<'a> StoredView<'a> {
-    /// A contiguous tensor that fills its storage.
+    /// Returns a contiguous tensor that fills its storage.
     pub fn whole(dtype: Dtype, key: usize, sizes: &'a [u64]) -> Self {
         let stored = sizes.iter().product();
         Self { dtype, key, stored, offset: 0, sizes, strides: None, requires_grad: false }
     }
 }
 
-/// A contiguous tensor that fills its storage.
+/// Writes a contiguous tensor that fills its storage.
 pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
     write_view(writer, StoredView::whole(dtype, key, sizes));
 }
 
-/// `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`, or v3 with a dtype for an untyped
-/// storage.
+/// Writes `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`, or v3 with a dtype if the
+/// storage is untyped.
 pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     let StoredView { dtype, key, stored, offset, sizes, strides, requires_grad } = view;
     let (rebuild, class, stored) = match dtype.storage_class() {
@@ -216,8 +217,8 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     writer.reduce();
 }
 
-/// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark: the state and `tuple(4).reduce()` are to
-/// follow.
+/// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark. The caller must write the state
+/// and `tuple(4).reduce()` next.
 pub(super) fn start_wrapper(
     writer: &mut Writer,
     class: (&str, &str),
@@ -236,7 +237,7 @@ pub(super) fn start_wrapper(
     writer.boolean(requires_grad).tuple(8);
 }
 
-/// `cls.__new__(cls)`
+/// Writes `cls.__new__(cls)`.
 pub(super) fn instance(writer: &mut Writer, class: (&str, &str)) {
     writer.global(class.0, class.1).empty_tuple().newobj();
 }
@@ -258,17 +259,17 @@ pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mu
     });
 }
 
-/// `torch.strided`
+/// Writes `torch.strided`.
 pub(super) fn write_strided(writer: &mut Writer) {
     writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
 }
 
-/// `torch.device('cpu')`
+/// Writes `torch.device('cpu')`.
 pub(super) fn write_cpu(writer: &mut Writer) {
     writer.global("torch", "device").string("cpu").tuple(1).reduce();
 }
 
-/// A tuple of ints.
+/// Writes a tuple of integers.
 pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     if sizes.len() > 3 {
         writer.mark();
@@ -279,23 +280,25 @@ pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     writer.tuple(sizes.len());
 }
 
-/// Lay out one file that holds `state`, every tensor whole and in the order it had in memory.
+/// Lays out one file that holds `state`, with every tensor whole and in the order it had in memory.
 ///
 /// # Errors
-/// `Unsupported` where a value cannot be pickled.
+/// `Unsupported` if a value cannot be pickled.
 pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new(name);
     let saved = save(source, state, &mut file, &mut SharedBytes::default()).map_err(|error| {
         Error::unsupported(
             format!("the state dict cannot be pickled: {error}"),
-            "leave that object out of the checkpoint",
+            "remove that object from the checkpoint",
         )
     })?;
     for tensor in &saved.tensors {
-        if tensor.order == SavedOrder::Lost {
+        if tensor.order == SavedOrder::TooFragmented {
             let fqn = &source.tensor(tensor.id).fqn;
-            reservation.notes.push(format!("{fqn}: written by rows, its order in memory is too fragmented to keep"));
+            reservation.notes.push(format!(
+                "{fqn}: written in row-major order, because its order in memory is too fragmented to keep"
+            ));
         }
         reservation.tensors.push(tensor.reserved(source, FileId(0)));
     }
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_of_memory_is_written_as_boxes() {
+    fn permuted_tensor_is_written_as_boxes() {
         let (tensor, reserved) = written(entry(&[2, 3, 2, 2], &[12, 1, 6, 3]));
         let chunks: Vec<_> = reserved.entry.chunks.iter().map(|chunk| (chunk.tile, chunk.location)).collect();
         assert_eq!(chunks.len(), 8);
@@ -335,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_dense_is_written_by_rows() {
+    fn overlapping_or_row_major_tensor_is_one_chunk() {
         for (shape, strides) in
             [([4, 3], [0, 1]), ([3, 3], [12, 1]), ([4, 3], [3, 1]), ([0, 3], [1, 7]), ([1, 3], [u64::MAX, 1])]
         {
@@ -345,13 +348,13 @@ mod tests {
     }
 
     #[test]
-    fn boxes_without_end_are_not_made() {
+    fn too_many_boxes_fall_back_to_row_major() {
         let n = MAX_BOXES + 1;
-        assert_eq!(written(entry(&[2, n], &[1, 2])).0.order, SavedOrder::Lost);
-        assert!(matches!(written(entry(&[n, 2], &[1, n])).0.order, SavedOrder::Kept(_)));
+        assert_eq!(written(entry(&[2, n], &[1, 2])).0.order, SavedOrder::TooFragmented);
+        assert!(matches!(written(entry(&[n, 2], &[1, n])).0.order, SavedOrder::Permuted(_)));
         let mut boxes_left = 8;
         let conv = entry(&[2, 3, 2, 2], &[12, 1, 6, 3]);
-        assert!(matches!(SavedOrder::choose(&conv, &mut boxes_left), SavedOrder::Kept(_)));
-        assert_eq!((SavedOrder::choose(&conv, &mut boxes_left), boxes_left), (SavedOrder::Lost, 0));
+        assert!(matches!(SavedOrder::choose(&conv, &mut boxes_left), SavedOrder::Permuted(_)));
+        assert_eq!((SavedOrder::choose(&conv, &mut boxes_left), boxes_left), (SavedOrder::TooFragmented, 0));
     }
 }

@@ -1,6 +1,7 @@
-//! DTensors as PyTorch pickles them, for `torch.load` to give back as DTensors.
+//! Writes DTensors as PyTorch pickles them, so that `torch.load` restores DTensors.
 //!
-//! A DTensor's own part has been the same from 2.5 to 2.15; the [mesh](super::write_mesh) in it has not.
+//! The fields of a DTensor are the same from 2.5 to 2.15; those of its [mesh](super::write_mesh) are not. Shapes count
+//! elements.
 //!
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`.
 
@@ -17,20 +18,20 @@ const DTENSOR: (&str, &str) = ("torch.distributed.tensor", "DTensor");
 const PLACEMENTS: &str = "torch.distributed.tensor.placement_types";
 const SPEC: &str = "torch.distributed.tensor._dtensor_spec";
 
-/// What is to be known of a DTensor.
+/// The content of a written DTensor.
 #[derive(Clone, Copy)]
 pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
-    /// The dims of its own mesh, where that is a slice.
+    /// The dims of the tensor's own mesh, if that is a slice.
     pub slice: Option<&'a [MeshDim]>,
-    /// Storage key and sizes of the local tensor, which is contiguous.
+    /// The storage key and the sizes of the local tensor, which is contiguous.
     pub key: usize,
     pub local_sizes: &'a [u64],
 }
 
-/// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`
+/// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`.
 pub fn write_dtensor(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorSpec<'_>) {
     start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape, false);
     writer.none().empty_dict().mark();
@@ -63,7 +64,7 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
         writer.string("shard_order");
         match shard_order(&placements, &shape) {
             Some(order) if !strided || meshes.style.release == Release::V2_10 => write_shard_order(writer, &order),
-            // The split factors say it.
+            // The split factors of the placements give the order.
             _ => {
                 writer.none();
             }
@@ -72,12 +73,12 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
             writer.string("use_strided_shard_as_shard_order").boolean(strided);
         }
     }
-    // Computed when it is asked for.
+    // PyTorch computes the hash on first use.
     writer.string("_hash").none();
     writer.setitems().build();
 }
 
-/// `cls.__new__(cls)` with a state, always: from 2.10 on these are classes of C++, which are only made at BUILD.
+/// Writes `cls.__new__(cls)` and always a state: from 2.10 on placements are C++ classes, which BUILD creates.
 fn write_placement(writer: &mut Writer, placement: Placement) {
     let class = match placement {
         Placement::Shard(_) => "Shard",
@@ -103,15 +104,15 @@ fn write_placement(writer: &mut Writer, placement: Placement) {
     writer.build();
 }
 
-/// For each tensor dim the mesh dims that shard it, in the order in which they do; `None` where a split factor is not
-/// that of an order.
+/// Returns, for each tensor dim, the mesh dims that shard it in the order of sharding; `None` if a split factor does
+/// not correspond to an order.
 fn shard_order(placements: &[Placement], mesh_shape: &[u64]) -> Option<Vec<(TensorDim, Vec<MeshDim>)>> {
     let mut order: BTreeMap<TensorDim, Vec<MeshDim>> = BTreeMap::new();
     for (at, placement) in placements.iter().enumerate().rev() {
         let Some(dim) = placement.sharded_dim() else { continue };
         let factor = if let Placement::StridedShard { split_factor, .. } = placement { *split_factor } else { 1 };
         let known = order.entry(dim).or_default();
-        // It comes behind as many of the dims to its right as make that many parts.
+        // The dim comes after as many of the dims to its right as it takes to make `factor` parts.
         let before =
             |count: &usize| known[..*count].iter().try_fold(1, |parts: u64, dim| parts.checked_mul(mesh_shape[dim.0]));
         let position = (0..=known.len()).find(|count| before(count) == Some(factor))?;
@@ -135,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_follow_from_split_factors() {
+    fn split_factors_give_the_shard_order() {
         let (plain, dim) = (Placement::Shard(TensorDim(0)), TensorDim(0));
         let strided = |split_factor| Placement::StridedShard { dim, split_factor };
         let order = |placements: &[Placement], mesh: &[u64]| {

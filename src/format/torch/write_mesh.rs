@@ -1,6 +1,7 @@
-//! DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]: `mesh.rs` reads them.
+//! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]; `mesh.rs` reads them. Sizes and strides
+//! count ranks.
 //!
-//! Invariant: a mesh, and each slice of it, is written once in a pickle; whatever has it again has the same object.
+//! Invariant: a mesh, and each slice of it, is written once in a pickle; later uses refer to the same object.
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
@@ -15,36 +16,37 @@ use torch_pickle::pickle::Writer;
 const DEVICE_MESH: (&str, &str) = ("torch.distributed.device_mesh", "DeviceMesh");
 const LAYOUT: &str = "torch.distributed._mesh_layout";
 
-/// The number in the pickle's memo under which the mesh is known: all DTensors of a file share one. Slices of it have
-/// the numbers that their dims give as bits.
+/// The memo index of the whole mesh, which all DTensors of a file share. The memo index of a slice has one bit set for
+/// each of its dims.
 const MESH_MEMO: u32 = 0;
 
-/// A mesh of more dims is not sliced.
+/// A mesh with more dims is not sliced.
 const MAX_SLICED_DIMS: usize = 8;
 
 /// The storage key of the mesh's tensor of ranks.
 pub const MESH_KEY: usize = 0;
 
-/// Writes the meshes that the DTensors of one rank have.
+/// Writes the meshes of one rank's DTensors.
 pub struct MeshWriter<'a> {
     pub mesh: &'a DeviceMesh,
     pub style: &'a DTensorStyle,
     pub rank: Rank,
-    /// Of the job.
+    /// The number of ranks in the job.
     pub world_size: u32,
-    /// Of the rank in the mesh, where it is.
+    /// The rank's coordinate in the mesh, if it is in the mesh.
     pub coordinate: Option<&'a Dims>,
-    /// The meshes that are in the pickle's memo.
-    pub known: BTreeSet<u32>,
+    /// The memo indices of meshes that are already written.
+    pub written_meshes: BTreeSet<u32>,
 }
 
 impl MeshWriter<'_> {
-    /// The first number of the memo that is free for others.
+    /// Returns the first memo index that meshes do not use.
     pub fn first_free_memo(&self) -> u32 {
         1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
     }
 
-    /// The dims of a tensor's own mesh: all, unless it is a slice. Before 2.10 a slice cannot say what it is one of.
+    /// Returns the dims of a tensor's own mesh: all dims, unless the mesh is a slice. Before 2.10 a slice cannot refer
+    /// to its root.
     pub fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
         match slice {
             Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {
@@ -54,20 +56,20 @@ impl MeshWriter<'_> {
         }
     }
 
-    /// The mesh of these dims: written the first time, the same object from then on.
+    /// Writes the mesh of these dims the first time, and a reference to it later.
     pub fn write(&mut self, writer: &mut Writer, dims: &[usize]) {
         let is_whole = dims.len() == self.mesh.ndim();
         let memo = if is_whole { MESH_MEMO } else { dims.iter().map(|dim| 1 << dim).sum() };
-        if self.known.contains(&memo) {
+        if self.written_meshes.contains(&memo) {
             writer.get(memo);
             return;
         }
-        self.mesh(writer, dims);
+        self.write_mesh(writer, dims);
         writer.put(memo);
-        self.known.insert(memo);
+        self.written_meshes.insert(memo);
     }
 
-    fn mesh(&mut self, writer: &mut Writer, dims: &[usize]) {
+    fn write_mesh(&mut self, writer: &mut Writer, dims: &[usize]) {
         let (mesh, style, rank) = (self.mesh, self.style, self.rank);
         let names: Option<Vec<&str>> = mesh.names().map(|names| dims.iter().map(|&dim| names[dim].as_str()).collect());
         let coordinate: Option<Dims> = self.coordinate.map(|all| dims.iter().map(|&dim| all[dim]).collect());
@@ -81,7 +83,7 @@ impl MeshWriter<'_> {
             write_names(writer, names.as_deref());
             writer.string("_flatten_mesh_list");
             write_ranks(writer, mesh.ranks());
-            // To 2.7 groups have tags and ranks, in 2.8 and 2.9 names.
+            // Up to 2.7 groups have tags and ranks, in 2.8 and 2.9 names.
             writer.string("_dim_group_infos");
             list(writer, &self.groups(), |writer, group| {
                 writer.string(&format!("ptd:{}", group.name));
@@ -95,7 +97,7 @@ impl MeshWriter<'_> {
         } else {
             writer.string("_device_type").string(&style.device_type);
             writer.string("_layout");
-            self.layout(writer, dims);
+            self.write_mesh_layout(writer, dims);
             writer.string("_rank_map");
             write_tensor(writer, Dtype::I32, MESH_KEY, &[mesh.world_size() as u64]);
             writer.string("_mesh_dim_names");
@@ -119,7 +121,7 @@ impl MeshWriter<'_> {
         }
         writer.string("_dim_group_names");
         let groups = self.groups();
-        // Who is not in the mesh is in none of them.
+        // A rank outside the mesh is in no group.
         let groups: Vec<&MeshGroup> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
         list(writer, &groups, |writer, group| {
             writer.string(&group.name.to_string());
@@ -129,8 +131,8 @@ impl MeshWriter<'_> {
         writer.setitems().build();
     }
 
-    fn layout(&self, writer: &mut Writer, dims: &[usize]) {
-        // Strides count in the list of ranks of the root.
+    fn write_mesh_layout(&self, writer: &mut Writer, dims: &[usize]) {
+        // Strides are relative to the root's list of ranks.
         let strides = contiguous_strides(self.mesh.shape());
         let axes: Vec<(u64, u64)> = dims.iter().map(|&dim| (self.mesh.shape()[dim], strides[dim])).collect();
         instance(writer, (LAYOUT, "_MeshLayout"));
@@ -156,8 +158,8 @@ impl MeshWriter<'_> {
         writer.setitem().build();
     }
 
-    /// The process group of each mesh dim that this rank is in, under the name it has in a job whose first groups are
-    /// those of this mesh: there, and only there, the loaded tensors can communicate.
+    /// Returns the process group of this rank along each mesh dim. Its name is the name that it has in a job whose
+    /// first groups are those of this mesh; only in such a job can the loaded tensors communicate.
     fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
@@ -187,12 +189,12 @@ impl MeshWriter<'_> {
 }
 
 struct MeshGroup {
-    /// A number; 0 is the group of all ranks.
+    /// The name, which is a number; 0 is the group of all ranks.
     name: u64,
     ranks: Vec<Rank>,
 }
 
-/// `{'shape': .., 'stride': ..}` on the dict on top.
+/// Writes `{'shape': .., 'stride': ..}` into the dict on top of the stack.
 fn write_layout(writer: &mut Writer, shape: &[u64], stride: &[u64]) {
     writer.mark().string("shape");
     write_sizes(writer, shape);
@@ -201,7 +203,7 @@ fn write_layout(writer: &mut Writer, shape: &[u64], stride: &[u64]) {
     writer.setitems();
 }
 
-/// A list to 2.10, a tuple from 2.11 on.
+/// Writes a coordinate: a list up to 2.10, a tuple from 2.11 on.
 fn write_coordinate(writer: &mut Writer, coordinate: Option<&Dims>, release: Release) {
     match coordinate {
         None => {
@@ -236,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_are_numbered_as_in_a_fresh_job() {
+    fn groups_have_the_names_of_a_fresh_job() {
         let names = |mesh: &str, rank: u32, release| {
             let mesh = DeviceMesh::parse(mesh).unwrap();
             let style = DTensorStyle { release, ..DTensorStyle::default() };
@@ -247,11 +249,11 @@ mod tests {
                 rank: Rank(rank),
                 world_size: u32::try_from(mesh.world_size()).unwrap(),
                 coordinate: Some(&coordinate),
-                known: BTreeSet::new(),
+                written_meshes: BTreeSet::new(),
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()
         };
-        // What the fixtures of 4 ranks have.
+        // The names in the fixtures of 4 ranks.
         assert_eq!(names("dp=4", 1, Release::V2_13), [0]);
         assert_eq!(names("dp=2,tp=2", 1, Release::V2_13), [2, 3]);
         assert_eq!(names("dp=2,tp=2", 2, Release::V2_5), [1, 4]);

@@ -1,10 +1,11 @@
-//! Writing one torch.save file a rank: each holds the same tree, with that rank's part of each tensor.
+//! Writes one torch.save file per rank. All files have the same tree, each with its rank's part of every tensor.
 //!
-//! A tensor is a DTensor or ShardedTensor of the rank's part, or a plain tensor, whole on every rank. Nothing is shared
-//! between files, so a replica is stored once for each rank that has it, as PyTorch does.
+//! A tensor is written as a DTensor, as a ShardedTensor, or as a plain tensor that is whole on every rank or the local
+//! part. Files share no data, so a replica is stored once for each rank that has it, as in PyTorch. Offsets count
+//! bytes, shapes count elements.
 //!
-//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], whatever differs
-//! between the trees of ranks.
+//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if the trees of
+//! ranks differ.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::PathBuf;
@@ -31,30 +32,30 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::ArchiveWriter;
 
-/// How a tensor lies on the ranks of the target mesh.
+/// The layout of a tensor on the ranks of the target mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankLayout {
     /// A plain tensor, whole on every rank.
     Plain,
     /// A DTensor.
     Distributed {
-        /// One for each dim of the mesh.
+        /// One placement for each dim of the mesh.
         placements: Vec<Placement>,
-        /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
+        /// The dims of the tensor's own mesh, if that is to be a slice; the tensor is replicated on the other dims.
         slice: Option<Vec<MeshDim>>,
     },
-    /// A plain tensor, of which each rank has its part.
+    /// A plain tensor that is the local part of each rank.
     Local(SharedTensor),
-    /// A ShardedTensor: its rows over one mesh dim, the same of all such tensors.
+    /// A ShardedTensor whose rows are sharded over one mesh dim. All ShardedTensors of a target use the same dim.
     Sharded { dim: MeshDim },
 }
 
 impl RankLayout {
-    /// A DTensor.
+    /// Returns the layout of a DTensor.
     ///
     /// # Errors
-    /// `Unsupported` where it is cut as DTensors are not.
-    pub fn of_dtensor(
+    /// `Unsupported` if its splits are not those of DTensors.
+    pub fn dtensor(
         fqn: &Fqn,
         entry: &TensorEntry,
         mesh: &DeviceMesh,
@@ -65,7 +66,7 @@ impl RankLayout {
         Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
     }
 
-    /// How ranks share it, as far as placements say it.
+    /// Returns the placements of a sharded tensor; `None` for plain tensors and ShardedTensors.
     fn shared(self) -> Option<SharedTensor> {
         match self {
             Self::Plain | Self::Sharded { .. } => None,
@@ -74,11 +75,11 @@ impl RankLayout {
         }
     }
 
-    /// That of FSDP1 where it has one for these placements: a ShardedTensor, or a plain tensor where nothing is cut.
+    /// Returns FSDP1's layout for these placements: a ShardedTensor, or a plain tensor if nothing is sharded.
     ///
     /// # Errors
-    /// `Unsupported` for what is not `S(0)` on one mesh dim, and where it is cut as FSDP1 does not.
-    pub fn of_fsdp1(
+    /// `Unsupported` for placements other than `S(0)` on one mesh dim, and for splits that FSDP1 does not make.
+    pub fn fsdp1(
         fqn: &Fqn,
         entry: &TensorEntry,
         mesh: &DeviceMesh,
@@ -91,7 +92,7 @@ impl RankLayout {
     }
 }
 
-/// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
+/// Checks that splits are those of `torch.chunk`. PyTorch's classes do not record splits and assume `torch.chunk`.
 fn check_chunks(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -105,9 +106,11 @@ fn check_chunks(
         if own != chunk {
             let splits = comma_list(&shared.splits);
             return Err(Error::unsupported(
-                format!("{fqn}: split by {splits} ({cut}), rank {rank} has {own}, of a DTensor {chunk}"),
                 format!(
-                    "DTensors and ShardedTensors are cut by torch.chunk: {}, or write plain local tensors with \
+                    "{fqn}: split by {splits} ({cut}), rank {rank} has {own}, but in a DTensor it would have {chunk}"
+                ),
+                format!(
+                    "DTensors and ShardedTensors are split by torch.chunk: {}, or write plain local tensors with \
                      options::tensor_class local, options::to local or options::to dcp",
                     cut.hint_for_chunk_split()
                 ),
@@ -117,24 +120,24 @@ fn check_chunks(
     Ok(())
 }
 
-/// What to write.
+/// The input of [`reserve_ranks`]: a mesh, a style, and a layout for each tensor.
 pub struct RankTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
+    /// The number of files. Ranks outside the mesh have no part of sharded tensors.
     pub world_size: u32,
     pub style: &'a DTensorStyle,
-    /// The file of a rank.
+    /// Returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
-    /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain
-    /// all the same.
+    /// Called for each name of each tensor; the first of tied names decides. A tensor whose content differs between
+    /// ranks is always plain.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
-/// The mesh dim that all ShardedTensors of a target have in common, if there are any.
+/// Returns the mesh dim that all ShardedTensors of a target share; `None` if there are no ShardedTensors.
 ///
 /// # Errors
-/// `Unsupported` where there are several, or the ranks along it do not ascend.
-fn common_dim<'l>(
+/// `Unsupported` if there are several such dims, or if the ranks along it are not ascending.
+fn common_sharding_dim<'l>(
     layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
     mesh: &DeviceMesh,
 ) -> Result<Option<MeshDim>> {
@@ -147,8 +150,8 @@ fn common_dim<'l>(
             Some((first, _)) => {
                 return Err(Error::unsupported(
                     format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
-                    "those of a file share one process group; shard all over one mesh dim, or write options::tensor_class \
-                     dtensor",
+                    "shard all of them over one mesh dim, because the ShardedTensors of a file share one process \
+                     group, or use options::tensor_class dtensor",
                 ));
             }
         }
@@ -160,25 +163,26 @@ fn common_dim<'l>(
             let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
             return Err(Error::unsupported(
                 format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
-                "FSDP1 takes rows in the order of ranks; leave options::mesh_ranks out, or write options::tensor_class dtensor",
+                "remove options::mesh_ranks, because FSDP1 assigns rows in the order of ranks, or use \
+                 options::tensor_class dtensor",
             ));
         }
     }
     Ok(Some(dim))
 }
 
-/// Lay out a file for each rank. Where ranks of the source store different values of an object, a rank
-/// gets that of the same number; ranks beyond theirs get them in turn.
+/// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value of
+/// the rank with the same number; further ranks get the values in turn.
 ///
-/// Only dtypes and shapes of `source` are looked at.
+/// Reads only dtypes and shapes of `source`.
 ///
 /// # Errors
-/// `Unsupported` where an object cannot be pickled, what `layout` gives, and where placements do not fit.
+/// `Unsupported` if an object cannot be pickled; the errors of `layout`; `Layout` if placements do not fit.
 pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
     let RankTarget { mesh, world_size, style, name, layout } = target;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
-    let shared_dim = common_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
+    let shared_dim = common_sharding_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
     let mut chunks: Vec<ChunkTable> =
         tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
     let mut frames = SharedBytes::default();
@@ -192,16 +196,16 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
         };
         let coordinate = coordinate.as_ref();
-        let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, known: BTreeSet::new() };
+        let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, written_meshes: BTreeSet::new() };
         let group = match (shared_dim, coordinate) {
             (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
             (None, _) => None,
-            (Some(_), None) => return Err(outside_of_groups(rank, mesh)),
+            (Some(_), None) => return Err(outside_mesh_error(rank, mesh)),
         };
         let pickle = file.pickle(state, meshes, group).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
-                "leave that object out of the checkpoint",
+                "remove that object from the checkpoint",
             )
         })?;
         let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
@@ -229,32 +233,32 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     Ok(reservation)
 }
 
-/// FSDP1 has no ShardedTensor without a shard for who is in no group.
-fn outside_of_groups(rank: Rank, mesh: &DeviceMesh) -> Error {
+/// Returns the error for a rank outside the mesh: FSDP1 has no ShardedTensor without a shard for such a rank.
+fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
-        format!("ShardedTensors on {mesh}, which rank {rank} is not in"),
-        "options::tensor_class dtensor writes DTensors, of which such a rank holds nothing; or give the mesh the ranks from 0 \
+        format!("ShardedTensors on the mesh {mesh} need every rank, but rank {rank} is not in the mesh"),
+        "use options::tensor_class dtensor, which allows ranks outside the mesh, or give the mesh all ranks from 0 \
          on, in any order",
     )
 }
 
 /// A tensor to write.
 struct PlannedTensor {
-    /// Its first name.
+    /// The first of its names.
     fqn: Fqn,
     layout: RankLayout,
-    /// How often it occurs in the tree. What occurs again is the same object, as it was for whoever saved it.
+    /// The number of its uses in the tree. All uses refer to the same object, as in the job that saved it.
     count: usize,
 }
 
-/// The tensors in the order in which their data will lie in each file.
+/// Returns the tensors in the order of their data in each file.
 fn plan(
     source: &Catalog,
     state: &Value,
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, PlannedTensor>> {
-    // A rank's own tensor is nothing that ranks could share: a shard of it would be all that is left.
+    // A tensor whose content differs between ranks must not be sharded: only one shard of each would remain.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
@@ -269,12 +273,12 @@ fn plan(
         match tensors.get_mut(&id) {
             None => drop(tensors.insert(id, PlannedTensor { fqn, layout: chosen, count: 0 })),
             Some(known) if known.layout != chosen => {
-                notes.push(format!("{fqn} is tied to {} and lies as that does", known.fqn));
+                notes.push(format!("{fqn} is tied to {} and gets the same layout", known.fqn));
             }
             Some(_) => {}
         }
     }
-    // Those within attributes of dicts have no name.
+    // Tensors in attributes of dicts have no name.
     for id in state.tensor_ids() {
         let nameless = || PlannedTensor { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 0 };
         tensors.entry(id).or_insert_with(nameless).count += 1;
@@ -283,7 +287,7 @@ fn plan(
 }
 
 impl PlannedTensor {
-    /// What the rank at a coordinate holds; `None` where it is not in the mesh and has no part.
+    /// Returns the tile of the rank at a coordinate; `None` if the rank is outside the mesh and has no part.
     fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: Option<&Dims>) -> Result<Option<Tile>> {
         let whole = || Tile::from_region(&Region::whole(&entry.shape));
         let Some(coordinate) = coordinate else {
@@ -305,35 +309,36 @@ impl PlannedTensor {
     }
 }
 
-/// One rank's file in the making.
+/// Lays out the file of one rank.
 struct TorchRankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
-    /// Of each tensor, what the rank holds; `None` where it has no part.
+    /// The rank's tile of each tensor; `None` if it has no part.
     tiles: Vec<Option<Tile>>,
-    /// Whether any file has a DTensor, and so a mesh.
+    /// Whether the files have DTensors, and so a mesh.
     distributed: bool,
 }
 
-/// The sizes of what a rank holds that has no part: as in PyTorch, one dim of nothing, whatever the tensor's shape.
-fn sizes(tile: Option<&Tile>) -> Dims {
+/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, whatever the tensor's
+/// shape.
+fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
 }
 
-/// One rank's pickle, and which tensors it has a part of.
+/// One rank's pickle, and the tensors of which the rank has a part.
 struct TorchRankPickle {
     bytes: Vec<u8>,
-    /// Where to cut it into parts: most of them are equal on all ranks, and kept once.
+    /// Positions at which the pickle is cut into parts. Most parts are equal on all ranks and are kept once.
     cuts: Vec<usize>,
     stored: Vec<bool>,
     has_mesh: bool,
 }
 
-/// Tensors in one part of a pickle.
-const TENSORS_A_PART: usize = 16;
+/// The number of tensors in one part of a pickle.
+const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
-    /// Storage keys are the same on all ranks: that of the mesh, then the tensors in order.
+    /// Returns a storage key. Keys are the same on all ranks: first the mesh, then the tensors in order.
     fn key(&self, index: usize) -> usize {
         index + if self.distributed { MESH_KEY + 1 } else { 0 }
     }
@@ -364,7 +369,7 @@ impl TorchRankFile<'_> {
             used[index] = true;
             stored[index] = true;
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
-            let (dtype, key, sizes) = (*dtype, self.key(index), sizes(self.tiles[index].as_ref()));
+            let (dtype, key, sizes) = (*dtype, self.key(index), local_sizes(self.tiles[index].as_ref()));
             match &planned.layout {
                 RankLayout::Plain | RankLayout::Local(_) => write_tensor(writer, dtype, key, &sizes),
                 RankLayout::Distributed { placements, slice } => write_dtensor(
@@ -374,7 +379,7 @@ impl TorchRankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    // What it says of other ranks is long.
+                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a part of its own.
                     let own = sharded
                         .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
@@ -384,7 +389,7 @@ impl TorchRankFile<'_> {
             if planned.count > 1 {
                 writer.put(memo_of(index));
             }
-            if written % TENSORS_A_PART == 0 {
+            if written % TENSORS_PER_PART == 0 {
                 cuts.push(writer.written().len());
             }
             written += 1;
@@ -393,10 +398,10 @@ impl TorchRankFile<'_> {
         writer.value(state, &mut Leaves { rank, tensors })?;
         let bytes = writer.finish();
         cuts.push(bytes.len());
-        Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.known.is_empty() })
+        Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.written_meshes.is_empty() })
     }
 
-    /// The archive; gives the offset of each tensor of which the rank holds something.
+    /// Writes the archive; returns the offset of each tensor of which the rank has data.
     fn lay_out(
         &self,
         pickle: &TorchRankPickle,

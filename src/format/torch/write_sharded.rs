@@ -1,12 +1,14 @@
-//! ShardedTensors as FSDP1 pickles them under `SHARDED_STATE_DICT`, for `torch.load` in a process of the same rank to
-//! give back as ShardedTensors.
+//! Writes ShardedTensors as FSDP1 pickles them under `SHARDED_STATE_DICT`, so that `torch.load` in a process of the
+//! same rank restores ShardedTensors.
 //!
-//! Each lists the boxes of all ranks that share it and has the data of its own. `_sharded_pre_load_state_dict_hook`
-//! does not look at the boxes: it takes the rows of the n-th rank of its process group for the n-th part of
-//! `torch.chunk`. So nothing but such rows is written here, and the ranks of a [`RankGroup`] ascend.
+//! Each ShardedTensor lists the shards of all ranks that share it and has the data of its own shard.
+//! `_sharded_pre_load_state_dict_hook` ignores the listed offsets: it treats the rows of the n-th rank of its process
+//! group as the n-th part of `torch.chunk`. So only such rows are written, and the ranks of a [`RankGroup`] must be
+//! ascending. Shapes count elements.
 //!
-//! Properties are a tuple of five: early releases take no sixth field, strides, and 2.15 takes both. Under hybrid
-//! sharding PyTorch's local shard has its rank within the group, the list that of the job; here both are the job's.
+//! The properties are a tuple of five fields: early releases reject a sixth field (strides), and 2.15 accepts both.
+//! Under hybrid sharding, PyTorch's local shard has its rank within the group, while the list has the rank in the job;
+//! here both have the rank in the job.
 //!
 //! Source: `torch/distributed/fsdp/_shard_utils.py` (`_create_chunk_sharded_tensor`),
 //! `torch/distributed/_shard/sharded_tensor/api.py` (`__getstate__`, `__setstate__`), `metadata.py`.
@@ -29,11 +31,11 @@ const REMOTE_DEVICE: (&str, &str) = ("torch.distributed.remote_device", "_remote
 const CHUNKS: (&str, &str) = ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec");
 const BOXES: (&str, &str) = ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec");
 
-/// The mesh dim over which FSDP1 shards a tensor with these placements; `None` for a tensor that every rank has whole,
-/// which is a plain one.
+/// Returns the mesh dim over which FSDP1 shards a tensor with these placements; `None` for a tensor that is whole on
+/// every rank, which is a plain tensor.
 ///
 /// # Errors
-/// `Unsupported` for what is not `S(0)` on one mesh dim.
+/// `Unsupported` for placements other than `S(0)` on one mesh dim.
 pub fn sharding_dim(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -50,9 +52,9 @@ pub fn sharding_dim(
         _ => {
             let list = comma_list(placements);
             Err(Error::unsupported(
-                format!("{fqn}: a ShardedTensor with placements {list} on {mesh}"),
-                "FSDP1 shards rows over one mesh dim: S(0) on it, R on the others; options::tensor_class dtensor writes any \
-                 placements",
+                format!("{fqn}: a ShardedTensor cannot have the placements {list} on the mesh {mesh}"),
+                "use S(0) on one mesh dim and R on the others, as FSDP1 does, or options::tensor_class dtensor, which \
+                 allows any placements",
             ))
         }
     }
@@ -61,12 +63,12 @@ pub fn sharding_dim(
 /// The ranks that share ShardedTensors: a process group of the job.
 pub struct RankGroup {
     pub(super) ranks: Vec<Rank>,
-    /// Which of them is written.
+    /// The index of the rank that is written.
     own: usize,
 }
 
 impl RankGroup {
-    /// The ranks along a mesh dim through a coordinate.
+    /// Returns the ranks along a mesh dim through a coordinate.
     pub fn new(mesh: &DeviceMesh, dim: MeshDim, coordinate: &Dims) -> Self {
         let rank_at = |at| {
             let mut other = coordinate.clone();
@@ -77,12 +79,12 @@ impl RankGroup {
         Self { ranks: (0..mesh.shape()[dim.0]).map(rank_at).collect(), own }
     }
 
-    /// So many ranks from a first one on.
-    pub fn in_a_row(first: Rank, len: u32, own: u32) -> Self {
+    /// Returns a group of consecutive ranks.
+    pub fn consecutive(first: Rank, len: u32, own: u32) -> Self {
         Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
     }
 
-    /// The boxes of a tensor, each of the rank at that place; ranks beyond the last have nothing.
+    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have none.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
         let rows_of = (0..parts).map(|part| chunk(rows, parts, part)).take_while(|range| !range.is_empty());
@@ -98,46 +100,52 @@ impl RankGroup {
 /// Writes the ShardedTensors of one rank.
 pub struct ShardedWriter {
     group: RankGroup,
-    /// How many ranks the job has.
+    /// The number of ranks in the job.
     world_size: usize,
-    /// The first number of the pickle's memo that is free.
+    /// The first free index of the pickle's memo.
     memo: u32,
-    /// What is in the memo, by the numbers of [`memo`].
-    known: Vec<bool>,
+    /// Whether each object is already in the memo, by the indices of [`memo`].
+    written: Vec<bool>,
 }
 
-/// What tensors and shards have alike is written once, as every tensor lists every rank: numbers in the memo.
+/// Memo indices of objects that tensors and shards share. They are written once, because every tensor lists every rank.
 mod memo {
+    /// The state of the process group.
     pub const GROUP: usize = 0;
+    /// The class ShardMetadata.
     pub const SHARD_METADATA: usize = 1;
+    /// The string `shard_offsets`.
     pub const OFFSETS: usize = 2;
+    /// The string `shard_sizes`.
     pub const SIZES: usize = 3;
+    /// The string `placement`.
     pub const PLACEMENT: usize = 4;
-    /// And that of each rank of the group behind it.
+    /// The device of the group's first rank; the devices of the other ranks follow.
     pub const DEVICES: usize = 5;
 }
 
-/// What is to be known of a ShardedTensor.
+/// The content of a written ShardedTensor.
 #[derive(Clone, Copy)]
 pub struct ShardedTensorSpec<'a> {
     pub dtype: Dtype,
-    /// Of one or more dims, none of them 0.
+    /// The shape, which has at least one dim and no size 0.
     pub shape: &'a [u64],
-    /// Storage key of the rank's rows, which are contiguous from the start.
+    /// The storage key of the rank's rows, which are contiguous from the start of the storage.
     pub key: usize,
-    /// Elements of that storage, where it has more.
+    /// The number of elements in that storage, if it has more than the rows.
     pub stored: Option<u64>,
     pub requires_grad: bool,
 }
 
 impl ShardedWriter {
+    /// Returns a writer whose memo indices start at `memo`.
     pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
         let known = vec![false; memo::DEVICES + group.ranks.len()];
-        Self { group, world_size, memo, known }
+        Self { group, world_size, memo, written: known }
     }
 
-    /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group, spec,
-    /// init_rrefs))`. Gives where in the pickle is what other ranks of the group do not have alike.
+    /// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group,
+    /// spec, init_rrefs))`. Returns the range of the pickle that differs between the ranks of the group.
     pub fn write(&mut self, writer: &mut Writer, tensor: ShardedTensorSpec<'_>) -> Range<usize> {
         let boxes = self.group.boxes(tensor.shape);
         let ShardedTensorSpec { dtype, key, requires_grad, .. } = tensor;
@@ -169,10 +177,10 @@ impl ShardedWriter {
         own_from..own_until
     }
 
-    /// Something that is written the first time, and the same object from then on.
-    fn once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
+    /// Writes an object the first time, and a reference to it later.
+    fn write_once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
         let number = self.memo + u32::try_from(what).expect("ranks are 32-bit numbers");
-        if std::mem::replace(&mut self.known[what], true) {
+        if std::mem::replace(&mut self.written[what], true) {
             writer.get(number);
         } else {
             write(self, writer);
@@ -181,7 +189,7 @@ impl ShardedWriter {
     }
 
     fn group_state(&mut self, writer: &mut Writer) {
-        self.once(writer, memo::GROUP, |Self { group, world_size, .. }, writer| {
+        self.write_once(writer, memo::GROUP, |Self { group, world_size, .. }, writer| {
             instance(writer, GROUP_STATE);
             writer.empty_dict().mark();
             writer.string("local_rank").uint(group.own as u64);
@@ -193,7 +201,7 @@ impl ShardedWriter {
     }
 
     fn device(&mut self, writer: &mut Writer, part: usize) {
-        self.once(writer, memo::DEVICES + part, |own, writer| {
+        self.write_once(writer, memo::DEVICES + part, |own, writer| {
             instance(writer, REMOTE_DEVICE);
             writer.empty_dict().mark().string("_worker_name").none();
             writer.string("_rank").uint(own.group.ranks[part].0.into()).string("_device");
@@ -203,7 +211,7 @@ impl ShardedWriter {
     }
 
     fn key(&mut self, writer: &mut Writer, what: usize, name: &str) {
-        self.once(writer, what, |_, writer| {
+        self.write_once(writer, what, |_, writer| {
             writer.string(name);
         });
     }
@@ -212,7 +220,7 @@ impl ShardedWriter {
         let write_number = |writer: &mut Writer, number: &u64| {
             writer.uint(*number);
         };
-        self.once(writer, memo::SHARD_METADATA, |_, writer| {
+        self.write_once(writer, memo::SHARD_METADATA, |_, writer| {
             writer.global(SHARD_METADATA.0, SHARD_METADATA.1);
         });
         writer.empty_tuple().newobj().none().empty_dict().mark();
@@ -230,7 +238,8 @@ impl ShardedWriter {
         list(writer, &numbered, |writer, (part, region)| self.shard_metadata(writer, *part, region));
     }
 
-    /// What `_infer_sharding_spec_from_shards_metadata` makes of the boxes: of one alone it cannot tell the dim.
+    /// Writes the spec that `_infer_sharding_spec_from_shards_metadata` derives from the shards. With a single shard it
+    /// cannot derive the dim.
     fn spec(&mut self, writer: &mut Writer, boxes: &[Region]) {
         if boxes.len() == 1 {
             instance(writer, BOXES);
@@ -249,7 +258,7 @@ impl ShardedWriter {
     }
 }
 
-/// `(dtype, layout, requires_grad, memory format, pin_memory)`
+/// Writes `(dtype, layout, requires_grad, memory format, pin_memory)`.
 fn write_properties(writer: &mut Writer, dtype: Dtype, requires_grad: bool) {
     instance(writer, (METADATA, "TensorProperties"));
     writer.mark().global("torch", dtype.torch_name());

@@ -213,7 +213,9 @@ fn mesh_without_the_rank_is_refused() {
 /// The error names the file, the tensor and why this private placement of PyTorch cannot be converted.
 #[test]
 fn private_partial_placements_are_refused_with_the_reason() {
-    for (class, why) in [("_MaskPartial", "whose mask is not saved"), ("_NormPartial", "a step on the way to a norm")] {
+    for (class, why) in
+        [("_MaskPartial", "whose mask is not saved"), ("_NormPartial", "an intermediate value of a norm")]
+    {
         let (env, source) = with_pickles("partial2/ranks", &[0, 1], 2, |pickle| {
             replace(pickle, b"placement_types\nPartial\n", format!("placement_types\n{class}\n").as_bytes());
         });

@@ -427,7 +427,7 @@ fn gradients_are_reduced_over_named_dims() {
         for to in ["dcp", "torch-ranks"] {
             let run =
                 succeed("reshard", &[&source, &out], &format!("--to {to} {declared} {reduce} --overwrite --verify"));
-            assert_contains(&run.stderr, &["3 plain tensors", "are summands: ", "over dp"]);
+            assert_contains(&run.stderr, &["3 plain tensors", "hold partial values: ", "over dp"]);
             let again = if to == "dcp" { "" } else { declared };
             succeed("verify", &[&out, &truth], again);
         }
@@ -483,7 +483,7 @@ fn gradients_are_reduced_where_they_are_selected() {
         assert_contains(&run.stderr, &["--reduce dp=avg: the gradients are left out", alone]);
         let options = format!("{declared} {alone} --overwrite");
         let run = succeed("consolidate", &[&source, &env.path("out.safetensors")], &options);
-        assert_contains(&run.stderr, &["are summands: avg over dp"]);
+        assert_contains(&run.stderr, &["hold partial values: avg over dp"]);
     }
     // The model beside gradients is never reduced.
     let options = "--src-mesh dp=2 --reduce dp --series model";
@@ -492,7 +492,7 @@ fn gradients_are_reduced_where_they_are_selected() {
     let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], declared);
     assert_contains(
         &run.stderr,
-        &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"],
+        &["1 plain tensor of floats (without optimizer and random state) hold partial values: avg over dp"],
     );
 }
 

@@ -202,7 +202,7 @@ fn layout_that_files_do_not_record_is_not_printed() {
     );
     assert_contains(&stderr_of("replicated_plain/ranks"), &["none of its tensors lies on a mesh"]);
     assert_contains(&stderr_of("safetensors/single"), &["safetensors holds whole tensors"]);
-    assert_contains(&stderr_of("flat3/flat"), &["nothing tells"]);
+    assert_contains(&stderr_of("flat3/flat"), &["but not the names, order and shapes"]);
 }
 
 pub const EMBED: &str = "model.embed.weight";

@@ -60,7 +60,7 @@ fn fsdp_without_plan_shards_parameters_and_keeps_buffers_plain() {
         assert_eq!(placements(&found, name), "S(0)", "{name}");
     }
     assert_eq!(found["tensors"]["model.freqs"]["placements"], Json::Null);
-    assert_contains(&made.run.stderr, &["2 tensors (freqs, seen): taken for buffers: plain on every rank"]);
+    assert_contains(&made.run.stderr, &["2 tensors (freqs, seen): treated as buffers: plain on every rank"]);
 }
 
 #[test]
@@ -104,18 +104,21 @@ fn parameters_without_a_style_give_a_note_with_a_matching_plan() {
             ("model.layers.0.self_attn.rotary_emb.inv_freq", 4),
         ],
     );
-    let names = "1 tensor (model.layers.0.self_attn.q_norm.weight): no style names them";
+    let names = "1 tensor (model.layers.0.self_attn.q_norm.weight): no style of the plan matches";
     let plain = env.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
-    assert_contains(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 names more")]);
+    assert_contains(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 matches more names")]);
     let sharded = env.make("reshard", &source, "dp", "--mesh dp=2,tp=2 --plan llama --to torch-ranks -v");
     let buffers = "; --placements 'NAME=plain' says which are buffers";
-    assert_contains(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more{buffers}")]);
+    assert_contains(
+        &sharded.run.stderr,
+        &[&format!("{names}: sharded on dp only; --plan qwen3 matches more names{buffers}")],
+    );
     let options = "--mesh dp=2,tp=2 --plan llama --to torch-ranks --placements **.q_norm=plain";
     let ruled = env.make("reshard", &source, "ruled", options);
-    assert!(!ruled.run.stderr.contains("no style names them"), "{}", ruled.run.stderr);
+    assert!(!ruled.run.stderr.contains("no style of the plan matches"), "{}", ruled.run.stderr);
     let found = inspect(&ruled.path, "--brief");
     assert_eq!(found["tensors"]["model.layers.0.self_attn.q_norm.weight"]["placements"], Json::Null, "plain");
-    assert_contains(&sharded.run.stderr, &["inv_freq): taken for buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
+    assert_contains(&sharded.run.stderr, &["inv_freq): treated as buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
     let found = inspect(&sharded.path, "--brief");
     assert_eq!(placements(&found, "model.layers.0.self_attn.q_norm.weight"), "S(0),R");
 }
@@ -192,7 +195,7 @@ fn style_none_shards_a_module_by_fsdp_only() {
     assert_contains(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
     assert_eq!(layout.matches("slice").count(), 1, "{layout}");
     assert_contains(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
-    assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
+    assert!(!made.run.stderr.contains("no style of the plan matches"), "{}", made.run.stderr);
 }
 
 #[test]

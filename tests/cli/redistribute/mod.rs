@@ -280,7 +280,7 @@ fn undefined_redistributions_are_refused_with_the_reason() {
     assert_error_mentions(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
     assert_error_mentions(
         &["--tensor-class=sharded-tensor", "--placements=P(sum),R"],
-        &["a ShardedTensor with placements P(sum),R"],
+        &["a ShardedTensor cannot have the placements P(sum),R"],
     );
     for from in lists(2).iter().filter(|list| refusal_reason(list, &[], true).is_some()) {
         let mixed = folder.path().join("mixed");

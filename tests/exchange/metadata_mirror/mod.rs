@@ -13,7 +13,7 @@ use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
 use dtshard::comm::{Communicator, Local};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
-    ReplicaChoice, Exchange, FileOwners, FileVisibility, HostShuffle, ReductionMethod, Topology, agree,
+    Exchange, FileOwners, FileVisibility, HostShuffle, ReductionMethod, ReplicaChoice, Topology, agree,
 };
 use dtshard::exec::division::even_share;
 use dtshard::exec::fingerprint::fingerprint;
@@ -243,9 +243,11 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let done = spread.run_each(|rank, mirror| {
         let checkpoint = mirror.open(&ReadOptions::default())?;
         let reservation = reserve(&checkpoint.catalog);
-        let (visibility, nodes) = (FileVisibility::from_files(&checkpoint.files, rank.size()), Topology::gather_nodes(rank)?);
+        let (visibility, nodes) =
+            (FileVisibility::from_files(&checkpoint.files, rank.size()), Topology::gather_nodes(rank)?);
         assert_eq!(nodes, vec![0; ranks]);
-        let parties = Topology { visibility, nodes, replica_choice: ReplicaChoice::Any, reducing: ReductionMethod::InRankOrder };
+        let parties =
+            Topology { visibility, nodes, replica_choice: ReplicaChoice::Any, reducing: ReductionMethod::InRankOrder };
         let todo = even_share(&reservation.files, Part { index: rank.rank(), of: rank.size() });
         let owners = FileOwners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
         let exchange = Exchange {

@@ -1,4 +1,5 @@
-//! Whether rank files are what a flat layout says, flat parameter by flat parameter and view by view.
+//! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Ranges
+//! count elements. Nothing is converted unless all of them match.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -13,36 +14,37 @@ use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 use crate::name_list::{FEW, short_list};
 
-/// Compare a state dict with flat parameters with its layout; `source` is where that is from, for messages.
+/// Compares a state dict with flat parameters to its layout. `source` names the origin of the layout in error messages.
 ///
 /// # Errors
-/// `Conflict` for the first thing that differs, naming rank file and unit or parameter.
+/// `Conflict` for the first difference, naming the rank file and the unit or parameter.
 pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
-    let misfit = LayoutMismatch { file: &state.ranks[0].at, source };
+    let misfit = LayoutMismatch { file: &state.ranks[0].file_path, source };
     if layout.use_orig_params != state.has_views() && layout.params().any(|(_, param)| param.numel() > 0) {
-        let says = |yes| if yes { "views of parameters beside flat ones" } else { "flat parameters alone" };
-        let expected = format!("{}, as use_orig_params says", says(layout.use_orig_params));
-        return Err(misfit.error("the state dict", expected, says(state.has_views())));
+        let describe = |yes| if yes { "views of parameters next to flat parameters" } else { "only flat parameters" };
+        let expected = format!("{}, as use_orig_params requires", describe(layout.use_orig_params));
+        return Err(misfit.error("the state dict", expected, describe(state.has_views())));
     }
-    let flats: Vec<(&FlatUnit, FlatParameter)> = layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
+    let flat_params: Vec<(&FlatUnit, FlatParameter)> =
+        layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
     check_order(state, layout, misfit)?;
     for rank in &state.ranks {
-        check_rank(rank, layout, &flats, LayoutMismatch { file: &rank.at, source })?;
+        check_rank(rank, layout, &flat_params, LayoutMismatch { file: &rank.file_path, source })?;
     }
     Ok(())
 }
 
-/// Parameters come module by module, in the order in which the modules are registered.
+/// Checks that the parameters of each unit come in the order in which their modules are registered.
 fn check_order(state: &FlatState, layout: &FlatLayout, misfit: LayoutMismatch<'_>) -> Result<()> {
-    let Some(registered) = &state.registered else { return Ok(()) };
+    let Some(registered) = &state.module_positions else { return Ok(()) };
     for unit in &layout.units {
         let known =
             unit.params.iter().filter_map(|param| Some((registered.get(module_of(param.fqn.as_str()))?, param)));
         let mut last = None;
         for (position, param) in known {
             if let Some((_, before)) = last.filter(|(highest, _)| *highest > position) {
-                let expected = format!("{} before {before}, as its _metadata has the modules", param.fqn);
-                return Err(misfit.error(&unit.describe(), expected, "the other order"));
+                let expected = format!("{} before {before}, as in the module order of its _metadata", param.fqn);
+                return Err(misfit.error(&unit.describe(), expected, "the opposite order"));
             }
             last = Some((position, &param.fqn));
         }
@@ -53,7 +55,7 @@ fn check_order(state: &FlatState, layout: &FlatLayout, misfit: LayoutMismatch<'_
 fn check_rank(
     rank: &RankState,
     layout: &FlatLayout,
-    flats: &[(&FlatUnit, FlatParameter)],
+    flat_params: &[(&FlatUnit, FlatParameter)],
     misfit: LayoutMismatch<'_>,
 ) -> Result<()> {
     let bad = |at: &str, expected: String, found: String| Err(misfit.error(at, expected, found));
@@ -63,7 +65,7 @@ fn check_rank(
     }
     let known: HashSet<&str> = layout.units.iter().map(|unit| &*unit.module).collect();
     let extra: Vec<String> = rank
-        .flats
+        .flat_parts
         .iter()
         .filter(|(module, _)| !known.contains(&***module))
         .map(|(_, part)| part.key.to_string())
@@ -72,29 +74,29 @@ fn check_rank(
     if !extra.is_empty() {
         return other_units(format!("{} as well", short_list(&extra, FEW))).map_err(|error| error.naming(&extra));
     }
-    let missing: Vec<String> = (flats.iter())
-        .filter(|(unit, flat)| flat.total() > 0 && !rank.flats.contains_key(&unit.module))
+    let missing: Vec<String> = (flat_params.iter())
+        .filter(|(unit, flat)| flat.total() > 0 && !rank.flat_parts.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
         return other_units(format!("no {}", short_list(&missing, FEW))).map_err(|error| error.naming(&missing));
     }
     let shard = layout.shard_of(rank.rank);
-    for (unit, flat) in flats {
-        if let Some(part) = rank.flats.get(&unit.module) {
+    for (unit, flat) in flat_params {
+        if let Some(part) = rank.flat_parts.get(&unit.module) {
             check_part(rank.rank, part, layout, (unit, flat), misfit)?;
         }
         if layout.use_orig_params {
             check_views(rank, unit, flat, shard, misfit)?;
-        } else if let Some(twice) = names(unit).find(|(name, _)| rank.beside.contains_key(*name)) {
+        } else if let Some(twice) = all_names(unit).find(|(name, _)| rank.other_tensors.contains_key(*name)) {
             let expected = format!("a parameter in {}", unit.key());
-            return bad(twice.0.as_str(), expected, String::from("a tensor of its own"));
+            return bad(twice.0.as_str(), expected, String::from("a separate tensor"));
         }
     }
     Ok(())
 }
 
-/// What a rank has of a flat parameter is the shard that the layout gives it.
+/// Checks that a rank's part of a flat parameter is the shard that the layout assigns to the rank.
 fn check_part(
     rank: u32,
     part: &FlatPart,
@@ -104,7 +106,7 @@ fn check_part(
 ) -> Result<()> {
     let bad = |expected: String, found: String| Err(misfit.error(part.key.as_str(), expected, found));
     let expected = (layout.shard_group_size, layout.world_size);
-    if let Some(found) = part.sizes.filter(|found| *found != expected) {
+    if let Some(found) = part.group_sizes.filter(|found| *found != expected) {
         let sizes = |(group, world)| format!("shards over {group} of {world} ranks");
         return bad(sizes(expected), sizes(found));
     }
@@ -114,7 +116,7 @@ fn check_part(
     let align = if layout.use_orig_params { unit.align_numel() } else { None };
     totals::check(misfit, unit, align, u64::from(layout.shard_group_size), part.total)?;
     let range = flat.shard(layout.shard_of(rank));
-    let found = part.stretch.as_ref().map_or(range.start..range.start, |(found, _)| found.clone());
+    let found = part.shard.as_ref().map_or(range.start..range.start, |(found, _)| found.clone());
     if found != range {
         return bad(
             format!("elements {} to {} on rank {rank}", range.start, range.end),
@@ -122,30 +124,30 @@ fn check_part(
         );
     }
     if !lists_shards(part, flat) {
-        let lens: Vec<String> = part.listed.iter().map(ToString::to_string).collect();
+        let lens: Vec<String> = part.listed_shards.iter().map(ToString::to_string).collect();
         return bad(format!("shards of {} elements", flat.shard_len()), short_list(&lens, FEW));
     }
     Ok(())
 }
 
-/// Whether it says of all ranks what each has.
+/// Returns whether the ShardedTensor lists the shards of all ranks as the layout has them.
 fn lists_shards(part: &FlatPart, flat: &FlatParameter) -> bool {
     let shards = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
-    let listed = part.listed.iter().filter(|region| region.numel() > 0).cloned();
-    listed.eq(shards.map(|range| region_of(&range)))
+    let listed = part.listed_shards.iter().filter(|region| region.numel() > 0).cloned();
+    listed.eq(shards.map(|range| region_from(&range)))
 }
 
-fn region_of(range: &Range<u64>) -> Region {
+fn region_from(range: &Range<u64>) -> Region {
     Region::new([range.start].as_slice(), [range.end - range.start].as_slice())
 }
 
-/// All names of a unit, each with the parameter that it is of.
-fn names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
+/// Returns all names of a unit's parameters, tied names included, each with the name of its parameter in the layout.
+fn all_names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
     let own = unit.params.iter().map(|param| (&param.fqn, &param.fqn));
     own.chain(unit.shared.iter().map(|shared| (&shared.fqn, &shared.with)))
 }
 
-/// Every parameter, under each of its names, is the view that the layout says.
+/// Checks that every parameter, under each of its names, is the view of the flat parameter that the layout describes.
 fn check_views(
     rank: &RankState,
     unit: &FlatUnit,
@@ -153,18 +155,18 @@ fn check_views(
     shard: u64,
     misfit: LayoutMismatch<'_>,
 ) -> Result<()> {
-    let mut held: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
+    let mut expected_views: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
     let own = flat.shard(shard);
     for piece in flat.pieces(shard) {
         if let FlatContent::Parameter { index, .. } = piece.content {
             let start = own.start + piece.offset;
-            held[index] = Some(start..start + piece.len);
+            expected_views[index] = Some(start..start + piece.len);
         }
     }
     let positions: HashMap<&Fqn, usize> = unit.params.iter().map(|param| &param.fqn).zip(0..).collect();
-    for (name, of) in names(unit) {
-        let Some(expected) = positions.get(of).map(|index| &held[*index]) else { continue };
-        let found = match rank.beside.get(name) {
+    for (name, of) in all_names(unit) {
+        let Some(expected) = positions.get(of).map(|index| &expected_views[*index]) else { continue };
+        let found = match rank.other_tensors.get(name) {
             Some(PlainTensor::View { module, range }) if *module == unit.module => Some(Some(range.clone())),
             Some(PlainTensor::Empty) => Some(None),
             _ => None,

@@ -1,8 +1,9 @@
-//! Gradients of flat parameters, by the names and in the shapes of parameters.
+//! Converts gradients of flat parameters to gradients with the names and shapes of the parameters.
 //!
-//! A job keeps them as `{name: parameter.grad}` of the wrapped model's `named_parameters()`. Without `use_orig_params`
-//! that is a flat parameter's: as long as a shard, with the zeros behind it. With it, a parameter's: what the rank holds
-//! of that, and `None` where it holds nothing. Both are as an optimizer has state of them.
+//! A job saves them as `{name: parameter.grad}` of the wrapped model's `named_parameters()`. Without `use_orig_params`
+//! there is one gradient per flat parameter, as long as a shard with its padding zeros. With it there is one per
+//! parameter: as long as the rank's part of the parameter, and `None` if the rank has no part. Both have the form of
+//! optimizer state. Lengths count elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
@@ -12,7 +13,7 @@ use std::collections::HashMap;
 use indexmap::IndexMap;
 
 use super::SeriesFiles;
-use super::optimizer::{OneRank, ParameterSlot, places};
+use super::optimizer::{ParameterSlot, RankUnflattener, parameter_slots};
 use super::survey::{flat_module, visit_dicts};
 use super::unflatten::{UnitShard, flat_parameters};
 use crate::catalog::flat::FlatLayout;
@@ -24,7 +25,8 @@ use crate::format::torch::TensorNode;
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::ArchiveContents;
 
-/// Where gradients are, that may be of flat parameters: dicts called so, with 1-d tensors in them.
+/// Returns the paths of dicts that may hold gradients of flat parameters: dicts with the name of gradients that contain
+/// 1-d tensors.
 #[must_use]
 pub fn find(series: &SeriesFiles) -> Vec<Path> {
     let mut paths: Vec<Path> = Vec::new();
@@ -35,7 +37,7 @@ pub fn find(series: &SeriesFiles) -> Vec<Path> {
                 None => series.name.as_str(),
                 Some(Key::Index(_)) => return,
             };
-            let is_flat = |value: &Value| matches!(tensor(&file.contents, value), Some((_, _, 1)));
+            let is_flat = |value: &Value| matches!(plain_tensor(&file.contents, value), Some((_, _, 1)));
             if GRADIENTS.contains(&name) && !paths.contains(path) && dict.entries.iter().any(|(_, v)| is_flat(v)) {
                 paths.push(path.clone());
             }
@@ -44,8 +46,8 @@ pub fn find(series: &SeriesFiles) -> Vec<Path> {
     paths
 }
 
-/// A plain tensor, with its number of dims.
-fn tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
+/// Returns a plain tensor with its dtype and its number of dims.
+fn plain_tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
     let Value::Tensor(id) = value else { return None };
     match &contents.tensors[id.0 as usize] {
         TensorNode::Plain(view) => Some((*id, view.dtype, view.sizes.len())),
@@ -53,21 +55,21 @@ fn tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype,
     }
 }
 
-/// Put the gradients of parameters in the place of those of flat ones, in the files of all ranks.
+/// Replaces gradients of flat parameters by gradients of parameters, in the files of all ranks.
 ///
 /// # Errors
-/// `Malformed` for a gradient of another size.
+/// `Malformed` for a gradient of an unexpected size.
 pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Result<()> {
-    let places = places(layout);
-    let names = GradientNames { layout, places: &places };
-    let Some(known) = names.dtypes(files, at) else { return Ok(()) };
-    let flats = flat_parameters(layout);
+    let slots = parameter_slots(layout);
+    let names = GradientNames { layout, slots: &slots };
+    let Some(known) = names.known_gradients(files, at) else { return Ok(()) };
+    let flat_params = flat_parameters(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
-        let one = OneRank::new(layout, &flats, &places, rank, &file.path);
+        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path);
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         let stored = std::mem::take(dict);
-        let entries = names.entries(&stored, &known, &one, &mut file.contents)?;
+        let entries = names.entries(&stored, &known, &unflattener, &mut file.contents)?;
         if let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) {
             *dict = Dict { entries, ..stored };
         }
@@ -75,48 +77,50 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
     Ok(())
 }
 
-/// What the keys of gradients mean.
+/// Resolves the keys of gradients.
 struct GradientNames<'a> {
     layout: &'a FlatLayout,
-    places: &'a HashMap<Fqn, ParameterSlot>,
+    slots: &'a HashMap<Fqn, ParameterSlot>,
 }
 
 impl GradientNames<'_> {
-    /// The flat parameter, or the parameter beside it, of a key.
+    /// Returns the flat parameter, or the parameter next to it, that a key names.
     fn find(&self, key: &Value) -> Option<(Fqn, ParameterSlot)> {
         let name = Fqn::from(clean_name(key.as_str()?));
-        let place = self.places.get(&name).copied();
+        let slot = self.slots.get(&name).copied();
         let flat = || {
             let module = flat_module(key.as_str()?)?;
             let unit = self.layout.units.iter().position(|unit| unit.module == module)?;
             Some(ParameterSlot::Unit(unit))
         };
-        Some((name.clone(), place.or_else(flat)?))
+        Some((name.clone(), slot.or_else(flat)?))
     }
 
-    /// What any rank has a gradient of, and its dtype; `None` where the gradients are whole, or sharded by themselves.
-    fn dtypes(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (ParameterSlot, Dtype)>> {
+    /// Returns every name that has a gradient on any rank, with its dtype; `None` if the gradients are whole tensors or
+    /// ShardedTensors.
+    fn known_gradients(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (ParameterSlot, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {
             let dict = at.find(&file.contents.value).and_then(Value::as_dict);
             for (key, value) in dict.map(|dict| dict.entries.as_slice()).unwrap_or_default() {
-                let (Some((name, place)), Value::Tensor(_)) = (self.find(key), value) else { continue };
-                let (_, dtype, dims) = tensor(&file.contents, value)?;
+                let (Some((name, slot)), Value::Tensor(_)) = (self.find(key), value) else { continue };
+                let (_, dtype, dims) = plain_tensor(&file.contents, value)?;
                 if dims > 1 && self.layout.shard_group_size > 1 {
                     return None;
                 }
-                known.entry(name).or_insert((place, dtype));
+                known.entry(name).or_insert((slot, dtype));
             }
         }
         Some(known)
     }
 
-    /// The entries by names. What this rank has none of is there, empty, for all ranks to have one order.
+    /// Returns the entries by parameter name. A gradient that this rank lacks is added as an empty tensor, so that all
+    /// ranks have the same order.
     fn entries(
         &self,
         stored: &Dict,
         known: &IndexMap<Fqn, (ParameterSlot, Dtype)>,
-        one: &OneRank<'_>,
+        unflattener: &RankUnflattener<'_>,
         contents: &mut ArchiveContents,
     ) -> Result<Vec<(Value, Value)>> {
         let mut own: HashMap<Fqn, &Value> = HashMap::new();
@@ -129,15 +133,17 @@ impl GradientNames<'_> {
             }
         }
         let mut entries = Vec::new();
-        for (name, (place, dtype)) in known {
-            match (own.get(name), *place) {
-                (Some(value), ParameterSlot::Unit(unit)) => entries.extend(one.state_of_unit(contents, unit, value)?),
+        for (name, (slot, dtype)) in known {
+            match (own.get(name), *slot) {
+                (Some(value), ParameterSlot::Unit(unit)) => {
+                    entries.extend(unflattener.unflatten_unit_state(contents, unit, value)?)
+                }
                 (Some(value), ParameterSlot::Param(unit, param)) => {
-                    entries.push(one.state_of_param(contents, unit, param, value)?);
+                    entries.push(unflattener.unflatten_param_state(contents, unit, param, value)?);
                 }
                 (None, ParameterSlot::Unit(unit)) => {
-                    let UnitShard { unit: params, .. } = one.held(unit);
-                    let nothing = one.held(unit).parameters(*dtype, None);
+                    let UnitShard { unit: params, .. } = unflattener.unit_shard(unit);
+                    let nothing = unflattener.unit_shard(unit).parameters(*dtype, None);
                     entries.extend(
                         params.params.iter().zip(nothing).map(|(param, found)| {
                             (Value::Str((&param.fqn).into()), Value::Tensor(contents.push(found)))
@@ -145,9 +151,9 @@ impl GradientNames<'_> {
                     );
                 }
                 (None, ParameterSlot::Param(unit, param)) => {
-                    let held = one.held(unit);
-                    let known = &held.unit.params[param];
-                    let found = held.sharded(known, *dtype, Vec::new());
+                    let unit_shard = unflattener.unit_shard(unit);
+                    let known = &unit_shard.unit.params[param];
+                    let found = unit_shard.sharded(known, *dtype, Vec::new());
                     entries.push((Value::Str((&known.fqn).into()), Value::Tensor(contents.push(found))));
                 }
             }

@@ -1,5 +1,5 @@
-//! Where the layout of flat parameters comes from: a flat layout that is given, one that lies beside the files, the files
-//! themselves with shapes from another checkpoint of the model.
+//! Finds the layout of flat parameters: a flat layout that the user gives, one that is stored next to the rank files,
+//! or one that is recovered from the files with shapes from another checkpoint of the model.
 
 use std::path::{Path, PathBuf};
 
@@ -10,31 +10,34 @@ use crate::catalog::flat::FlatLayout;
 use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
 use crate::format::fsdp_flat::document;
-use crate::format::fsdp_flat::refuse;
+use crate::format::fsdp_flat::unknown_layout_error;
 use crate::storage::lookup;
 
-/// What is known of a model beyond its files.
+/// Knowledge about a model that does not come from its rank files.
 #[derive(Debug)]
 pub enum ModelKnowledge {
-    /// A flat layout: one that lay beside the files is that of the files, one that is given that of the model, in
-    /// whatever job it was made.
+    /// A flat layout. A document next to the files describes these files. A document that the user gives describes the
+    /// model, for whatever number of ranks it was made.
     Document {
         path: PathBuf,
         layout: FlatLayout,
         given: bool,
     },
     Like(LikeModel),
-    Nothing,
+    Unknown,
 }
 
 impl ModelKnowledge {
+    /// Looks for a flat layout or another checkpoint of the model.
+    ///
     /// # Errors
+    ///
     /// As reading a flat layout or a checkpoint.
     pub fn find(folder: &Path, knowledge: &FlatKnowledge, states: &[&FlatState]) -> Result<Self> {
-        let beside = folder.join(document::FILE_NAME);
+        let document_path = folder.join(document::FILE_NAME);
         let path = match &knowledge.layout {
             Some(given) => Some(given.clone()),
-            None => lookup::is_file(&beside)?.then_some(beside),
+            None => lookup::is_file(&document_path)?.then_some(document_path),
         };
         if let Some(path) = path {
             let layout = document::read(&path)?;
@@ -42,37 +45,37 @@ impl ModelKnowledge {
         }
         match &knowledge.like {
             Some(path) if !states.is_empty() => Ok(Self::Like(LikeModel::open(path)?)),
-            _ => Ok(Self::Nothing),
+            _ => Ok(Self::Unknown),
         }
     }
 
-    /// The layout of all these state dicts.
+    /// Returns the layout that all these state dicts share.
     ///
     /// # Errors
-    /// `Unsupported` where it would be a guess, or where they have several; as recovering.
+    /// `Unsupported` if the layout would be a guess, or if the state dicts have different layouts; as [`recover`].
     pub fn layout(&self, states: &[&FlatState], raw: bool) -> Result<FlatLayout> {
         let shapes = match self {
-            Self::Document { layout, given: true, .. } => return of_these_files(layout, states),
+            Self::Document { layout, given: true, .. } => return adapt_to_files(layout, states),
             Self::Document { layout, .. } => return Ok(layout.clone()),
             Self::Like(like) => ShapeSource::Like(like),
-            Self::Nothing if raw => ShapeSource::Raw,
-            Self::Nothing => {
-                let (state, at) = (states[0], &states[0].ranks[0].at);
+            Self::Unknown if raw => ShapeSource::Raw,
+            Self::Unknown => {
+                let (state, at) = (states[0], &states[0].ranks[0].file_path);
                 let lacking = if state.has_views() { "the shapes" } else { "the names, order and shapes" };
                 let what = format!(
-                    "{}: flat parameters of FSDP1, and nothing tells {lacking} of what they hold",
+                    "{}: the files hold FSDP1 flat parameters, but not {lacking} of the parameters in them",
                     at.display()
                 );
-                return Err(refuse(what));
+                return Err(unknown_layout_error(what));
             }
         };
         let mut layout: Option<FlatLayout> = None;
         for state in states {
             let own = recover(state, shapes)?;
             if layout.get_or_insert_with(|| own.clone()) != &own {
-                let at = state.ranks[0].at.display();
-                return Err(refuse(format!(
-                    "{at}: `{}` and `{}` have different flat parameters",
+                let at = state.ranks[0].file_path.display();
+                return Err(unknown_layout_error(format!(
+                    "{at}: the state dicts `{}` and `{}` have different flat parameters",
                     states[0].path, state.path
                 )));
             }
@@ -80,32 +83,32 @@ impl ModelKnowledge {
         Ok(layout.expect("a state dict with flat parameters"))
     }
 
-    /// For messages.
+    /// Returns the origin of the layout, for messages.
     #[must_use]
     pub fn describe(&self) -> String {
         match self {
             Self::Document { path, .. } => path.display().to_string(),
             Self::Like(like) => format!("{} and the other files", like.path.display()),
-            Self::Nothing => String::from("the other files"),
+            Self::Unknown => String::from("the other files"),
         }
     }
 }
 
-/// The layout of a model, for the ranks and the `use_orig_params` that files tell of.
-fn of_these_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
+/// Adapts the layout of a model to the ranks and the `use_orig_params` of these files.
+fn adapt_to_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
     let mut layout = layout.clone();
     let Some(state) = states.first() else { return Ok(layout) };
-    let mut parts = state.ranks.iter().flat_map(|rank| rank.flats.values());
-    if let Some((group, world)) = parts.find_map(|part| part.sizes) {
+    let mut parts = state.ranks.iter().flat_map(|rank| rank.flat_parts.values());
+    if let Some((group, world)) = parts.find_map(|part| part.group_sizes) {
         (layout.shard_group_size, layout.world_size) = (group, world);
     }
     if layout.use_orig_params != state.has_views() {
         layout.use_orig_params = !layout.use_orig_params;
-        // It numbers something else.
+        // The optimizer numbers different things with and without use_orig_params.
         layout.optimizer = None;
     }
     match layout.check() {
         Ok(()) => Ok(layout),
-        Err(wrong) => Err(Error::malformed(&state.ranks[0].at, wrong.at, wrong.expected, wrong.found)),
+        Err(wrong) => Err(Error::malformed(&state.ranks[0].file_path, wrong.at, wrong.expected, wrong.found)),
     }
 }

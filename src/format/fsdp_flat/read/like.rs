@@ -1,5 +1,5 @@
-//! What another checkpoint of the same model tells of its parameters: shapes, which of them are one, and, where its
-//! format keeps the order of a state dict, the order of registration.
+//! Another checkpoint of the same model (`options::like`), which provides the shapes of parameters, which names are
+//! tied, and, if its format keeps the order of a state dict, the order of registration. Shapes count elements.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,28 +14,31 @@ use crate::format::fsdp_flat::order::{self, ElementOrder};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
 
-/// The model of a checkpoint.
+/// The model in another checkpoint.
 #[derive(Debug)]
 pub struct LikeModel {
     pub path: PathBuf,
     pub format: Format,
-    /// By name, without wrappers, in the order of the checkpoint.
+    /// Parameters by name, without wrappers, in the order of the checkpoint.
     pub params: IndexMap<Fqn, LikeParam>,
     checkpoint: Checkpoint,
 }
 
-/// A tensor of a model.
+/// A parameter of the other checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LikeParam {
     id: TensorId,
     pub shape: Dims,
     pub order: ElementOrder,
-    /// The first name of the same tensor.
+    /// The first name of the same tensor, for a tied parameter.
     pub shared_with: Option<Fqn>,
 }
 
 impl LikeModel {
+    /// Opens the checkpoint and reads the names and shapes of its model.
+    ///
     /// # Errors
+    ///
     /// As reading a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         let options = ReadOptions {
@@ -53,12 +56,13 @@ impl LikeModel {
         })
     }
 
-    /// Whether two tensors that lie whole in files have the same bytes: tied weights of a full state dict are copies.
+    /// Returns whether two tensors that are stored whole have the same bytes. A full state dict stores tied weights as
+    /// copies.
     ///
     /// # Errors
-    /// As reading.
-    pub fn are_copies(&self, left: &Fqn, right: &Fqn) -> Result<bool> {
-        const STRIP_BYTES: u64 = 1 << 20;
+    /// As reading the files.
+    pub fn have_equal_bytes(&self, left: &Fqn, right: &Fqn) -> Result<bool> {
+        const BLOCK_BYTES: u64 = 1 << 20;
         let Checkpoint { files, catalog, .. } = &self.checkpoint;
         let whole = |name: &Fqn| {
             let entry = catalog.tensor(self.params.get(name)?.id);
@@ -71,36 +75,38 @@ impl LikeModel {
         if left.dtype != right.dtype || left.shape != right.shape {
             return Ok(false);
         }
-        let (one, other) = (resolve(files, left, left_chunk)?, resolve(files, right, right_chunk)?);
+        let (left_location, right_location) = (resolve(files, left, left_chunk)?, resolve(files, right, right_chunk)?);
         let contiguous = contiguous_strides(&left.shape);
-        if one.strides != contiguous || other.strides != contiguous {
+        if left_location.strides != contiguous || right_location.strides != contiguous {
             return Ok(false);
         }
         let len = left.len_bytes();
-        for at in (0..len).step_by(usize::try_from(STRIP_BYTES).expect("a small number")) {
-            let strip = STRIP_BYTES.min(len - at);
-            if files.read(one.file, one.offset + at, strip)? != files.read(other.file, other.offset + at, strip)? {
+        for at in (0..len).step_by(usize::try_from(BLOCK_BYTES).expect("a small number")) {
+            let len_read = BLOCK_BYTES.min(len - at);
+            if files.read(left_location.file, left_location.offset + at, len_read)?
+                != files.read(right_location.file, right_location.offset + at, len_read)?
+            {
                 return Ok(false);
             }
         }
         Ok(true)
     }
 
-    /// What to say of parameters whose elements may lie in another order than here.
+    /// Returns a warning about parameters whose elements may be in another order in the job than in this checkpoint.
     #[must_use]
-    pub fn by_rows(&self) -> Option<String> {
+    pub fn row_major_warning(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| self.format.keeps_order());
-        order::by_rows(
+        order::row_major_warning(
             &self.path,
             params.map(|(fqn, param)| (fqn, &*param.shape, param.order == ElementOrder::RowMajor)),
         )
     }
 
-    /// Whether parameters come in the order in which the module registered them.
+    /// Returns whether the parameters are listed in the order in which the module registered them.
     #[must_use]
-    pub fn is_ordered(&self) -> bool {
+    pub fn is_in_registration_order(&self) -> bool {
         let names = || self.params.keys().map(Fqn::as_str);
-        let is_registered = || !order::is_sorted(names()) && !order::is_mixed(names());
+        let is_registered = || !order::is_sorted(names()) && !order::has_interleaved_modules(names());
         self.format == Format::FsdpFlat || self.format.keeps_order() && is_registered()
     }
 }
@@ -115,7 +121,7 @@ fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
     for (name, id) in model::model(&catalog.state).tensors {
         let name = Fqn::from(clean_name(name.as_str()));
         let entry = catalog.tensor(id);
-        let order = known.get(&name).cloned().unwrap_or_else(|| ElementOrder::of(entry, format));
+        let order = known.get(&name).cloned().unwrap_or_else(|| ElementOrder::from_entry(entry, format));
         let shared_with = first.get(&id).cloned();
         first.entry(id).or_insert_with(|| name.clone());
         found.entry(name).or_insert(LikeParam { id, shape: entry.shape.clone(), order, shared_with });

@@ -1,11 +1,12 @@
-//! Rank files that hold flat parameters, as what `SHARDED_STATE_DICT` would have held.
+//! Reads rank files with flat parameters (`LOCAL_STATE_DICT`) and rewrites them in memory as `SHARDED_STATE_DICT` would
+//! have stored them.
 //!
-//! The files of all ranks are rewritten before they are merged: flat parameters go, and every parameter is there under
-//! its name and in its shape, with the boxes that the rank holds of it. Everything after that knows nothing of flat
-//! parameters.
+//! All rank files are rewritten before they are merged: flat parameters are removed, and every parameter appears under
+//! its name and with its shape, with the boxes that the rank holds. Later steps never see a flat parameter. Lengths
+//! count elements.
 //!
-//! What the files do not tell comes from a flat layout, given or found beside them, or from a checkpoint of the same
-//! model; and whatever it comes from is compared with all that the files do tell. Nothing is guessed.
+//! Information that the files lack comes from a flat layout, given by the user or found next to the files, or from a
+//! checkpoint of the same model. It is checked against everything that the files do contain. Nothing is guessed.
 
 mod check;
 mod gradients;
@@ -34,25 +35,26 @@ use survey::{FlatState, survey};
 pub struct SeriesFiles {
     pub name: String,
     pub files: Vec<RankFile>,
-    /// Ranks are missing, and it goes on without them.
-    pub incomplete: bool,
+    /// Whether some ranks are missing and `options::allow_missing` permits that.
+    pub has_missing_ranks: bool,
 }
 
-/// What was found out on the way.
+/// The result of replacing flat parameters.
 #[derive(Debug, Default)]
 pub struct Unflattened {
-    /// Whether there were flat parameters.
-    pub any: bool,
-    /// How the files are laid out, where that is known to the last parameter.
+    /// Whether the files had flat parameters.
+    pub has_flat_params: bool,
+    /// The layout of the files, if it is known completely.
     pub layout: Option<FlatLayout>,
     pub warnings: Vec<String>,
 }
 
-/// Put parameters in the place of flat ones in all series of a folder. `model_beside` reads the model series where it is
-/// not among them.
+/// Replaces flat parameters by parameters in all series of a folder. `model_beside` reads the model series if it is not
+/// among `series`.
 ///
 /// # Errors
-/// `Unsupported` where the layout would be a guess; `Malformed`, `Conflict` where files do not fit it; as reading.
+/// `Unsupported` if the layout would be a guess; `Malformed` or `Conflict` if the files do not match the layout; as
+/// reading the files.
 pub fn read(
     folder: &Path,
     series: &mut [SeriesFiles],
@@ -61,25 +63,29 @@ pub fn read(
 ) -> Result<Unflattened> {
     let mut found = Unflattened::default();
     let candidates = Candidates::find(series)?;
-    let beside: Vec<FlatState> = match candidates.lack_model(series).then(model_beside).transpose()? {
+    let skipped_models: Vec<FlatState> = match candidates.need_model(series).then(model_beside).transpose()? {
         Some(Some(files)) => survey(&files)?,
         _ => Vec::new(),
     };
-    let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&beside).collect();
-    found.any = !all.is_empty();
+    let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&skipped_models).collect();
+    found.has_flat_params = !all.is_empty();
     let known = ModelKnowledge::find(folder, knowledge, &all)?;
     if all.is_empty() {
         match &known {
-            // Under NO_SHARD, parameters are whole.
+            // Under NO_SHARD the files hold whole parameters.
             ModelKnowledge::Document { layout, .. }
-                if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
-            // It says how to write.
+                if layout.shard_group_size == 1 || candidates.have_no_model(series) => {}
+            // The given layout describes the target only.
             ModelKnowledge::Document { given: true, .. } => return Ok(found),
             ModelKnowledge::Document { path, .. } => {
-                found.warnings.push(format!("{} holds no flat parameters for {}", folder.display(), path.display()));
+                found.warnings.push(format!(
+                    "{} has no flat parameters, so {} is not used",
+                    folder.display(),
+                    path.display()
+                ));
                 return Ok(found);
             }
-            ModelKnowledge::Like(_) | ModelKnowledge::Nothing => return Ok(found),
+            ModelKnowledge::Like(_) | ModelKnowledge::Unknown => return Ok(found),
         }
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
@@ -88,13 +94,13 @@ pub fn read(
     for state in &all {
         check::check(state, &layout, &source)?;
     }
-    let default = default_order(all.first().copied(), &layout);
+    let default = default_optimizer_order(all.first().copied(), &layout);
     found.warnings.extend(candidates.unflatten(series, &mut layout, default.as_deref(), knowledge)?);
     match known {
-        ModelKnowledge::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
+        ModelKnowledge::Unknown => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
         ModelKnowledge::Like(like) => {
-            found.warnings.extend(assumed_ties(&like, &layout));
-            found.warnings.extend(like.by_rows());
+            found.warnings.extend(assumed_tie_warnings(&like, &layout));
+            found.warnings.extend(like.row_major_warning());
             found.layout = Some(layout);
         }
         ModelKnowledge::Document { .. } => found.layout = Some(layout),
@@ -102,7 +108,7 @@ pub fn read(
     Ok(found)
 }
 
-/// Where in the files something may be of flat parameters, each with the number of its series.
+/// Paths in the files that may hold flat parameters or their state, each with the index of its series.
 struct Candidates {
     states: Vec<(usize, FlatState)>,
     optimizers: Vec<(usize, state::Path)>,
@@ -120,20 +126,20 @@ impl Candidates {
         Ok(candidates)
     }
 
-    /// Whether there is something that only flat parameters beside it would explain.
-    fn lack_model(&self, series: &[SeriesFiles]) -> bool {
+    /// Returns whether there is state that only flat parameters in a model series would explain.
+    fn need_model(&self, series: &[SeriesFiles]) -> bool {
         let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
         self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
     }
 
-    /// Whether every series has state or gradients.
-    fn are_without_model(&self, series: &[SeriesFiles]) -> bool {
+    /// Returns whether every series has optimizer state or gradients.
+    fn have_no_model(&self, series: &[SeriesFiles]) -> bool {
         let has_some = |index| self.optimizers.iter().chain(&self.gradients).any(|(own, _)| *own == index);
         (0..series.len()).all(has_some)
     }
 
-    /// Put parameters in the place of flat ones everywhere; gives what to tell the user. What the optimizer numbers is
-    /// part of the layout from then on.
+    /// Replaces flat parameters by parameters everywhere and returns warnings. Stores the names of the optimizer's
+    /// parameters in the layout.
     fn unflatten(
         &self,
         series: &mut [SeriesFiles],
@@ -151,7 +157,7 @@ impl Candidates {
                 Ok(names) => layout.optimizer = Some(names),
                 Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw => {
                     optimizer::drop_state(files, at);
-                    warnings.push(format!("{what}: its state is left out"));
+                    warnings.push(format!("{what}; its state is left out"));
                 }
                 Err(error) => return Err(error),
             }
@@ -163,29 +169,34 @@ impl Candidates {
     }
 }
 
-/// What was concluded from totals and equal values.
-fn assumed_ties(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
+/// Returns a warning for each tie that was derived from totals and equal values.
+fn assumed_tie_warnings(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
     let all = layout.units.iter().flat_map(|unit| &unit.shared).filter(|_| !layout.use_orig_params);
     let copies = all.filter(|shared| like.params.get(&shared.fqn).is_some_and(|param| param.shared_with.is_none()));
-    let told = copies.map(|SharedName { fqn, with }| {
+    let warnings = copies.map(|SharedName { fqn, with }| {
         let like = like.path.display();
-        format!("{fqn} is taken to be tied to {with}: {like} has the same values, and the files have room for one")
+        format!(
+            "{fqn} is assumed to be tied to {with}: {like} has equal values for both, and the files have space \
+                 for only one"
+        )
     });
-    told.collect()
+    warnings.collect()
 }
 
 fn raw_warning(layout: &FlatLayout) -> &'static str {
     if layout.use_orig_params {
-        "the shapes of parameters are not known, so they are shown with 1 dim; options::flat_layout FILE or options::like CKPT tells"
+        "the shapes of parameters are unknown, so they are shown as 1-d; give options::flat_layout FILE or \
+         options::like CKPT to see them"
     } else {
-        "what flat parameters hold is not known, so they are shown whole; options::flat_layout FILE or options::like CKPT tells"
+        "the parameters inside flat parameters are unknown, so flat parameters are shown whole; give \
+         options::flat_layout FILE or options::like CKPT to see them"
     }
 }
 
-/// Every rank has a file, or those that have none are known to be missing.
+/// Checks that every rank has a file, unless missing ranks are already known.
 fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, source: &str) -> Result<()> {
     let expected = layout.world_size;
-    match series.iter().find(|own| !own.incomplete && own.files.len() as u64 != u64::from(expected)) {
+    match series.iter().find(|own| !own.has_missing_ranks && own.files.len() as u64 != u64::from(expected)) {
         None => Ok(()),
         Some(own) => {
             let at = format!("series `{}`", own.name);
@@ -200,15 +211,15 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
     }
 }
 
-/// What an optimizer of one parameter group updates: all that there is, in the order of the state dict. That is known,
-/// a flat layout may have been put together in another.
-fn default_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
+/// Returns the names that an optimizer with one parameter group updates: all parameters, in the order of the state
+/// dict. The order of the flat layout is not used, because people may write it in another order.
+fn default_optimizer_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
     if !layout.use_orig_params {
         let Some(state) = state else { return Some(layout.units.iter().map(FlatUnit::key).collect()) };
         let unit = |module: &str| layout.units.iter().find(|unit| *unit.module == *module);
-        return state.modules().into_iter().map(|module| unit(module).map(FlatUnit::key)).collect();
+        return state.unit_modules().into_iter().map(|module| unit(module).map(FlatUnit::key)).collect();
     }
     let shared: HashSet<&Fqn> = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
-    let names = state?.parameters().into_iter().filter(|name| !shared.contains(*name));
+    let names = state?.view_names().into_iter().filter(|name| !shared.contains(*name));
     Some(names.cloned().collect())
 }

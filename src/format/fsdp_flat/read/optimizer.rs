@@ -1,9 +1,11 @@
-//! Optimizer state of flat parameters, as `FSDP.optim_state_dict` would give it: by names, in shapes of parameters.
+//! Converts optimizer state of flat parameters to state with the names and shapes of the parameters, as
+//! `FSDP.optim_state_dict` would return it.
 //!
-//! `optimizer.state_dict()` numbers what the optimizer updates: flat parameters, whose state is as long as a shard in
-//! memory with its padding; or, with `use_orig_params`, parameters, whose state is as long as what the rank holds, and
-//! absent where that is nothing. A state tensor without dims belongs to all that a flat parameter holds: every
-//! parameter gets a tensor of its own, for an optimizer that steps a shared one would step it many times.
+//! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these are flat
+//! parameters, whose state is as long as a shard in memory with its padding. With it these are parameters, whose state
+//! is as long as the rank's part, and absent if the rank has no part. Lengths count elements. A 0-d state tensor (a
+//! step counter) belongs to all parameters in a flat parameter: every parameter gets a tensor of its own, because an
+//! optimizer would step a shared one several times.
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
@@ -17,50 +19,51 @@ use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::fsdp_flat::refuse;
+use crate::format::fsdp_flat::unknown_layout_error;
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::ArchiveContents;
 use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Rank;
 use crate::layout::flat::FlatParameter;
 
-/// Where plain optimizers are: dicts with `state` and `param_groups` that go by numbers.
+/// Returns the paths of plain optimizers: dicts with `state` and `param_groups` whose parameters are numbers.
 #[must_use]
 pub fn find(files: &[RankFile]) -> Vec<Path> {
     let mut paths = Vec::new();
     let Some(first) = files.first() else { return paths };
     visit_dicts(&first.contents.value, &Path::default(), &mut |path, dict| {
-        if numbers(dict).is_some_and(|groups| groups.iter().any(|group| !group.is_empty())) {
+        if group_numbers(dict).is_some_and(|groups| groups.iter().any(|group| !group.is_empty())) {
             paths.push(path.clone());
         }
     });
     paths
 }
 
-/// Whether the state of an optimizer looks like that of flat parameters: nothing has more than 1 dim.
+/// Returns whether the state of an optimizer may be that of flat parameters: no tensor has more than 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
-        let ids = state_of(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();
+        let ids = optimizer_state(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();
         ids.iter()
             .all(|id| matches!(&file.contents.tensors[id.0 as usize], TensorNode::Plain(view) if view.sizes.len() < 2))
     };
     files.iter().all(flat)
 }
 
-/// The state of the optimizer at a path.
-fn state_of<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
+/// Returns the state of the optimizer at a path.
+fn optimizer_state<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
     at.find(value)?.as_dict()?.get(STATE)
 }
 
-/// The same, to be changed.
-fn state_of_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Value> {
+/// Returns the state of the optimizer at a path, mutably.
+fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Value> {
     let Value::Dict(dict) = at.find_mut(value)? else { return None };
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
 }
 
-/// The numbers of each parameter group; `None` where it is no optimizer's state dict, or one that goes by names.
-fn numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
+/// Returns the parameter numbers of each group; `None` if the dict is no optimizer's state dict, or one with parameter
+/// names.
+fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
     };
@@ -72,16 +75,17 @@ fn numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
-/// What the numbers of an optimizer stand for, a list a group.
+/// The names that the numbers of an optimizer stand for, one list per parameter group.
 pub struct NumberedParameters {
     names: Vec<Vec<Fqn>>,
 }
 
-/// Put names in the place of an optimizer's numbers and parameters in the place of flat ones, in the files of all ranks;
-/// `default` are the names of a model in order, for an optimizer of one group. Gives the names by group.
+/// Replaces the numbers of an optimizer by names and flat parameters by parameters, in the files of all ranks.
+/// `default` lists the names of the model in order and is used for an optimizer with one group. Returns the names by
+/// group.
 ///
 /// # Errors
-/// `Unsupported` where the order of numbers is not known, `Malformed` for state of another size.
+/// `Unsupported` if the names of the numbers are unknown, `Malformed` for state of an unexpected size.
 pub fn unflatten(
     files: &mut [RankFile],
     at: &Path,
@@ -89,28 +93,28 @@ pub fn unflatten(
     default: Option<&[Fqn]>,
 ) -> Result<Vec<Vec<Fqn>>> {
     let numbered = NumberedParameters::new(files, at, layout, default)?;
-    let flats = flat_parameters(layout);
+    let flat_params = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
-        if let Some(Value::Dict(states)) = state_of(&file.contents.value, at) {
+        if let Some(Value::Dict(states)) = optimizer_state(&file.contents.value, at) {
             used.extend(states.entries.iter().filter_map(|(key, _)| key.as_i64()));
         }
     }
-    let places = places(layout);
+    let slots = parameter_slots(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
-        let one = OneRank::new(layout, &flats, &places, rank, &file.path);
+        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path);
         let Some(Value::Dict(mut state)) =
-            state_of_mut(&mut file.contents.value, at).map(|state| std::mem::replace(state, Value::None))
+            optimizer_state_mut(&mut file.contents.value, at).map(|state| std::mem::replace(state, Value::None))
         else {
             continue;
         };
-        state.entries = one.states(&mut file.contents, &state.entries, &used, &numbered)?;
+        state.entries = unflattener.named_states(&mut file.contents, &state.entries, &used, &numbered)?;
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {
                 (Some(STATE), value) => *value = Value::Dict(std::mem::take(&mut state)),
-                (Some(GROUPS), Value::List(groups)) => one.name_groups(groups, &numbered),
+                (Some(GROUPS), Value::List(groups)) => unflattener.name_groups(groups, &numbered),
                 _ => {}
             }
         }
@@ -123,19 +127,19 @@ impl NumberedParameters {
         let mut counts: Option<Vec<usize>> = None;
         for file in files {
             let dict = at.find(&file.contents.value).and_then(Value::as_dict);
-            let Some(groups) = dict.and_then(numbers) else {
+            let Some(groups) = dict.and_then(group_numbers) else {
                 return Err(Error::malformed(
                     &file.path,
-                    shown(at),
-                    "an optimizer by numbers, as on other ranks",
+                    describe_path(at),
+                    "an optimizer with numbered parameters, as on other ranks",
                     "none",
                 ));
             };
             if !(0..).zip(groups.iter().flatten()).all(|(index, number)| index == *number) {
-                let found = "other numbers, or in another order";
+                let found = "other numbers or another order";
                 return Err(Error::malformed(
                     &file.path,
-                    format!("{} param_groups", shown(at)),
+                    format!("{} param_groups", describe_path(at)),
                     "numbers from 0 on",
                     found,
                 ));
@@ -143,7 +147,7 @@ impl NumberedParameters {
             let own: Vec<usize> = groups.iter().map(Vec::len).collect();
             if counts.get_or_insert_with(|| own.clone()) != &own {
                 let expected = "the parameter groups of other ranks";
-                return Err(Error::malformed(&file.path, shown(at), expected, format!("groups of {own:?}")));
+                return Err(Error::malformed(&file.path, describe_path(at), expected, format!("groups of {own:?}")));
             }
         }
         let counts = counts.unwrap_or_default();
@@ -152,80 +156,94 @@ impl NumberedParameters {
             (None, Some(default), [_]) => vec![default.to_vec()],
             (None, ..) => {
                 return Err(Error::unsupported(
-                    format!("{}: which parameters its {} groups hold is not known", shown(at), counts.len()),
-                    "a flat layout with `optimizer` tells, as flat_layout(model, optimizer) of docs/how-to/fsdp1.md makes it; \
-                     options::series model leaves the optimizer out",
+                    format!("{}: the parameters of its {} groups are unknown", describe_path(at), counts.len()),
+                    "give a flat layout with `optimizer`, as flat_layout(model, optimizer) in docs/how-to/fsdp1.md writes \
+                     it, or leave the optimizer out with options::series model",
                 ));
             }
         };
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
-            return Err(refuse(format!("{}: expected parameter groups of {own:?}, found {counts:?}", shown(at))));
+            return Err(unknown_layout_error(format!(
+                "{}: expected parameter groups of {own:?}, found {counts:?}",
+                describe_path(at)
+            )));
         }
         Ok(Self { names })
     }
 }
 
-fn shown(at: &Path) -> String {
+fn describe_path(at: &Path) -> String {
     if at.0.is_empty() { String::from("the optimizer") } else { format!("the optimizer at {at}") }
 }
 
-/// What a number stands for.
+/// The meaning of a parameter number or name: the flat parameter of a unit, or one parameter of a unit.
 #[derive(Clone, Copy)]
 pub enum ParameterSlot {
     Unit(usize),
     Param(usize, usize),
 }
 
-pub fn places(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
-    let mut places = HashMap::new();
+/// Returns the parameters or flat parameters of a layout by name.
+pub fn parameter_slots(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
+    let mut slots = HashMap::new();
     for (index, unit) in layout.units.iter().enumerate() {
         if layout.use_orig_params {
             let params = unit.params.iter().enumerate();
-            places.extend(params.map(|(param, known)| (known.fqn.clone(), ParameterSlot::Param(index, param))));
+            slots.extend(params.map(|(param, known)| (known.fqn.clone(), ParameterSlot::Param(index, param))));
         } else {
-            places.insert(unit.key(), ParameterSlot::Unit(index));
+            slots.insert(unit.key(), ParameterSlot::Unit(index));
         }
     }
-    places
+    slots
 }
 
-/// One rank's file.
-pub struct OneRank<'a> {
+/// Converts the state in the file of one rank.
+pub struct RankUnflattener<'a> {
     layout: &'a FlatLayout,
-    flats: &'a [FlatParameter],
-    places: &'a HashMap<Fqn, ParameterSlot>,
+    flat_params: &'a [FlatParameter],
+    slots: &'a HashMap<Fqn, ParameterSlot>,
     shard: u64,
     group: ProcessGroup,
     path: &'a FilePath,
 }
 
-impl<'a> OneRank<'a> {
+impl<'a> RankUnflattener<'a> {
+    /// Returns the converter for the file of a rank.
     pub fn new(
         layout: &'a FlatLayout,
-        flats: &'a [FlatParameter],
-        places: &'a HashMap<Fqn, ParameterSlot>,
+        flat_params: &'a [FlatParameter],
+        slots: &'a HashMap<Fqn, ParameterSlot>,
         rank: Rank,
         path: &'a FilePath,
     ) -> Self {
         let group = ProcessGroup { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
-        Self { layout, flats, places, shard: layout.shard_of(rank.0), group, path }
+        Self { layout, flat_params, slots, shard: layout.shard_of(rank.0), group, path }
     }
 }
 
-impl OneRank<'_> {
-    pub fn held(&self, unit: usize) -> UnitShard<'_> {
-        UnitShard { unit: &self.layout.units[unit], flat: &self.flats[unit], shard: self.shard, group: self.group }
+impl RankUnflattener<'_> {
+    /// Returns the rank's shard of a unit.
+    pub fn unit_shard(&self, unit: usize) -> UnitShard<'_> {
+        UnitShard {
+            unit: &self.layout.units[unit],
+            flat: &self.flat_params[unit],
+            shard: self.shard,
+            group: self.group,
+        }
     }
 
-    fn place(&self, name: &Fqn) -> Result<ParameterSlot> {
-        let kind = if self.layout.use_orig_params { "a parameter" } else { "a flat parameter" };
-        let place = self.places.get(name).copied();
-        place.ok_or_else(|| refuse(format!("{name}: the optimizer's order has it, and it is not {kind} of the layout")))
+    fn find_slot(&self, name: &Fqn) -> Result<ParameterSlot> {
+        let kind = if self.layout.use_orig_params { "parameter" } else { "flat parameter" };
+        let slot = self.slots.get(name).copied();
+        slot.ok_or_else(|| {
+            unknown_layout_error(format!("{name}: the optimizer lists it, but the flat layout has no such {kind}"))
+        })
     }
 
-    /// The state by names. What this rank has none of is there, empty, for all ranks to have one order.
-    fn states(
+    /// Returns the state by parameter name. State that this rank lacks is added empty, so that all ranks have the same
+    /// order.
+    fn named_states(
         &self,
         contents: &mut ArchiveContents,
         states: &[(Value, Value)],
@@ -243,89 +261,93 @@ impl OneRank<'_> {
             };
             let empty = Value::Dict(Dict::default());
             let state = by_number.get(number).copied().unwrap_or(&empty);
-            match self.place(name)? {
-                ParameterSlot::Unit(unit) => entries.extend(self.state_of_unit(contents, unit, state)?),
-                ParameterSlot::Param(unit, param) => entries.push(self.state_of_param(contents, unit, param, state)?),
+            match self.find_slot(name)? {
+                ParameterSlot::Unit(unit) => entries.extend(self.unflatten_unit_state(contents, unit, state)?),
+                ParameterSlot::Param(unit, param) => {
+                    entries.push(self.unflatten_param_state(contents, unit, param, state)?)
+                }
             }
         }
         Ok(entries)
     }
 
-    /// State of a flat parameter, as that of each of its parameters.
-    pub fn state_of_unit(
+    /// Splits the state of a flat parameter into the states of its parameters.
+    pub fn unflatten_unit_state(
         &self,
         contents: &mut ArchiveContents,
         unit: usize,
         state: &Value,
     ) -> Result<Vec<(Value, Value)>> {
-        let held = self.held(unit);
-        let mut made: HashMap<TensorId, Vec<TensorId>> = HashMap::new();
+        let unit_shard = self.unit_shard(unit);
+        let mut new_ids: HashMap<TensorId, Vec<TensorId>> = HashMap::new();
         for id in state.tensor_ids() {
             let tensors = match &contents.tensors[id.0 as usize] {
                 TensorNode::Plain(view) => match view.sizes.as_slice() {
-                    [] => vec![TensorNode::Plain(view.clone()); held.unit.params.len()],
-                    [len] if *len == held.flat.shard_len() => held.parameters(view.dtype, Some(view)),
+                    [] => vec![TensorNode::Plain(view.clone()); unit_shard.unit.params.len()],
+                    [len] if *len == unit_shard.flat.shard_len() => unit_shard.parameters(view.dtype, Some(view)),
                     _ => {
-                        let expected = format!("state of {} elements, as its shard has", held.flat.shard_len());
-                        return Err(self.wrong_size(&held.unit.key(), state, id, expected, view));
+                        let expected =
+                            format!("state of {} elements, the length of its shard", unit_shard.flat.shard_len());
+                        return Err(self.wrong_size_error(&unit_shard.unit.key(), state, id, expected, view));
                     }
                 },
-                // By names, and so what it is of.
-                other => vec![other.clone(); held.unit.params.len()],
+                // A DTensor or ShardedTensor in the state is no part of the flat parameter: every parameter keeps it.
+                other => vec![other.clone(); unit_shard.unit.params.len()],
             };
-            made.insert(id, tensors.into_iter().map(|found| contents.push(found)).collect());
+            new_ids.insert(id, tensors.into_iter().map(|found| contents.push(found)).collect());
         }
-        let states = held.unit.params.iter().enumerate().map(|(index, param)| {
+        let states = unit_shard.unit.params.iter().enumerate().map(|(index, param)| {
             let mut own = state.clone();
-            own.map_tensors(&mut |id| made[&id][index]);
+            own.map_tensors(&mut |id| new_ids[&id][index]);
             (Value::Str((&param.fqn).into()), own)
         });
         Ok(states.collect())
     }
 
-    /// State of a parameter that stands beside flat ones.
-    pub fn state_of_param(
+    /// Converts the state of a parameter that is stored next to flat parameters (`use_orig_params`).
+    pub fn unflatten_param_state(
         &self,
         contents: &mut ArchiveContents,
         unit: usize,
         param: usize,
         state: &Value,
     ) -> Result<(Value, Value)> {
-        let held = self.held(unit);
-        let known = &held.unit.params[param];
-        let (whole, shard) = (&held.flat.params()[param], held.flat.shard(self.shard));
+        let unit_shard = self.unit_shard(unit);
+        let known = &unit_shard.unit.params[param];
+        let (whole, shard) = (&unit_shard.flat.params()[param], unit_shard.flat.shard(self.shard));
         let (start, end) = (whole.start.max(shard.start), whole.end.min(shard.end));
         let piece = (start < end).then(|| start - whole.start..end - whole.start);
         let numel = piece.as_ref().map_or(0, |elements| elements.end - elements.start);
         let empty = Value::Dict(Dict::default());
-        // Optimizers that make state at once have some for what the rank does not hold, and never step it.
+        // Some optimizers create state at once, also for parameters of which the rank has no part. They never update
+        // it.
         let state = if piece.is_none() && known.numel() > 0 { &empty } else { state };
-        let mut made: HashMap<TensorId, TensorId> = HashMap::new();
+        let mut new_ids: HashMap<TensorId, TensorId> = HashMap::new();
         for id in state.tensor_ids() {
             let tensor = match &contents.tensors[id.0 as usize] {
-                // Where nothing is sharded, state has the shape of its parameter.
+                // Without sharding, the state has the shape of its parameter.
                 TensorNode::Plain(view) if self.layout.shard_group_size == 1 && view.sizes == known.shape => continue,
                 TensorNode::Plain(view) => match (view.sizes.as_slice(), &piece) {
                     ([], _) => continue,
                     ([len], Some(elements)) if *len == numel => {
-                        held.sharded(known, view.dtype, boxes(known, elements.clone(), view, view.offset))
+                        unit_shard.sharded(known, view.dtype, boxes(known, elements.clone(), view, view.offset))
                     }
-                    ([0], None) => held.sharded(known, view.dtype, Vec::new()),
+                    ([0], None) => unit_shard.sharded(known, view.dtype, Vec::new()),
                     _ => {
-                        let expected = format!("state of {numel} elements, as the rank holds of it");
-                        return Err(self.wrong_size(&known.fqn, state, id, expected, view));
+                        let expected = format!("state of {numel} elements, the rank's part of the parameter");
+                        return Err(self.wrong_size_error(&known.fqn, state, id, expected, view));
                     }
                 },
                 _ => continue,
             };
-            made.insert(id, contents.push(tensor));
+            new_ids.insert(id, contents.push(tensor));
         }
         let mut own = state.clone();
-        own.map_tensors(&mut |id| made.get(&id).copied().unwrap_or(id));
+        own.map_tensors(&mut |id| new_ids.get(&id).copied().unwrap_or(id));
         Ok((Value::Str((&known.fqn).into()), own))
     }
 
-    fn wrong_size(&self, name: &Fqn, state: &Value, id: TensorId, expected: String, view: &View) -> Error {
+    fn wrong_size_error(&self, name: &Fqn, state: &Value, id: TensorId, expected: String, view: &View) -> Error {
         let key = state.as_dict().and_then(|dict| {
             let (key, _) = dict.entries.iter().find(|(_, value)| matches!(value, Value::Tensor(own) if *own == id))?;
             Some(format!("{name}.{}", key_text(key)))
@@ -334,7 +356,7 @@ impl OneRank<'_> {
         Error::malformed(self.path, at, expected, format!("shape {:?}", view.sizes.as_slice()))
     }
 
-    /// The parameters of each group, by names.
+    /// Replaces the numbers in each parameter group by names.
     fn name_groups(&self, groups: &mut [Value], numbered: &NumberedParameters) {
         let units: HashMap<Fqn, &FlatUnit> = self.layout.units.iter().map(|unit| (unit.key(), unit)).collect();
         for (group, names) in groups.iter_mut().zip(&numbered.names) {
@@ -352,10 +374,10 @@ impl OneRank<'_> {
     }
 }
 
-/// Leave out the state of an optimizer whose numbers nobody knows.
+/// Removes the state of an optimizer whose numbers cannot be resolved to names.
 pub fn drop_state(files: &mut [RankFile], at: &Path) {
     for file in files {
-        if let Some(state) = state_of_mut(&mut file.contents.value, at) {
+        if let Some(state) = optimizer_state_mut(&mut file.contents.value, at) {
             *state = Value::Dict(Dict::default());
         }
     }

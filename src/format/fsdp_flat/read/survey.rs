@@ -1,8 +1,9 @@
-//! What rank files hold of flat parameters, before anything is known of the model.
+//! Collects the flat parameters in rank files, without any knowledge of the model.
 //!
-//! A state dict with flat parameters has, a unit, the key `<module>._flat_param`: a 1-d ShardedTensor of which the rank
-//! holds at most one stretch. With `use_orig_params` the parameters stand beside it, as 1-d views of the same storage;
-//! what a rank holds nothing of is empty. Everything else is a buffer. Counts elements.
+//! A state dict with flat parameters has one key `<module>._flat_param` per unit: a 1-d ShardedTensor of which the rank
+//! holds at most one shard. With `use_orig_params` the parameters are stored next to it, as 1-d views of the same
+//! storage; a parameter of which the rank has no part is empty. All other tensors are buffers. Ranges and lengths count
+//! elements.
 //!
 //! Source: `_local_post_state_dict_hook` in `torch/distributed/fsdp/_state_dict_utils.py`.
 
@@ -23,87 +24,94 @@ use crate::format::torch::ranks::RankFile;
 use crate::format::torch::{TensorNode, View};
 use crate::layout::Region;
 
-/// A state dict with flat parameters, as all ranks have it.
+/// A state dict with flat parameters, with its parts from all rank files.
 #[derive(Debug)]
 pub struct FlatState {
     pub path: Path,
-    /// One a file that has it.
+    /// One entry for each file that has this state dict.
     pub ranks: Vec<RankState>,
-    /// Which module is registered before which, where the state dict has PyTorch's `_metadata`.
-    pub registered: Option<HashMap<Box<str>, usize>>,
+    /// The position of each module in the order of registration, if the state dict has PyTorch's `_metadata`.
+    pub module_positions: Option<HashMap<Box<str>, usize>>,
 }
 
 /// A state dict with flat parameters in one rank's file.
 #[derive(Debug)]
 pub struct RankState {
-    /// Which of the files.
-    pub file: usize,
+    /// The index of the file in its series.
+    pub file_index: usize,
     pub rank: u32,
-    pub at: PathBuf,
-    /// By module.
-    pub flats: IndexMap<Box<str>, FlatPart>,
-    /// The other tensors, in the order of the file.
-    pub beside: IndexMap<Fqn, PlainTensor>,
+    pub file_path: PathBuf,
+    /// The rank's parts of flat parameters, by module.
+    pub flat_parts: IndexMap<Box<str>, FlatPart>,
+    /// All other tensors, in the order of the file.
+    pub other_tensors: IndexMap<Fqn, PlainTensor>,
 }
 
-/// What one rank has of a flat parameter.
+/// One rank's part of a flat parameter.
 #[derive(Debug)]
 pub struct FlatPart {
     pub key: Fqn,
     pub dtype: Dtype,
     pub total: u64,
-    /// Where its stretch lies in the flat parameter, and in the file; `None` where it has no element.
-    pub stretch: Option<(Range<u64>, View)>,
-    /// Ranks of the shard group and of the job.
-    pub sizes: Option<(u32, u32)>,
-    /// The stretches of all ranks.
-    pub listed: Arc<[Region]>,
+    /// The rank's shard: its range in the flat parameter, and the view of the file that holds it; `None` if it is
+    /// empty.
+    pub shard: Option<(Range<u64>, View)>,
+    /// The number of ranks in the shard group and in the job.
+    pub group_sizes: Option<(u32, u32)>,
+    /// The shards of all ranks, as this file lists them.
+    pub listed_shards: Arc<[Region]>,
 }
 
-/// A tensor beside flat parameters.
+/// A tensor that is stored next to flat parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlainTensor {
-    /// A stretch of a parameter that is a view of its unit's flat parameter, and where it lies in that.
+    /// A view of its unit's flat parameter, with its range in the flat parameter.
     View {
         module: Box<str>,
         range: Range<u64>,
     },
-    /// 1-d and without elements, as a parameter that the rank holds nothing of.
+    /// A 1-d tensor without elements, such as a parameter of which the rank has no part.
     Empty,
     Other,
 }
 
 impl FlatState {
-    /// Whether parameters stand beside their flat ones: `use_orig_params`.
+    /// Returns whether parameters are stored next to their flat parameters (`use_orig_params`).
     #[must_use]
     pub fn has_views(&self) -> bool {
-        self.ranks.iter().flat_map(|rank| rank.beside.values()).any(|beside| matches!(beside, PlainTensor::View { .. }))
+        self.ranks
+            .iter()
+            .flat_map(|rank| rank.other_tensors.values())
+            .any(|tensor| matches!(tensor, PlainTensor::View { .. }))
     }
 
-    /// The names of parameters that are views on any rank, in the order of the state dict.
+    /// Returns the names of parameters that are views on any rank, in the order of the state dict.
     #[must_use]
-    pub fn parameters(&self) -> Vec<&Fqn> {
+    pub fn view_names(&self) -> Vec<&Fqn> {
         let mut views: HashSet<&Fqn> = HashSet::new();
         for rank in &self.ranks {
             views.extend(
-                rank.beside.iter().filter(|(_, is)| matches!(is, PlainTensor::View { .. })).map(|(name, _)| name),
+                rank.other_tensors
+                    .iter()
+                    .filter(|(_, tensor)| matches!(tensor, PlainTensor::View { .. }))
+                    .map(|(name, _)| name),
             );
         }
         let mut seen = HashSet::new();
-        // All ranks have all names.
-        let names = self.ranks.iter().flat_map(|rank| rank.beside.keys());
+        // Every rank has all names, but not all of them as views.
+        let names = self.ranks.iter().flat_map(|rank| rank.other_tensors.keys());
         names.filter(|name| views.contains(name) && seen.insert(*name)).collect()
     }
 
-    /// The units, each before those within it, siblings in the order of the files.
+    /// Returns the modules of all units: outer units before inner units, siblings in the order of the files.
     #[must_use]
-    pub fn modules(&self) -> Vec<&str> {
+    pub fn unit_modules(&self) -> Vec<&str> {
         let mut seen = HashSet::new();
-        let found = self.ranks.iter().flat_map(|rank| rank.flats.keys()).map(|module| &**module);
+        let found = self.ranks.iter().flat_map(|rank| rank.flat_parts.keys()).map(|module| &**module);
         let found: Vec<&str> = found.filter(|module| seen.insert(*module)).collect();
         let mut within: HashMap<Option<&str>, Vec<&str>> = HashMap::new();
         for module in &found {
-            within.entry(enclosing(module, &seen)).or_default().push(module);
+            within.entry(enclosing_unit(module, &seen)).or_default().push(module);
         }
         let mut ordered = Vec::new();
         let mut next: Vec<&str> = within.remove(&None).unwrap_or_default();
@@ -116,16 +124,16 @@ impl FlatState {
     }
 }
 
-/// The unit around a module, which may be one itself.
-fn enclosing<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
+/// Returns the closest unit that contains a module, without the module itself.
+fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     if module.is_empty() {
         return None;
     }
-    unit_of(module_of(module), units)
+    innermost_unit(module_of(module), units)
 }
 
-/// The innermost unit that a module is, or lies in.
-pub fn unit_of<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
+/// Returns the innermost unit that is the module itself or contains it.
+pub fn innermost_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     let mut at = module;
     loop {
         if units.contains(at) {
@@ -138,7 +146,7 @@ pub fn unit_of<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     }
 }
 
-/// The module of a flat parameter's key, without wrappers; `None` for other keys.
+/// Returns the module of a flat parameter's key, without wrappers; `None` for other keys.
 pub fn flat_module(key: &str) -> Option<Box<str>> {
     let module = match key.strip_suffix(FLAT_PARAM)? {
         "" => "",
@@ -147,10 +155,10 @@ pub fn flat_module(key: &str) -> Option<Box<str>> {
     Some(clean_name(module).into())
 }
 
-/// Every state dict with flat parameters of the files of one series.
+/// Returns every state dict with flat parameters in the files of one series.
 ///
 /// # Errors
-/// `Malformed` for a flat parameter that is none.
+/// `Malformed` for an invalid flat parameter.
 pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
     let mut states: IndexMap<Path, FlatState> = IndexMap::new();
     for (index, file) in files.iter().enumerate() {
@@ -158,7 +166,8 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
         visit_dicts(&file.contents.value, &Path::default(), &mut |path, dict| match rank_state(index, file, dict) {
             Ok(None) => {}
             Ok(Some(own)) => {
-                let make = || FlatState { path: path.clone(), ranks: Vec::new(), registered: positions(dict) };
+                let make =
+                    || FlatState { path: path.clone(), ranks: Vec::new(), module_positions: module_positions(dict) };
                 states.entry(path.clone()).or_insert_with(make).ranks.push(own);
             }
             Err(found) => error = error.take().or(Some(found)),
@@ -170,8 +179,8 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
     Ok(states.into_values().collect())
 }
 
-/// The places of modules in the order in which a state dict visits them.
-fn positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
+/// Returns the positions of modules in the order in which a state dict visits them.
+fn module_positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
     let mut positions = HashMap::new();
     for (position, module) in modules::registered_modules(dict)?.into_iter().enumerate() {
         positions.entry(module.into()).or_insert(position);
@@ -179,7 +188,7 @@ fn positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
     Some(positions)
 }
 
-/// Every dict that names lead to.
+/// Visits every dict that can be reached through dicts and lists.
 pub fn visit_dicts<'a>(value: &'a Value, path: &Path, visit: &mut dyn FnMut(&Path, &'a Dict)) {
     match value {
         Value::Dict(dict) => {
@@ -203,8 +212,13 @@ pub fn visit_dicts<'a>(value: &'a Value, path: &Path, visit: &mut dyn FnMut(&Pat
 
 fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankState>> {
     let Some(rank) = file.rank else { return Ok(None) };
-    let mut state =
-        RankState { file: index, rank: rank.0, at: file.path.clone(), flats: IndexMap::new(), beside: IndexMap::new() };
+    let mut state = RankState {
+        file_index: index,
+        rank: rank.0,
+        file_path: file.path.clone(),
+        flat_parts: IndexMap::new(),
+        other_tensors: IndexMap::new(),
+    };
     let mut plain: Vec<(Fqn, &View)> = Vec::new();
     for (key, value) in &dict.entries {
         let (Some(name), Value::Tensor(id)) = (key.as_str(), value) else { continue };
@@ -212,42 +226,43 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
             found @ TensorNode::Sharded { .. } => {
                 let Some(module) = flat_module(name) else { continue };
                 let part = flat_part(file, name, found)?;
-                if state.flats.insert(module, part).is_some() {
-                    return Err(Error::malformed(&file.path, name, "one flat parameter a module", "another one"));
+                if state.flat_parts.insert(module, part).is_some() {
+                    return Err(Error::malformed(&file.path, name, "one flat parameter per module", "a second one"));
                 }
             }
             TensorNode::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
             TensorNode::Distributed { .. } => {}
         }
     }
-    if state.flats.is_empty() {
+    if state.flat_parts.is_empty() {
         return Ok(None);
     }
-    // Of each storage, the module and its stretch.
+    // The module, shard range and view of each storage.
     let mut storages: HashMap<&str, (&str, &Range<u64>, &View)> = HashMap::new();
-    for (module, part) in &state.flats {
-        if let Some((range, view)) = &part.stretch {
+    for (module, part) in &state.flat_parts {
+        if let Some((range, view)) = &part.shard {
             storages.insert(&view.key, (module, range, view));
         }
     }
     for (name, view) in plain {
         let numel: u64 = view.sizes.iter().product();
-        let beside = match (storages.get(&*view.key), view.sizes.as_slice()) {
+        let other = match (storages.get(&*view.key), view.sizes.as_slice()) {
             (_, [0]) => PlainTensor::Empty,
             (Some((module, range, flat)), [_]) => {
                 let start = view.offset.checked_sub(flat.offset).and_then(|start| start.checked_add(range.start));
                 let end = start.and_then(|start| start.checked_add(numel)).filter(|end| *end <= range.end);
                 let dense = numel == 1 || view.strides.as_slice() == [1];
                 let (Some(start), Some(end), true) = (start, end, dense && view.dtype == flat.dtype) else {
-                    let expected = format!("elements {} to {} of its unit's flat parameter", range.start, range.end);
-                    let found = format!("{numel} from element {} of the storage", view.offset);
+                    let expected =
+                        format!("a view within elements {} to {} of its unit's flat parameter", range.start, range.end);
+                    let found = format!("{numel} elements from element {} of the storage", view.offset);
                     return Err(Error::malformed(&file.path, name.as_str(), expected, found));
                 };
                 PlainTensor::View { module: (*module).into(), range: start..end }
             }
             _ => PlainTensor::Other,
         };
-        state.beside.insert(name, beside);
+        state.other_tensors.insert(name, other);
     }
     Ok(Some(state))
 }
@@ -259,10 +274,10 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
         return bad(String::from("a flat parameter of 1 dim"), format!("shape {:?}", shape.as_slice()));
     };
     if let Some(own) = file.rank.filter(|own| own.0 != group.rank) {
-        let found = format!("a ShardedTensor saved by rank {}: the name of the file does not say its rank", group.rank);
+        let found = format!("a ShardedTensor saved by rank {}, so the file name has the wrong rank", group.rank);
         return bad(format!("the file of rank {own}"), found);
     }
-    let stretch = match local.as_slice() {
+    let shard = match local.as_slice() {
         [] => None,
         [(region, view)] => {
             let fits = region.fits(shape) && region.sizes == view.sizes && view.dtype == *dtype;
@@ -281,40 +296,47 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
         }
         several => return bad(String::from("one shard of a flat parameter"), several.len().to_string()),
     };
-    let listed = Arc::clone(all);
-    Ok(FlatPart { key: Fqn::from(name), dtype: *dtype, total: *total, stretch, sizes: group.sizes, listed })
+    let listed_shards = Arc::clone(all);
+    Ok(FlatPart { key: Fqn::from(name), dtype: *dtype, total: *total, shard, group_sizes: group.sizes, listed_shards })
 }
 
 #[cfg(test)]
 pub mod tests {
     use super::*;
 
-    /// A rank, and of what it holds the module, the name and where it lies.
+    /// A rank with the module, name and range of each of its views.
     pub type Views<'a> = (u32, &'a [(&'a str, &'a str, Range<u64>)]);
 
-    /// A state dict with views.
+    /// Returns a state dict with these views.
     pub fn state_of_views(total: u64, sizes: (u32, u32), ranks: &[Views<'_>]) -> FlatState {
         let rank_state = |(rank, views): &Views<'_>| {
-            let (mut flats, mut beside) = (IndexMap::new(), IndexMap::new());
+            let (mut flat_parts, mut other_tensors) = (IndexMap::new(), IndexMap::new());
             for (module, name, range) in *views {
                 let part = FlatPart {
                     key: format!("{module}.{FLAT_PARAM}").into(),
                     dtype: Dtype::F32,
                     total,
-                    stretch: None,
-                    sizes: Some(sizes),
-                    listed: Arc::default(),
+                    shard: None,
+                    group_sizes: Some(sizes),
+                    listed_shards: Arc::default(),
                 };
-                flats.entry(Box::from(*module)).or_insert(part);
-                beside.insert(Fqn::from(*name), PlainTensor::View { module: (*module).into(), range: range.clone() });
+                flat_parts.entry(Box::from(*module)).or_insert(part);
+                other_tensors
+                    .insert(Fqn::from(*name), PlainTensor::View { module: (*module).into(), range: range.clone() });
             }
-            RankState { file: *rank as usize, rank: *rank, at: format!("rank_{rank}.pt").into(), flats, beside }
+            RankState {
+                file_index: *rank as usize,
+                rank: *rank,
+                file_path: format!("rank_{rank}.pt").into(),
+                flat_parts,
+                other_tensors,
+            }
         };
-        FlatState { path: Path::default(), ranks: ranks.iter().map(rank_state).collect(), registered: None }
+        FlatState { path: Path::default(), ranks: ranks.iter().map(rank_state).collect(), module_positions: None }
     }
 
     #[test]
-    fn keys_of_flat_parameters() {
+    fn flat_parameter_key_gives_its_module() {
         for (key, module) in [
             ("_flat_param", Some("")),
             ("layers.0._flat_param", Some("layers.0")),
@@ -328,16 +350,16 @@ pub mod tests {
     }
 
     #[test]
-    fn units_come_before_those_within_them() {
+    fn outer_units_come_before_inner_units() {
         let inner_first =
             [("a.b.c", "x", 0..1), ("a.b", "x", 0..1), ("a.b2", "x", 0..1), ("", "x", 0..1), ("z", "x", 0..1)];
         let state = state_of_views(1, (1, 1), &[(0, &inner_first)]);
-        assert_eq!(state.modules(), ["", "a.b", "a.b.c", "a.b2", "z"]);
+        assert_eq!(state.unit_modules(), ["", "a.b", "a.b.c", "a.b2", "z"]);
         let rootless = [("b.x", "x", 0..1), ("a", "x", 0..1), ("b", "x", 0..1)];
-        assert_eq!(state_of_views(1, (1, 1), &[(0, &rootless)]).modules(), ["a", "b", "b.x"]);
+        assert_eq!(state_of_views(1, (1, 1), &[(0, &rootless)]).unit_modules(), ["a", "b", "b.x"]);
         let units = HashSet::from(["", "a.b"]);
         assert_eq!(
-            (unit_of("a.b.c.d", &units), unit_of("a.bc", &units), unit_of("x", &HashSet::new())),
+            (innermost_unit("a.b.c.d", &units), innermost_unit("a.bc", &units), innermost_unit("x", &HashSet::new())),
             (Some("a.b"), Some(""), None)
         );
     }

@@ -1,8 +1,8 @@
-//! State dicts with flat parameters become what they are of: parameters in their shapes, under their names.
+//! Replaces flat parameters in state dicts by their parameters, with their shapes and names.
 //!
-//! Only where things lie changes: a rank's stretch of a parameter becomes the boxes of the parameter that it is, at most
-//! `2n - 1` of `n` dims, as views of the storage that the flat parameter is in. Names come in the order of the state dict
-//! that the model had without FSDP, where the files know the order of its modules.
+//! Only views change, no data is copied: a rank's range of a parameter becomes boxes of that parameter, at most `2n -
+//! 1` boxes for `n` dims, each a view of the flat parameter's storage. Lengths and offsets count elements. If the files
+//! contain the order of the modules, names come in the order that the model's state dict has without FSDP.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 
-/// What one rank holds of the parameters of a unit.
+/// One rank's shard of a unit.
 pub struct UnitShard<'a> {
     pub unit: &'a FlatUnit,
     pub flat: &'a FlatParameter,
@@ -26,11 +26,11 @@ pub struct UnitShard<'a> {
 }
 
 impl UnitShard<'_> {
-    /// Each parameter, of a tensor that holds the rank's shard.
+    /// Returns the rank's part of every parameter of the unit; `shard` is the tensor that holds the shard.
     pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<TensorNode> {
         let mut local: Vec<Vec<_>> = vec![Vec::new(); self.unit.params.len()];
         if let Some(view) = shard {
-            let stride = step(view);
+            let stride = element_stride(view);
             for piece in self.flat.pieces(self.shard) {
                 if let FlatContent::Parameter { index, elements } = piece.content {
                     local[index] = boxes(&self.unit.params[index], elements, view, view.offset + piece.offset * stride);
@@ -40,7 +40,7 @@ impl UnitShard<'_> {
         self.unit.params.iter().zip(local).map(|(param, local)| self.sharded(param, dtype, local)).collect()
     }
 
-    /// A parameter of which the rank holds these boxes.
+    /// Returns a parameter of which the rank holds these boxes.
     pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> TensorNode {
         let all = local.iter().map(|(region, _)| region.clone()).collect();
         let stride = param.stride.as_ref().and_then(|stride| permuted_stride(&param.shape, stride));
@@ -48,15 +48,16 @@ impl UnitShard<'_> {
     }
 }
 
-/// From an element of a 1-d view to the next; where there is one element, the stride says nothing.
-fn step(view: &View) -> u64 {
+/// Returns the distance between neighboring elements of a 1-d view. The stride of a view with one element is
+/// meaningless.
+fn element_stride(view: &View) -> u64 {
     if view.sizes[0] > 1 { view.strides[0] } else { 1 }
 }
 
-/// The boxes that a stretch of a parameter is, which lies in `view` from element `at` of its storage on.
+/// Splits a range of a parameter's elements into boxes. The range starts at element `at` of the storage of `view`.
 pub fn boxes(param: &FlatParam, elements: Range<u64>, view: &View, mut at: u64) -> Vec<(Region, View)> {
     let order = param.order().expect("a layout that was checked");
-    let step = step(view);
+    let step = element_stride(view);
     let boxes = order.cut(&param.shape, elements).into_iter().map(|(region, strides)| {
         let view = View {
             offset: at,
@@ -70,23 +71,24 @@ pub fn boxes(param: &FlatParam, elements: Range<u64>, view: &View, mut at: u64) 
     boxes.collect()
 }
 
-/// The flat parameter of each unit.
+/// Returns the flat parameter of each unit.
 pub fn flat_parameters(layout: &FlatLayout) -> Vec<FlatParameter> {
     layout.units.iter().map(|unit| layout.flat(unit)).collect()
 }
 
-/// Put the parameters of a state dict, which has been checked with the layout, in the place of its flat parameters.
+/// Replaces the flat parameters of a state dict by parameters. The state dict must have been checked against the
+/// layout.
 pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout) {
-    let flats = flat_parameters(layout);
+    let flat_params = flat_parameters(layout);
     for rank in &state.ranks {
-        let contents = &mut files[rank.file].contents;
+        let contents = &mut files[rank.file_index].contents;
         let mut ids: HashMap<&Fqn, TensorId> = HashMap::new();
         let shard = layout.shard_of(rank.rank);
         let group = ProcessGroup { rank: rank.rank, sizes: Some((layout.shard_group_size, layout.world_size)) };
-        for (unit, flat) in layout.units.iter().zip(&flats) {
-            let Some(part) = rank.flats.get(&unit.module) else { continue };
-            let held = UnitShard { unit, flat, shard, group };
-            let found = held.parameters(part.dtype, part.stretch.as_ref().map(|(_, view)| view));
+        for (unit, flat) in layout.units.iter().zip(&flat_params) {
+            let Some(part) = rank.flat_parts.get(&unit.module) else { continue };
+            let unit_shard = UnitShard { unit, flat, shard, group };
+            let found = unit_shard.parameters(part.dtype, part.shard.as_ref().map(|(_, view)| view));
             for (param, found) in unit.params.iter().zip(found) {
                 ids.insert(&param.fqn, contents.push(found));
             }
@@ -98,9 +100,10 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
         }
         if let Some(Value::Dict(dict)) = state.path.find_mut(&mut contents.value) {
             let entries = std::mem::take(&mut dict.entries);
-            dict.entries = entries.into_iter().flat_map(|(key, value)| replaced(key, value, layout, &ids)).collect();
-            if let Some(registered) = &state.registered {
-                // What a unit holds is spread over modules with other units between them.
+            dict.entries =
+                entries.into_iter().flat_map(|(key, value)| replace_entry(key, value, layout, &ids)).collect();
+            if let Some(registered) = &state.module_positions {
+                // The parameters of a unit belong to several modules, with modules of other units between them.
                 dict.entries.sort_by_cached_key(|(key, _)| {
                     let name = clean_name(key.as_str().unwrap_or_default());
                     registered.get(module_of(&name)).copied().unwrap_or(usize::MAX)
@@ -110,8 +113,8 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
     }
 }
 
-/// What an entry of the state dict becomes.
-fn replaced(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, TensorId>) -> Vec<(Value, Value)> {
+/// Returns the entries that replace an entry of the state dict.
+fn replace_entry(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, TensorId>) -> Vec<(Value, Value)> {
     let Some(name) = key.as_str() else { return vec![(key, value)] };
     if let Some(module) = flat_module(name)
         && let Some(unit) = layout.units.iter().find(|unit| unit.module == module)
@@ -135,9 +138,10 @@ mod tests {
     use super::*;
     use crate::layout::unravel;
 
-    /// Elements of a flat parameter at their places in the parameters, from the views that are made of its shards.
+    /// Compares the position of each element of a flat parameter with its position in the views that are made of the
+    /// shards.
     #[test]
-    fn every_element_is_where_it_was() {
+    fn unflattened_views_keep_every_element() {
         let param = |fqn: &str, shape: &[u64], stride: Option<&[u64]>| FlatParam {
             fqn: fqn.into(),
             shape: shape.into(),
@@ -156,26 +160,26 @@ mod tests {
             let mut seen = 0;
             for shard in 0..shards {
                 let group = ProcessGroup { rank: 0, sizes: None };
-                let held = UnitShard { unit: &unit, flat: &flat, shard, group };
+                let unit_shard = UnitShard { unit: &unit, flat: &flat, shard, group };
                 let range = flat.shard(shard);
-                // Storages begin somewhere, and elements may be apart.
-                let (base, apart) = (7, 3);
+                // The view starts at an offset, and its elements have gaps between them.
+                let (base, gap) = (7, 3);
                 let sizes = [range.end - range.start].as_slice().into();
-                let strides = [apart].as_slice().into();
+                let strides = [gap].as_slice().into();
                 let view = View { dtype: Dtype::F32, key: "0".into(), storage_bytes: 0, offset: base, sizes, strides };
-                for (index, found) in held.parameters(Dtype::F32, Some(&view)).into_iter().enumerate() {
+                for (index, found) in unit_shard.parameters(Dtype::F32, Some(&view)).into_iter().enumerate() {
                     let TensorNode::Sharded { local, shape, .. } = found else { panic!("a ShardedTensor") };
                     assert!(local.len() < 2 * shape.len().max(1));
                     let strides = unit.params[index].stride.clone();
                     let strides = strides.unwrap_or_else(|| crate::catalog::contiguous_strides(&shape));
-                    let step = if range.end - range.start > 1 { apart } else { 1 };
+                    let step = if range.end - range.start > 1 { gap } else { 1 };
                     for (region, view) in local {
                         for element in 0..region.numel() {
                             let within = unravel(element, &region.sizes);
                             let at: u64 = within.iter().zip(&view.strides).map(|(at, stride)| at * stride).sum();
                             let whole = within.iter().zip(&region.offsets).map(|(at, offset)| at + offset);
-                            let lies: u64 = whole.zip(&strides).map(|(at, stride)| at * stride).sum();
-                            let expected = flat.params()[index].start + lies - range.start;
+                            let position: u64 = whole.zip(&strides).map(|(at, stride)| at * stride).sum();
+                            let expected = flat.params()[index].start + position - range.start;
                             assert_eq!(view.offset + at, base + expected * step);
                             seen += 1;
                         }

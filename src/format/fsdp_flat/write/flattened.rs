@@ -1,33 +1,34 @@
-//! Optimizer state whose names are keys: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`.
+//! Optimizer state with dotted names as keys: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`, as PyTorch writes it
+//! with `flatten_optimizer_state_dict`.
 //!
-//! Options are those of single parameters then, and neither groups nor their order can be told. So these come from the
-//! layout; but flat parameters of one group have an order without it.
+//! Such state has options per parameter, but no parameter groups and no order. Both come from the layout. If all flat
+//! parameters have equal options they form one group, which needs no layout.
 //!
-//! Source: `_flatten_optim_state_dict` in `torch/distributed/checkpoint/state_dict.py`, which
-//! `flatten_optimizer_state_dict` asks for.
+//! Source: `_flatten_optim_state_dict` in `torch/distributed/checkpoint/state_dict.py`.
 
 use indexmap::IndexMap;
 
-use super::groups::{prefix, same_options, unknown};
+use super::groups::{message_prefix, same_options, unknown_parameter_error};
 use super::params::ParameterNames;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Path, Value};
 use crate::error::{Error, Result};
 
-/// Whether a dict is of this form.
-pub fn is_flattened(dict: &Dict) -> bool {
-    let has = |container: &str| dict.entries.iter().any(|(key, _)| below(container, key).is_some());
+/// Returns whether a dict is optimizer state in this form.
+pub fn has_dotted_keys(dict: &Dict) -> bool {
+    let has = |container: &str| dict.entries.iter().any(|(key, _)| strip_container(container, key).is_some());
     has(STATE) && has(GROUPS)
 }
 
-/// The same optimizer with dicts for names, each parameter in a group of its own or all in one.
-pub fn unflattened(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
+/// Returns the optimizer state as nested dicts, with each parameter in a group of its own, or all parameters in one
+/// group.
+pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();
     let mut others = Vec::new();
     for (key, value) in &dict.entries {
-        let (found, rest) = match (below(STATE, key), below(GROUPS, key)) {
+        let (found, rest) = match (strip_container(STATE, key), strip_container(GROUPS, key)) {
             (Some(rest), _) => (&mut states, rest),
             (None, Some(rest)) => (&mut options, rest),
             (None, None) => {
@@ -35,8 +36,10 @@ pub fn unflattened(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout:
                 continue;
             }
         };
-        let (fqn, last) =
-            rest.rsplit_once('.').filter(|(fqn, _)| names.find(fqn).is_some()).ok_or_else(|| unknown(path, rest))?;
+        let (fqn, last) = rest
+            .rsplit_once('.')
+            .filter(|(fqn, _)| names.find(fqn).is_some())
+            .ok_or_else(|| unknown_parameter_error(path, rest))?;
         found.entry(fqn).or_default().entries.push((Value::Str(last.into()), value.clone()));
     }
     let groups = if layout.optimizer.is_some() {
@@ -48,7 +51,7 @@ pub fn unflattened(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout:
             Some(first) if !layout.use_orig_params && all.all(|other| same_options(&first, &other)) => {
                 vec![group(first, &fqns)]
             }
-            _ => return Err(no_groups(path)),
+            _ => return Err(no_groups_error(path)),
         }
     };
     let states = states.into_iter().map(|(fqn, state)| (Value::Str(fqn.into()), Value::Dict(state))).collect();
@@ -58,7 +61,7 @@ pub fn unflattened(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout:
     Ok(Dict { kind: dict.kind, entries, attributes: None })
 }
 
-fn below<'k>(container: &str, key: &'k Value) -> Option<&'k str> {
+fn strip_container<'k>(container: &str, key: &'k Value) -> Option<&'k str> {
     key.as_str()?.strip_prefix(container)?.strip_prefix('.')
 }
 
@@ -69,12 +72,12 @@ fn group(mut options: Dict, fqns: &[&str]) -> Value {
     Value::Dict(options)
 }
 
-fn no_groups(path: &Path) -> Error {
+fn no_groups_error(path: &Path) -> Error {
     Error::unsupported(
         format!(
-            "{}optimizer state saved with flatten_optimizer_state_dict does not tell parameter groups",
-            prefix(path)
+            "{}optimizer state saved with flatten_optimizer_state_dict does not record parameter groups",
+            message_prefix(path)
         ),
-        "a flat layout with an `optimizer` tells them (options::flat_layout); or leave it out (options::exclude)",
+        "give a flat layout with `optimizer` (options::flat_layout), or leave the state out (options::exclude)",
     )
 }

@@ -1,14 +1,15 @@
-//! Gradients as a job of FSDP1 has them on each rank: `parameter.grad` of the wrapped model's `named_parameters()`.
+//! Plans gradients as an FSDP1 job has them on each rank: `parameter.grad` of the wrapped model's `named_parameters()`.
 //!
-//! With `use_orig_params` a gradient is as long as what the rank holds of its parameter, and not there where that is
-//! nothing. Without, a flat parameter has one, as long as a shard, with zeros where padding is.
+//! With `use_orig_params` a gradient is as long as the rank's part of its parameter, and absent if the rank has no
+//! part. Without it, each flat parameter has one gradient, as long as a shard, with zeros as padding. Lengths count
+//! elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
 
 use indexmap::IndexMap;
 
-use super::groups::{GroupMember, of_member};
+use super::groups::{GroupMember, member_parameters};
 use super::metadata::wrapped_name;
 use super::params::ParameterNames;
 use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
@@ -16,7 +17,7 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// The dict, with numbers of items for tensors.
+/// Plans the dict of gradients; tensors in the result are indices of planned tensors.
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let mut gradients: IndexMap<ParameterIndex, TensorId> = IndexMap::new();
     let mut entries = Vec::new();
@@ -27,9 +28,12 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                 let (own, param) = (&plan.source.tensor(id).shape, plan.param(at));
                 if *own != param.shape {
                     let (own, shape) = (own.as_slice(), param.shape.as_slice());
-                    return Err(unfit(path, &format!("{name} has the shape {own:?}, its parameter {shape:?}")));
+                    return Err(unsupported_error(
+                        path,
+                        &format!("{name} has the shape {own:?}, but its parameter has {shape:?}"),
+                    ));
                 }
-                // A tied parameter has one, under whichever of its names.
+                // A tied parameter has one gradient, under any of its names.
                 match gradients.get(&at) {
                     Some(kept) if *kept != id => plan.merged.push((*kept, id)),
                     Some(_) => {}
@@ -37,9 +41,9 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                 }
             }
             (StateLeaf::Tensor(id), None) => {
-                entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id))))
+                entries.push((Value::Str(name.into()), plan.replicated_value(&Value::Tensor(id))))
             }
-            (StateLeaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.whole_value(value))),
+            (StateLeaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.replicated_value(value))),
         }
     }
     let layout = plan.layout;
@@ -47,49 +51,58 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
         let own = gradients.iter().map(|(at, id)| {
             let item = if plan.is_sharded() {
                 let dtype = plan.source.tensor(*id).dtype;
-                let storage = plan.storage(dtype, StorageContent::Slice { at: *at, tensor: *id });
-                plan.item(storage, TensorRole::Gradient(*at))
+                let storage = plan.add_storage(dtype, StorageContent::Slice { at: *at, tensor: *id });
+                plan.add_tensor(storage, TensorRole::Gradient(*at))
             } else {
-                plan.whole_value(&Value::Tensor(*id))
+                plan.replicated_value(&Value::Tensor(*id))
             };
             (Value::Str(wrapped_name(plan.param(*at).fqn.as_str(), layout).into()), item)
         });
         own.collect()
     } else {
-        of_units(&gradients, path, plan)?
+        unit_gradients(&gradients, path, plan)?
     };
     let entries = own.into_iter().chain(entries).collect();
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-/// The gradients of flat parameters, of all that they hold.
-fn of_units(
+/// Plans one gradient per flat parameter.
+fn unit_gradients(
     gradients: &IndexMap<ParameterIndex, TensorId>,
     path: &Path,
     plan: &mut FlatPlan<'_>,
 ) -> Result<Vec<(Value, Value)>> {
     let mut entries = Vec::new();
     for (unit, known) in plan.layout.units.iter().enumerate() {
-        let params = of_member(GroupMember::Unit(unit), plan);
+        let params = member_parameters(GroupMember::Unit(unit), plan);
         let tensors: Vec<TensorId> = params.iter().filter_map(|at| gradients.get(at).copied()).collect();
         let Some(first) = tensors.first() else { continue };
         let dtype = plan.source.tensor(*first).dtype;
         if let Some(lacking) = params.iter().find(|at| !gradients.contains_key(*at)) {
             let fqn = &plan.param(*lacking).fqn;
-            return Err(unfit(path, &format!("{} has one gradient, and there is none of {fqn}", known.describe())));
+            return Err(unsupported_error(
+                path,
+                &format!("{} needs one gradient for all its parameters, but {fqn} has none", known.describe()),
+            ));
         }
         if tensors.iter().any(|id| plan.source.tensor(*id).dtype != dtype) {
-            return Err(unfit(path, &format!("{} has one gradient, and theirs differ in dtype", known.describe())));
+            return Err(unsupported_error(
+                path,
+                &format!(
+                    "{} needs one gradient for all its parameters, but their gradients differ in dtype",
+                    known.describe()
+                ),
+            ));
         }
-        let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
+        let storage = plan.add_storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
         let name = wrapped_name(known.key().as_str(), plan.layout);
-        entries.push((Value::Str(name.into()), plan.item(storage, TensorRole::State)));
+        entries.push((Value::Str(name.into()), plan.add_tensor(storage, TensorRole::State)));
     }
     Ok(entries)
 }
 
-fn unfit(path: &Path, what: &str) -> Error {
-    // Of a series of its own.
+fn unsupported_error(path: &Path, what: &str) -> Error {
+    // The gradients are a series of their own.
     let at = if path.0.is_empty() { String::from("grads") } else { path.to_string() };
-    Error::unsupported(format!("{at}: {what}"), format!("options::exclude {at} leaves gradients out"))
+    Error::unsupported(format!("{at}: {what}"), format!("leave the gradients out with options::exclude {at}"))
 }

@@ -1,7 +1,7 @@
-//! The parameter groups of an optimizer: those of the source, and those of the target.
+//! Maps the parameter groups of the source's optimizer to those of the target's.
 //!
-//! A source knows parameters by name or, as `optimizer.state_dict()` does, by number. The optimizer of the target
-//! updates them, or flat parameters, and each is in one group.
+//! The source identifies parameters by name or, as `optimizer.state_dict()` does, by number. The optimizer of the
+//! target updates parameters or flat parameters. Every one of them is in exactly one group.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,7 +13,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
 
-/// What the optimizer of the target updates: one number.
+/// A parameter or flat parameter that the target's optimizer updates; it gets one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GroupMember {
     Parameter(ParameterIndex),
@@ -22,7 +22,7 @@ pub enum GroupMember {
 }
 
 impl GroupMember {
-    /// The name of the parameter, or the key of the flat one.
+    /// Returns the name of the parameter, or the key of the flat parameter.
     pub fn name(self, plan: &FlatPlan<'_>) -> Fqn {
         match self {
             Self::Parameter(at) => plan.param(at).fqn.clone(),
@@ -31,8 +31,9 @@ impl GroupMember {
     }
 }
 
+/// The optimizer of the source: its groups and states by parameter.
 pub struct SourceOptimizer<'v> {
-    /// For messages.
+    /// Path of the optimizer, for messages.
     path: &'v Path,
     groups: Vec<(&'v Dict, Vec<ParameterIndex>)>,
     group_of: HashMap<ParameterIndex, usize>,
@@ -40,6 +41,7 @@ pub struct SourceOptimizer<'v> {
 }
 
 impl<'v> SourceOptimizer<'v> {
+    /// Reads optimizer state and resolves its names or numbers to parameters.
     pub fn read(dict: &'v Dict, path: &'v Path, names: &ParameterNames<'_>, plan: &FlatPlan<'_>) -> Result<Self> {
         let stored = match dict.get(STATE) {
             Some(Value::Dict(stored)) => stored.entries.as_slice(),
@@ -52,19 +54,22 @@ impl<'v> SourceOptimizer<'v> {
         let by_number = OptimizerNumbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
-            key => names.find(&key_text(key)).ok_or_else(|| unknown(path, &key_text(key))),
+            key => names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &key_text(key))),
         };
         let mut groups = Vec::with_capacity(listed.len());
         let mut group_of = HashMap::new();
         for (index, group) in listed.iter().enumerate() {
             let members = group.as_dict().and_then(|options| Some((options, options.get(PARAMS)?)));
             let Some((options, Value::List(members))) = members else {
-                return Err(unreadable(path, "a parameter group without a list of params"));
+                return Err(unreadable_error(path, "a parameter group that has no list of params"));
             };
             let members = members.iter().map(parameter).collect::<Result<Vec<ParameterIndex>>>()?;
             for at in &members {
                 if group_of.insert(*at, index).is_some() {
-                    return Err(unreadable(path, &format!("{} twice in parameter groups", plan.param(*at).fqn)));
+                    return Err(unreadable_error(
+                        path,
+                        &format!("{} listed twice in its parameter groups", plan.param(*at).fqn),
+                    ));
                 }
             }
             groups.push((options, members));
@@ -74,19 +79,19 @@ impl<'v> SourceOptimizer<'v> {
             let at = parameter(key)?;
             let fqn = &plan.param(at).fqn;
             let Value::Dict(state) = value else {
-                return Err(unreadable(path, &format!("state of {fqn} that is no dict")));
+                return Err(unreadable_error(path, &format!("state of {fqn} that is not a dict")));
             };
             if !group_of.contains_key(&at) {
-                return Err(unreadable(path, &format!("state of {fqn}, which is in no parameter group")));
+                return Err(unreadable_error(path, &format!("state of {fqn} that is in no parameter group")));
             }
             if states.insert(at, state).is_some() {
-                return Err(unreadable(path, &format!("state of {fqn} under two of its names")));
+                return Err(unreadable_error(path, &format!("state of {fqn} under two of its names")));
             }
         }
         Ok(Self { path, groups, group_of, states })
     }
 
-    /// The groups of the target: as the layout has them, else as the source has.
+    /// Returns the groups of the target: those of the layout, or those of the source if the layout has none.
     pub fn target_groups(
         &self,
         names: &ParameterNames<'_>,
@@ -99,7 +104,7 @@ impl<'v> SourceOptimizer<'v> {
                     |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
-                self.groups_of_units(plan)
+                self.unit_groups(plan)
             };
         };
         let mut seen = HashSet::new();
@@ -116,41 +121,45 @@ impl<'v> SourceOptimizer<'v> {
                 let Some(member) = member.filter(|member| seen.insert(*member)) else {
                     let kind = if layout.use_orig_params { "a parameter" } else { "a flat parameter" };
                     return Err(Error::unsupported(
-                        format!("the optimizer of the flat layout: expected {kind} each once, found {fqn}"),
-                        "list parameters with use_orig_params, else keys of flat parameters",
+                        format!(
+                            "the optimizer of the flat layout: expected every entry to be {kind} that is listed once, \
+                             found {fqn}"
+                        ),
+                        "list names of parameters if use_orig_params is true, otherwise keys of flat parameters",
                     ));
                 };
-                params.extend(of_member(member, plan));
+                params.extend(member_parameters(member, plan));
                 members.push(member);
             }
             groups.push((self.common_options(index, &params, plan)?, members));
         }
-        let listed: HashSet<ParameterIndex> = seen.into_iter().flat_map(|member| of_member(member, plan)).collect();
+        let listed: HashSet<ParameterIndex> =
+            seen.into_iter().flat_map(|member| member_parameters(member, plan)).collect();
         let all = self.groups.iter().flat_map(|(_, params)| params);
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
-            Some(at) => Err(self.unfit(
+            Some(at) => Err(self.unsupported_error(
                 format!("{} is not in the optimizer of the flat layout", plan.param(at).fqn),
-                "list all that the optimizer updates, or leave `optimizer` out of the layout",
+                "list everything that the optimizer updates, or remove `optimizer` from the layout",
             )),
         }
     }
 
-    /// Units in the order of the layout, in the groups that their parameters are in.
-    fn groups_of_units(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
+    /// Returns the units in the order of the layout, each in the group of its parameters.
+    fn unit_groups(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
             self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
         for (unit, known) in plan.layout.units.iter().enumerate() {
-            let params: Vec<ParameterIndex> = of_member(GroupMember::Unit(unit), plan);
+            let params: Vec<ParameterIndex> = member_parameters(GroupMember::Unit(unit), plan);
             let group = |at: &ParameterIndex| self.group_of.get(at).copied();
             let Some(first) = params.first() else { continue };
             if let Some(other) = params.iter().find(|at| group(at) != group(first)) {
                 let place = |at: &ParameterIndex| {
                     group(at).map_or(String::from("in none"), |group| format!("in group {group}"))
                 };
-                return Err(self.unfit(
+                return Err(self.unsupported_error(
                     format!(
-                        "{}: {} is {}, {} {}: a flat parameter is in one parameter group",
+                        "{}: {} is {}, {} {}, but a flat parameter belongs to one parameter group",
                         known.describe(),
                         plan.param(*first).fqn,
                         place(first),
@@ -167,19 +176,22 @@ impl<'v> SourceOptimizer<'v> {
         Ok(groups)
     }
 
-    /// The options of a group of the layout: those its parameters have in the source.
+    /// Returns the options of a group of the layout: the options that its parameters have in the source.
     fn common_options(&self, index: usize, params: &[ParameterIndex], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
         let Some(first) = params.first() else {
             let options = self.groups.get(index).map(|(options, _)| *options);
             return options.ok_or_else(|| {
-                self.unfit(format!("the flat layout has an empty parameter group {index}"), "leave that group out")
+                self.unsupported_error(
+                    format!("the flat layout has an empty parameter group {index}"),
+                    "leave that group out",
+                )
             });
         };
         let group = |at: &ParameterIndex| {
             self.group_of.get(at).copied().ok_or_else(|| {
-                self.unfit(
+                self.unsupported_error(
                     format!("{} is in no parameter group", plan.param(*at).fqn),
-                    "list in the layout what the optimizer of SRC updates, or leave `optimizer` out of it",
+                    "list everything that the optimizer of SRC updates, or remove `optimizer` from the layout",
                 )
             })
         };
@@ -187,25 +199,26 @@ impl<'v> SourceOptimizer<'v> {
         for at in params {
             let other = group(at)?;
             if other != own && !same_options(self.groups[own].0, self.groups[other].0) {
-                return Err(self.unfit(
+                return Err(self.unsupported_error(
                     format!(
-                        "{} and {} are one parameter group of the flat layout, and have different options",
+                        "{} and {} are in one parameter group of the flat layout, but have different options in SRC",
                         plan.param(*first).fqn,
                         plan.param(*at).fqn
                     ),
-                    "give the groups of the job in `optimizer` of the flat layout",
+                    "list the groups of the job in `optimizer` of the flat layout",
                 ));
             }
         }
         Ok(self.groups[own].0)
     }
 
-    pub fn unfit(&self, what: String, hint: &str) -> Error {
-        Error::unsupported(format!("{}{what}", prefix(self.path)), hint)
+    /// Returns an error about this optimizer.
+    pub fn unsupported_error(&self, what: String, hint: &str) -> Error {
+        Error::unsupported(format!("{}{what}", message_prefix(self.path)), hint)
     }
 }
 
-/// The parameters behind the numbers of a plain `optimizer.state_dict()`, where it has numbers.
+/// The parameters that the numbers of a plain `optimizer.state_dict()` stand for; empty if the optimizer uses names.
 struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
 
 impl OptimizerNumbers {
@@ -228,23 +241,28 @@ impl OptimizerNumbers {
         if !numbered {
             return Self(HashMap::new());
         }
-        // The layout tells parameters from buffers.
+        // The layout distinguishes parameters from buffers.
         let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
         let in_order = || {
             let known = numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
             let known = (0..).zip(known);
             Some(known.filter_map(|(number, (fqn, _))| Some((number, names.find(fqn.as_str())?))).collect())
         };
-        Self(named(&groups, names).or_else(|| listed_alike(&groups, names, plan)).or_else(in_order).unwrap_or_default())
+        Self(
+            from_param_names(&groups, names)
+                .or_else(|| from_layout_groups(&groups, names, plan))
+                .or_else(in_order)
+                .unwrap_or_default(),
+        )
     }
 
     fn get(&self, path: &Path, number: i64) -> Result<ParameterIndex> {
-        self.0.get(&number).copied().ok_or_else(|| unknown(path, &format!("number {number}")))
+        self.0.get(&number).copied().ok_or_else(|| unknown_parameter_error(path, &format!("number {number}")))
     }
 }
 
-/// Optimizers of named parameters have the names beside the numbers.
-fn named(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
+/// Reads `param_names`, which optimizers of named parameters store next to the numbers.
+fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
     let mut known = HashMap::new();
     for (options, params) in groups {
         let Some(Value::List(own)) = options.get(PARAM_NAMES) else { return None };
@@ -258,9 +276,9 @@ fn named(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<Has
     Some(known)
 }
 
-/// Several groups that have as many parameters each as those of the layout are those. One group has all of them, in an
-/// order that shapes can confirm.
-fn listed_alike(
+/// Uses the layout's groups if there are several and they have the same sizes as the source's. A single group holds all
+/// parameters, in an order that shapes can confirm.
+fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
     plan: &FlatPlan<'_>,
@@ -274,7 +292,8 @@ fn listed_alike(
     pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
 }
 
-pub fn of_member(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
+/// Returns the parameters that a group member consists of.
+pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
     match member {
         GroupMember::Parameter(at) => vec![at],
         GroupMember::Unit(unit) => {
@@ -283,6 +302,7 @@ pub fn of_member(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex
     }
 }
 
+/// Returns whether two parameter groups have equal options, apart from their lists of parameters.
 pub fn same_options(left: &Dict, right: &Dict) -> bool {
     let options = |dict: &Dict| {
         let is_option = |key: &Value| !matches!(key.as_str(), Some(PARAMS | PARAM_NAMES));
@@ -293,19 +313,21 @@ pub fn same_options(left: &Dict, right: &Dict) -> bool {
     options(left) == options(right)
 }
 
-pub fn prefix(path: &Path) -> String {
+/// Returns the prefix of messages about a path; empty at the top.
+pub fn message_prefix(path: &Path) -> String {
     if path.0.is_empty() { String::new() } else { format!("{path}: ") }
 }
 
-pub fn unknown(path: &Path, name: &str) -> Error {
+/// Returns the error for state of a parameter that is not in the flat layout.
+pub fn unknown_parameter_error(path: &Path, name: &str) -> Error {
     Error::unsupported(
-        format!("{}optimizer state of {name}, which is not known to be a parameter of the flat layout", prefix(path)),
-        "the flat layout must be that of this very model; optimizer.state_dict() without names tells parameters only \
-         where there is one reading, for which options::buffers PATTERN may have to say what is none; several groups have to be \
-         in the `optimizer` of a flat layout with use_orig_params",
+        format!("{}optimizer state of {name}, which is no known parameter of the flat layout", message_prefix(path)),
+        "give the flat layout of this model; if optimizer.state_dict() has numbers, name the buffers with \
+         options::buffers PATTERN, and list several parameter groups in the `optimizer` of a flat layout with \
+         use_orig_params",
     )
 }
 
-fn unreadable(path: &Path, what: &str) -> Error {
-    Error::unsupported(format!("{}an optimizer with {what}", prefix(path)), "leave it out (options::exclude)")
+fn unreadable_error(path: &Path, what: &str) -> Error {
+    Error::unsupported(format!("{}an optimizer with {what}", message_prefix(path)), "leave it out (options::exclude)")
 }

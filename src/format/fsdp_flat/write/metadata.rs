@@ -1,7 +1,7 @@
-//! The `_metadata` of a model's state dict: the versions of its modules, by their paths.
+//! Writes the `_metadata` of a model's state dict: the version of each module, by its path.
 //!
-//! A wrapped module is two, the wrapper and what it wraps: `layers.0` and `layers.0._fsdp_wrapped_module`, and the
-//! wrapper is in the path of everything below it.
+//! A wrapped module has two entries, one for the wrapper and one for the module inside: `layers.0` and
+//! `layers.0._fsdp_wrapped_module`. The wrapper is part of the path of everything below it.
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
 //! `torch/distributed/fsdp/_common_utils.py`.
@@ -15,30 +15,31 @@ use crate::catalog::modules::METADATA;
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Value};
 
-/// The name that a parameter, or a flat one, has among the wrapped model's `named_parameters()`.
+/// Returns the name of a parameter or flat parameter in the wrapped model's `named_parameters()`.
 pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     let (module, last) = name.rsplit_once('.').unwrap_or(("", name));
-    let path = wrapper(module, layout);
+    let path = wrapped_path(module, layout);
     let inner = if is_unit(module, layout) { join(&path, FSDP_WRAPPED) } else { path };
     join(&inner, last)
 }
 
-/// The attributes of a state dict as they are with these units wrapped: as they were where they have these wrappers,
-/// else with others taken out and these put in. `None` where they are something else.
-pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
+/// Returns the attributes of a state dict for a model with these units wrapped. If the source has exactly these
+/// wrappers, its attributes are kept; otherwise its wrappers are removed and these are added. Returns `None` if the
+/// attributes are not `_metadata`.
+pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
     if attributes.entries.len() != 1 || metadata.entries.iter().any(|(_, value)| value.contains_tensor()) {
         return None;
     }
     let paths: Vec<&str> = metadata.entries.iter().map(|(path, _)| path.as_str()).collect::<Option<_>>()?;
-    let units = layout.units.iter().map(|unit| join(&wrapper(&unit.module, layout), FSDP_WRAPPED));
+    let units = layout.units.iter().map(|unit| join(&wrapped_path(&unit.module, layout), FSDP_WRAPPED));
     let known: HashSet<&str> = paths.iter().copied().collect();
     let wrappers = paths.iter().filter(|path| path.rsplit('.').next() == Some(FSDP_WRAPPED)).count();
     let entries = if units.clone().all(|unit| known.contains(unit.as_str())) && wrappers == units.count() {
         metadata.entries.clone()
     } else {
-        // What a wrapper wraps comes behind it, and is the module.
+        // The wrapped module comes after its wrapper, so the last entry of a clean name is the module.
         let modules: IndexMap<String, &Value> =
             paths.iter().zip(&metadata.entries).map(|(path, (_, value))| (clean_name(path), value)).collect();
         modules.iter().flat_map(|(module, value)| wrapped_entries(module, value, layout)).collect()
@@ -48,9 +49,9 @@ pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     Some(Value::Dict(Dict { kind: attributes.kind, entries, attributes: None }))
 }
 
-/// A module as it is listed; a unit is listed behind its wrapper.
+/// Returns the entries of a module: one, or two for a unit, the wrapper first.
 fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Value, Value)> {
-    let outside = wrapper(module, layout);
+    let outside = wrapped_path(module, layout);
     if !is_unit(module, layout) {
         return vec![(Value::Str(outside.into()), value.clone())];
     }
@@ -59,8 +60,8 @@ fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Val
     vec![(Value::Str(outside.into()), Value::Dict(version)), (Value::Str(inside.into()), value.clone())]
 }
 
-/// The path of a module with all the wrappers around it, but for its own.
-fn wrapper(module: &str, layout: &FlatLayout) -> String {
+/// Returns the path of a module with all wrappers around it, without its own wrapper.
+fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     let mut path = String::new();
     let mut plain = String::new();
     for part in module.split('.').filter(|part| !part.is_empty()) {
@@ -73,7 +74,7 @@ fn wrapper(module: &str, layout: &FlatLayout) -> String {
     path
 }
 
-/// The root is wrapped also where all of its parameters are in other units.
+/// Returns whether a module is wrapped. The root always is, even if all its parameters are in inner units.
 fn is_unit(module: &str, layout: &FlatLayout) -> bool {
     module.is_empty() || layout.units.iter().any(|unit| *unit.module == *module)
 }

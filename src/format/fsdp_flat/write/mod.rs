@@ -1,9 +1,9 @@
-//! Writing LOCAL_STATE_DICT files, and the optimizer state that goes with them.
+//! Writes LOCAL_STATE_DICT files and the optimizer state that belongs to them.
 //!
-//! A rank's file has the tree of the state dict with its own shards in it. The tree is planned once: each tensor of the
-//! target is an [`Item`](plan::Item), a view of a [`Storage`](plan::Storage), and both have the same numbers on all
-//! ranks; what a rank holds of them follows from the flat layout. Data of parameters and known bytes of padding lie in
-//! one storage behind each other.
+//! The file of a rank has the tree of the state dict with the rank's shards in it. The tree is planned once: each
+//! tensor of the target is a [`TreeTensor`](plan::TreeTensor), a view of a [`PlannedStorage`](plan::PlannedStorage).
+//! Both have the same indices on all ranks; the flat layout determines the part that each rank holds. One storage holds
+//! the data of parameters and the known padding bytes between them.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`].
 //!
@@ -39,25 +39,25 @@ use params::ParameterNames;
 use plan::FlatPlan;
 use rank_file::FlatRankFile;
 
-/// What to write.
+/// The input of [`reserve`]: a layout, and paths in the state dict.
 pub struct FlatTarget<'a> {
-    /// Of the target; it has passed [`FlatLayout::check`].
+    /// The layout of the target; it has passed [`FlatLayout::check`].
     pub layout: &'a FlatLayout,
-    /// Where in the state the model's dict is, if it is there.
+    /// The path of the model's dict in the state, if the state has a model.
     pub model: Option<Path>,
-    /// Where the dict of its gradients is, if there are any.
+    /// The path of the dict of gradients, if there are gradients.
     pub gradients: Option<Path>,
-    /// The file of a rank.
+    /// Returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
-/// Lay out a file for each rank, and `flat_layout.json` where the model has units.
+/// Lays out one file per rank, and `flat_layout.json` if the model has units.
 ///
-/// Only dtypes and shapes of `source` are looked at.
+/// Reads only dtypes and shapes of `source`.
 ///
 /// # Errors
-/// `Unsupported` where the layout is not that of the model, where parameters or their optimizer state cannot be
-/// flattened, and where an object cannot be pickled.
+/// `Unsupported` if the layout does not match the model, if parameters or their optimizer state cannot be flattened, or
+/// if an object cannot be pickled.
 pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Result<Reservation> {
     let FlatTarget { layout, name, .. } = target;
     let PlannedTree { tree, plan, notes, .. } = PlannedTree::new(source, state, &target)?;
@@ -77,25 +77,26 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
             reservation.tensors.push(Reserved::new(source_id, entry));
         }
     }
-    // A layout of no units would only be doubted when it is read.
+    // A layout without units would have no effect except warnings on reading.
     if target.model.is_some() && !layout.units.is_empty() {
-        let mut beside = OutputFile::new(FILE_NAME);
-        beside.push_header(render(&plan.written_layout()).into_bytes());
-        reservation.files.push(beside);
+        let mut document = OutputFile::new(FILE_NAME);
+        document.push_header(render(&plan.written_layout()).into_bytes());
+        reservation.files.push(document);
     }
     Ok(reservation)
 }
 
-/// What is to be known of a part before any is laid out.
+/// Facts about a part of the state dict that are needed before any part is laid out.
 pub struct PartSurvey {
-    /// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source
-    /// has apart, and scalars of optimizer state, of which a flat parameter has one.
+    /// Pairs of source tensors that become one: the tensor that is kept, and a tensor that must be equal to it. These
+    /// are tied parameters that the source stores separately, and scalars of optimizer state, of which a flat parameter
+    /// has only one.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// What an optimizer in it will number, group by group.
+    /// The names that an optimizer in this part will number, group by group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
-/// Look at a part of the state dict.
+/// Plans a part of the state dict without laying out files.
 ///
 /// # Errors
 /// As [`reserve`].
@@ -104,7 +105,7 @@ pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Resul
     Ok(PartSurvey { merged, numbered })
 }
 
-/// The tree that every rank's file has, with numbers of items for tensors.
+/// The tree that all rank files share; tensors in it are indices of planned tensors.
 struct PlannedTree<'a> {
     tree: Value,
     plan: FlatPlan<'a>,
@@ -123,7 +124,7 @@ impl<'a> PlannedTree<'a> {
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names, model, gradients };
         planned.tree = planned.convert(state, &Path::default())?;
         match model {
-            Some(path) if planned.plan.dtypes.is_none() => Err(no_model(path)),
+            Some(path) if planned.plan.dtypes.is_none() => Err(no_model_error(path)),
             _ => Ok(planned),
         }
     }
@@ -139,8 +140,8 @@ impl<'a> PlannedTree<'a> {
             Value::Dict(dict) if optimizer::is_optimizer(dict) => {
                 optimizer::plan(dict, path, &self.names, &mut self.plan)?
             }
-            Value::Dict(dict) if flattened::is_flattened(dict) => {
-                let dict = flattened::unflattened(dict, path, &self.names, self.plan.layout)?;
+            Value::Dict(dict) if flattened::has_dotted_keys(dict) => {
+                let dict = flattened::nest(dict, path, &self.names, self.plan.layout)?;
                 optimizer::plan(&dict, path, &self.names, &mut self.plan)?
             }
             Value::Dict(dict) => {
@@ -149,29 +150,29 @@ impl<'a> PlannedTree<'a> {
                     Ok((key.clone(), self.convert(child, &below)?))
                 });
                 let entries = entries.collect::<Result<_>>()?;
-                let attributes = dict.attributes.as_ref().map(|value| Box::new(self.plan.whole_value(value)));
+                let attributes = dict.attributes.as_ref().map(|value| Box::new(self.plan.replicated_value(value)));
                 Value::Dict(Dict { kind: dict.kind, entries, attributes })
             }
             Value::List(items) => {
                 let items = (0..).zip(items).map(|(index, child)| self.convert(child, &path.child(Key::Index(index))));
                 Value::List(items.collect::<Result<_>>()?)
             }
-            other => self.plan.whole_value(other),
+            other => self.plan.replicated_value(other),
         })
     }
 }
 
 impl PlannedTree<'_> {
-    /// The model, and what stands beside it where it is at the top.
+    /// Converts the model, and the entries next to it if the model is at the top of the state dict.
     fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
         let Value::Dict(dict) = value else {
-            return Err(no_model(path));
+            return Err(no_model_error(path));
         };
         let is_beside = |(key, value): &&(Value, Value)| path.0.is_empty() && is_beside_model(&key_text(key), value);
-        let (beside, own): (Vec<_>, Vec<_>) = dict.entries.iter().partition(|entry| is_beside(entry));
+        let (others, own): (Vec<_>, Vec<_>) = dict.entries.iter().partition(|entry| is_beside(entry));
         let own = Dict { entries: own.into_iter().cloned().collect(), ..dict.clone() };
         let mut written = model::plan(&own, &self.names, &mut self.plan, &mut self.notes)?;
-        for (key, value) in beside {
+        for (key, value) in others {
             let value = self.convert(value, &path.child(Key::Name(key_text(key))))?;
             written.entries.push((key.clone(), value));
         }
@@ -179,11 +180,14 @@ impl PlannedTree<'_> {
     }
 }
 
-fn no_model(path: &Path) -> Error {
-    Error::unsupported(format!("no dict of a model at `{path}`"), "options::root names the part that is the model")
+fn no_model_error(path: &Path) -> Error {
+    Error::unsupported(
+        format!("the state dict has no model dict at `{path}`"),
+        "name the part that is the model with options::root",
+    )
 }
 
-/// The error for a value of the state dict that pickle cannot hold.
+/// Returns the error for a value of the state dict that cannot be pickled.
 fn cannot_pickle(error: &torch_pickle::pickle::WriteError) -> Error {
-    Error::unsupported(format!("the state dict cannot be pickled: {error}"), "leave that object out of the checkpoint")
+    Error::unsupported(format!("the state dict cannot be pickled: {error}"), "remove that object from the checkpoint")
 }

@@ -1,15 +1,15 @@
-//! The model's dict as a rank's file has it.
+//! Plans the model's dict as a rank's file has it.
 //!
-//! Flat parameters stand where PyTorch's walk of the modules puts them. Without `use_orig_params` they are the only
-//! parameters, and the first that their modules have; with it they are added when a module is done, behind everything
-//! below it:
+//! Flat parameters come where PyTorch's traversal of the modules puts them. Without `use_orig_params` they are the only
+//! parameters, and the first entry of their module. With it, a flat parameter is added when its module is finished,
+//! after everything below it:
 //!
 //! ```text
 //! without   _flat_param, freqs, layers.0._flat_param, layers.0.scale
 //! with      freqs, emb.weight, layers.0.scale, layers.0.w, layers.0._flat_param, head.weight, _flat_param
 //! ```
 //!
-//! Where nothing is sharded there are none, and the dict is that of the whole model.
+//! Without sharding there are no flat parameters, and the dict is that of the whole model.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,14 +21,14 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// What stands under a name.
+/// The meaning of an entry.
 enum ModelEntry<'v> {
     Parameter(ParameterIndex),
     Other(TensorId),
     Object(&'v Value),
 }
 
-/// The dict, with numbers of items for tensors.
+/// Plans the model's dict; tensors in the result are indices of planned tensors.
 pub fn plan(
     model: &Dict,
     names: &ParameterNames<'_>,
@@ -53,27 +53,28 @@ pub fn plan(
     plan.merged.extend(ties);
     plan.dtypes = Some(units.iter().map(|unit| unit.dtype).collect());
     add_missing_names(&mut entries, plan, names);
-    notes.extend(tell_others(&entries));
+    notes.extend(buffers_note(&entries));
 
-    let flats = FlatParameters::new(plan, units)?;
-    let (before, after) = flats.places(&entries, plan);
+    let flat_params = FlatParameters::new(plan, units)?;
+    let (before, after) = flat_params.flat_positions(&entries, plan);
     let mut written = Vec::new();
     for (index, (name, entry)) in entries.into_iter().enumerate() {
-        written.extend(before.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
+        written.extend(before.get(&index).into_iter().flatten().map(|&unit| flat_params.flat(unit, plan)));
         match entry {
             ModelEntry::Parameter(at) => {
-                written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name.into()), value)));
+                written.extend(flat_params.parameter(at, plan).map(|value| (Value::Str(name.into()), value)));
             }
-            ModelEntry::Other(id) => written.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
-            ModelEntry::Object(value) => written.push((Value::Str(name.into()), plan.whole_value(value))),
+            ModelEntry::Other(id) => written.push((Value::Str(name.into()), plan.replicated_value(&Value::Tensor(id)))),
+            ModelEntry::Object(value) => written.push((Value::Str(name.into()), plan.replicated_value(value))),
         }
-        written.extend(after.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
+        written.extend(after.get(&index).into_iter().flatten().map(|&unit| flat_params.flat(unit, plan)));
     }
-    let attributes = model.attributes.as_deref().and_then(|own| metadata::wrapped(own, plan.layout)).map(Box::new);
+    let attributes =
+        model.attributes.as_deref().and_then(|own| metadata::wrap_attributes(own, plan.layout)).map(Box::new);
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// Names of tied parameters that the source left out come behind the others of their unit.
+/// Adds names of tied parameters that the source lacks, after the other names of their unit.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
@@ -91,23 +92,27 @@ fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPla
     }
 }
 
-/// What is not in the layout is taken for buffers.
-fn tell_others(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
+/// Returns a note about tensors that are not in the layout, which are treated as buffers.
+fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     let others = entries.iter().filter(|(_, entry)| matches!(entry, ModelEntry::Other(_))).count();
-    let what = if others == 1 { "tensor that is no parameter" } else { "tensors that are no parameters" };
-    (others > 0).then(|| format!("{others} {what}: whole on every rank"))
+    let what = if others == 1 {
+        "tensor is not a parameter of the flat layout"
+    } else {
+        "tensors are not parameters of the flat layout"
+    };
+    (others > 0).then(|| format!("{others} {what}: stored whole on every rank"))
 }
 
-/// The storages of the units' shards.
+/// The storages that hold the shards of the units.
 struct FlatParameters {
     units: Vec<UnitStorage>,
 }
 
-/// Where a unit's parameters are.
+/// The storages of a unit's parameters.
 enum UnitStorage {
-    /// In one storage, `empty` is another one for what a rank does not hold.
+    /// One storage for the shard; `empty` is a second one for parameters of which a rank has no part.
     Shard { storage: usize, empty: usize },
-    /// Whole, each in its own.
+    /// One storage for each whole parameter.
     Whole(Vec<usize>),
 }
 
@@ -117,32 +122,36 @@ impl FlatParameters {
         let mut storages = Vec::with_capacity(units.len());
         for (unit, UnitTensors { dtype, tensors }) in units.into_iter().enumerate() {
             if !plan.is_sharded() {
-                storages.push(UnitStorage::Whole(tensors.into_iter().map(|id| plan.whole_storage(id)).collect()));
+                storages.push(UnitStorage::Whole(tensors.into_iter().map(|id| plan.replicated_storage(id)).collect()));
                 continue;
             }
-            if !tensors.is_empty() && plan.flats[unit].total() == 0 {
+            if !tensors.is_empty() && plan.flat_params[unit].total() == 0 {
                 return Err(Error::unsupported(
-                    format!("{}: its parameters have no elements", layout.units[unit].describe()),
-                    "FSDP1 cannot shard such a unit; leave it in the unit around it",
+                    format!("{}: all parameters of this unit are empty", layout.units[unit].describe()),
+                    "move them into the enclosing unit: FSDP1 cannot shard a unit without elements",
                 ));
             }
-            let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Parameter });
-            let empty = plan.storage(dtype, StorageContent::Nothing);
+            let storage = plan.add_storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Parameter });
+            let empty = plan.add_storage(dtype, StorageContent::Nothing);
             storages.push(UnitStorage::Shard { storage, empty });
         }
         Ok(Self { units: storages })
     }
 
-    /// Before and behind which entries flat parameters stand.
-    fn places(&self, entries: &[(String, ModelEntry<'_>)], plan: &FlatPlan<'_>) -> (Places, Places) {
-        let (mut before, mut after) = (Places::new(), Places::new());
+    /// Returns the units whose flat parameter comes before, and after, each entry.
+    fn flat_positions(
+        &self,
+        entries: &[(String, ModelEntry<'_>)],
+        plan: &FlatPlan<'_>,
+    ) -> (UnitsByEntry, UnitsByEntry) {
+        let (mut before, mut after) = (UnitsByEntry::new(), UnitsByEntry::new());
         if entries.is_empty() || !plan.is_sharded() {
             return (before, after);
         }
         let layout = plan.layout;
         let mut order: Vec<usize> =
             (0..self.units.len()).filter(|&unit| !layout.units[unit].params.is_empty()).collect();
-        // Outer modules first.
+        // Outer modules come first.
         order.sort_by_key(|&unit| layout.units[unit].module.len());
         let below = |unit: usize, name: &str| is_within(name, &layout.units[unit].module);
         if layout.use_orig_params {
@@ -165,20 +174,20 @@ impl FlatParameters {
         let UnitStorage::Shard { storage, .. } = self.units[unit] else {
             unreachable!("only shards have a place");
         };
-        (Value::Str((&plan.layout.units[unit].key()).into()), plan.item(storage, TensorRole::Flat))
+        (Value::Str((&plan.layout.units[unit].key()).into()), plan.add_tensor(storage, TensorRole::Flat))
     }
 
-    /// What a parameter is in its own name, if anything.
+    /// Returns the tensor under the parameter's own name, if the state dict has one.
     fn parameter(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Option<Value> {
         match &self.units[at.unit] {
-            UnitStorage::Whole(storages) => Some(plan.item(storages[at.param], TensorRole::Whole)),
+            UnitStorage::Whole(storages) => Some(plan.add_tensor(storages[at.param], TensorRole::Whole)),
             UnitStorage::Shard { storage, empty } if plan.layout.use_orig_params => {
-                Some(plan.item(*storage, TensorRole::View { at, empty: *empty }))
+                Some(plan.add_tensor(*storage, TensorRole::View { at, empty: *empty }))
             }
             UnitStorage::Shard { .. } => None,
         }
     }
 }
 
-/// Units by the entry they stand before, or behind.
-type Places = HashMap<usize, Vec<usize>>;
+/// Units by the index of the entry that they come before or after.
+type UnitsByEntry = HashMap<usize, Vec<usize>>;

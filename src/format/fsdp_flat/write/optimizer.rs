@@ -1,14 +1,14 @@
-//! Optimizer state as `optimizer.state_dict()` of an FSDP1 job has it on each rank.
+//! Plans optimizer state as `optimizer.state_dict()` of an FSDP1 job has it on each rank.
 //!
-//! Parameters are known by numbers, in the order of the parameter groups. With `use_orig_params` each has state of its
-//! own, of as many elements as the rank holds of it, and none where that is nothing. Without, the optimizer knows flat
-//! parameters only: what is as long as a parameter is laid out as the flat parameter is, and everything else must be
-//! the same for all parameters in it.
+//! Parameters are identified by numbers, in the order of the parameter groups. With `use_orig_params` each parameter
+//! has its own state, as long as the rank's part of it, and no state if the rank has no part. Without it, the optimizer
+//! updates flat parameters only: state in the shape of a parameter is laid out like the flat parameter, and all other
+//! state must be the same for all parameters of the unit. Lengths count elements.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
 
-use super::groups::{GroupMember, SourceOptimizer, of_member};
+use super::groups::{GroupMember, SourceOptimizer, member_parameters};
 use super::params::ParameterNames;
 use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
@@ -16,14 +16,14 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::Result;
 
-/// Whether a dict is the state dict of an optimizer. DCP does not keep that it has a state without entries.
+/// Returns whether a dict is the state dict of an optimizer. DCP drops an empty `state`, so it may be absent.
 pub fn is_optimizer(dict: &Dict) -> bool {
     let Some(Value::List(groups)) = dict.get(GROUPS) else { return false };
     let is_group = |group: &Value| group.as_dict().is_some_and(|options| options.get(PARAMS).is_some());
     groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
 }
 
-/// The state dict, with numbers of items for tensors.
+/// Plans the state dict; tensors in the result are indices of planned tensors.
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;
     let groups = source.target_groups(names, plan)?;
@@ -46,11 +46,11 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
         }
         written.push(write_group(options, first..next, &members, plan));
     }
-    // As PyTorch orders them.
+    // PyTorch writes `state` before `param_groups`.
     let states = Value::Dict(Dict { entries: states, ..Dict::default() });
     let mut entries = vec![(Value::Str(STATE.into()), states), (Value::Str(GROUPS.into()), Value::List(written))];
     let others = dict.entries.iter().filter(|(key, _)| !matches!(key.as_str(), Some(STATE | GROUPS)));
-    entries.extend(others.map(|(key, value)| (key.clone(), plan.whole_value(value))));
+    entries.extend(others.map(|(key, value)| (key.clone(), plan.replicated_value(value))));
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
@@ -65,7 +65,7 @@ fn write_group(
         let value = match key.as_str() {
             Some(PARAMS) => Value::List(numbers.clone().map(Value::Int).collect()),
             Some(PARAM_NAMES) => Value::List(names.clone()),
-            _ => plan.whole_value(value),
+            _ => plan.replicated_value(value),
         };
         (key.clone(), value)
     });
@@ -76,16 +76,18 @@ impl SourceOptimizer<'_> {
     fn parameter_state(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
         let Some(state) = self.states.get(&at) else { return Ok(None) };
         let entries = state.entries.iter().map(|(key, value)| {
-            let value = match self.kind(at, key, value, plan)? {
+            let value = match self.classify(at, key, value, plan)? {
                 StateKind::Object => value.clone(),
-                StateKind::Like(id) if plan.is_sharded() => {
+                StateKind::ParamShaped(id) if plan.is_sharded() => {
                     let dtype = plan.source.tensor(id).dtype;
-                    let storage = plan.storage(dtype, StorageContent::Slice { at, tensor: id });
-                    plan.item(storage, TensorRole::Slice(at))
+                    let storage = plan.add_storage(dtype, StorageContent::Slice { at, tensor: id });
+                    plan.add_tensor(storage, TensorRole::Slice(at))
                 }
-                StateKind::Like(id) => whole(id, TensorRole::Whole, plan),
-                StateKind::Scalar(id) if plan.is_sharded() => whole(id, TensorRole::WithParameter(at), plan),
-                StateKind::Scalar(id) => whole(id, TensorRole::Whole, plan),
+                StateKind::ParamShaped(id) => replicated_tensor(id, TensorRole::Whole, plan),
+                StateKind::Scalar(id) if plan.is_sharded() => {
+                    replicated_tensor(id, TensorRole::WithParameter(at), plan)
+                }
+                StateKind::Scalar(id) => replicated_tensor(id, TensorRole::Whole, plan),
             };
             Ok((key.clone(), value))
         });
@@ -93,48 +95,51 @@ impl SourceOptimizer<'_> {
     }
 
     fn unit_state(&self, unit: usize, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
-        let params = of_member(GroupMember::Unit(unit), plan);
+        let params = member_parameters(GroupMember::Unit(unit), plan);
         let stored: Vec<(ParameterIndex, &Dict)> =
             params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
         let Some((first, state)) = stored.first().copied() else { return Ok(None) };
         let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
-            self.unfit(
-                format!("{own} and {other} are in one flat parameter, and differ in {what}"),
+            self.unsupported_error(
+                format!("{own} and {other} are in one flat parameter, but {what}"),
                 "write with use_orig_params, or leave the optimizer out",
             )
         };
         if let Some(other) = params.iter().find(|at| !self.states.contains_key(at)) {
-            return Err(differ(plan, *other, "having state"));
+            return Err(differ(plan, *other, "only one of them has state"));
         }
         if let Some((other, _)) = stored.iter().find(|(_, other)| !same_keys(state, other)) {
-            return Err(differ(plan, *other, "what state they have"));
+            return Err(differ(plan, *other, "have different state entries"));
         }
         let mut entries = Vec::with_capacity(state.entries.len());
         for (key, value) in &state.entries {
             let name = key_text(key);
-            let kind = self.kind(first, key, value, plan)?;
+            let kind = self.classify(first, key, value, plan)?;
             let mut tensors = Vec::with_capacity(stored.len());
             for (at, other) in &stored {
                 let other = other.entries.iter().find(|(own, _)| own == key).map_or(&Value::None, |(_, value)| value);
-                match (kind, self.kind(*at, key, other, plan)?) {
+                match (kind, self.classify(*at, key, other, plan)?) {
                     (StateKind::Object, StateKind::Object) if value == other => {}
                     (StateKind::Scalar(kept), StateKind::Scalar(id)) if same_dtype(plan, kept, id) => {
                         if kept != id {
                             plan.merged.push((kept, id));
                         }
                     }
-                    (StateKind::Like(kept), StateKind::Like(id)) if same_dtype(plan, kept, id) => tensors.push(id),
-                    _ => return Err(differ(plan, *at, &format!("`{name}`"))),
+                    (StateKind::ParamShaped(kept), StateKind::ParamShaped(id)) if same_dtype(plan, kept, id) => {
+                        tensors.push(id)
+                    }
+                    _ => return Err(differ(plan, *at, &format!("differ in `{name}`"))),
                 }
             }
             let value = match kind {
                 StateKind::Object => value.clone(),
-                StateKind::Scalar(id) => whole(id, TensorRole::Whole, plan),
-                StateKind::Like(id) => {
+                StateKind::Scalar(id) => replicated_tensor(id, TensorRole::Whole, plan),
+                StateKind::ParamShaped(id) => {
                     let dtype = plan.source.tensor(id).dtype;
-                    let storage = plan.storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
-                    plan.item(storage, TensorRole::State)
+                    let storage =
+                        plan.add_storage(dtype, StorageContent::Shard { unit, tensors, padding: Padding::Zero });
+                    plan.add_tensor(storage, TensorRole::State)
                 }
             };
             entries.push((key.clone(), value));
@@ -142,12 +147,12 @@ impl SourceOptimizer<'_> {
         Ok(Some(entries))
     }
 
-    fn kind(&self, at: ParameterIndex, key: &Value, value: &Value, plan: &FlatPlan<'_>) -> Result<StateKind> {
+    fn classify(&self, at: ParameterIndex, key: &Value, value: &Value, plan: &FlatPlan<'_>) -> Result<StateKind> {
         let shape = match value {
             Value::Tensor(id) => {
                 let entry = plan.source.tensor(*id);
                 if entry.shape == plan.param(at).shape {
-                    return Ok(StateKind::Like(*id));
+                    return Ok(StateKind::ParamShaped(*id));
                 }
                 if entry.shape.is_empty() {
                     return Ok(StateKind::Scalar(*id));
@@ -158,30 +163,30 @@ impl SourceOptimizer<'_> {
             _ => return Ok(StateKind::Object),
         };
         let param = plan.param(at);
-        Err(self.unfit(
+        Err(self.unsupported_error(
             format!(
-                "`{}` of {}: {shape}, and the parameter has {:?}",
+                "`{}` of {} is {shape}, but the parameter has shape {:?}",
                 key_text(key),
                 param.fqn,
                 param.shape.as_slice()
             ),
-            "FSDP1 flattens state of the shape of its parameter; leave this optimizer out",
+            "leave this optimizer out: FSDP1 flattens only state that has the shape of its parameter",
         ))
     }
 }
 
-/// What a piece of state is.
+/// The kind of one entry of optimizer state.
 #[derive(Clone, Copy)]
 enum StateKind {
-    /// Of the shape of its parameter.
-    Like(TensorId),
+    /// A tensor with the shape of its parameter.
+    ParamShaped(TensorId),
     Scalar(TensorId),
     Object,
 }
 
-fn whole(id: TensorId, role: TensorRole, plan: &mut FlatPlan<'_>) -> Value {
-    let storage = plan.whole_storage(id);
-    plan.item(storage, role)
+fn replicated_tensor(id: TensorId, role: TensorRole, plan: &mut FlatPlan<'_>) -> Value {
+    let storage = plan.replicated_storage(id);
+    plan.add_tensor(storage, role)
 }
 
 fn same_dtype(plan: &FlatPlan<'_>, left: TensorId, right: TensorId) -> bool {

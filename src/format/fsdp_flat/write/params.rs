@@ -1,4 +1,4 @@
-//! Finding the parameters of a flat layout in a model.
+//! Finds the parameters of a flat layout among the tensors of a model.
 
 use std::collections::HashMap;
 
@@ -10,14 +10,15 @@ use crate::name_list::{FEW, short_list_of_counted};
 
 /// The names of a layout's parameters.
 pub struct ParameterNames<'a> {
-    /// Those of tied parameters, too.
+    /// Parameters by name; tied parameters are found under all of their names.
     params: HashMap<&'a str, ParameterIndex>,
-    /// The names a parameter has besides its own.
+    /// The other names of tied parameters.
     aliases: HashMap<ParameterIndex, Vec<&'a str>>,
     units: HashMap<Box<str>, usize>,
 }
 
 impl<'a> ParameterNames<'a> {
+    /// Returns the names of all parameters of a layout.
     pub fn new(layout: &'a FlatLayout) -> Self {
         let mut params = HashMap::new();
         for (unit, flat) in layout.units.iter().enumerate() {
@@ -36,12 +37,12 @@ impl<'a> ParameterNames<'a> {
         Self { params, aliases, units }
     }
 
-    /// The parameter of this name, which may be one of several that it has.
+    /// Returns the parameter of this name, which may be a tied name.
     pub fn find(&self, fqn: &str) -> Option<ParameterIndex> {
         self.params.get(fqn).copied()
     }
 
-    /// The unit whose flat parameter has this name.
+    /// Returns the unit whose flat parameter has this key.
     pub fn find_unit(&self, key: &str) -> Option<usize> {
         self.units.get(key).copied()
     }
@@ -51,23 +52,23 @@ impl<'a> ParameterNames<'a> {
     }
 }
 
-/// The tensors of a unit's parameters, and their dtype.
+/// The tensors of a unit's parameters, and their common dtype.
 pub struct UnitTensors {
     pub dtype: Dtype,
     pub tensors: Vec<TensorId>,
 }
 
-/// The parameters of a layout.
+/// The tensors of all parameters of a layout.
 pub struct FoundParameters {
     pub units: Vec<UnitTensors>,
-    /// What is kept of tied tensors, and what must be equal to it.
+    /// Pairs of tied tensors: the tensor that is kept, and a tensor that must be equal to it.
     pub ties: Vec<(TensorId, TensorId)>,
 }
 
-/// Find the parameters of each unit among the tensors of a model.
+/// Finds the parameters of each unit among the tensors of a model.
 ///
 /// # Errors
-/// `Unsupported` where some are missing or have other shapes, or where dtypes differ within a unit.
+/// `Unsupported` if parameters are missing or have other shapes, or if dtypes differ within a unit.
 pub fn find(
     source: &Catalog,
     layout: &FlatLayout,
@@ -98,7 +99,7 @@ pub fn find(
                             known.shape.as_slice(),
                             entry.shape.as_slice()
                         ),
-                        "the flat layout must be that of this very model",
+                        "give the flat layout of this model",
                     ));
                 }
                 if id != kept {
@@ -124,16 +125,16 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
     let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
     let wrapped = format!(".{}", missing[0]);
     let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
-        String::from("SRC has flat parameters; give the layout they were made with")
+        String::from("SRC has flat parameters; give the flat layout they were made with")
     } else if let Some(found) = model.keys().filter(|name| name.ends_with(&wrapped)).min_by_key(|name| name.len()) {
         let before = found[..=found.len() - wrapped.len()].replace('.', r"\.");
-        format!(r"SRC has {found}: options::rename '\b{before}=' cuts what is before the name")
+        format!(r"SRC has {found}; remove the prefix with options::rename '\b{before}='")
     } else {
-        String::from("the flat layout must be that of this very model, with names as in its state dict")
+        String::from("give the flat layout of this model, with the names in its state dict")
     };
     Error::unsupported(
         format!(
-            "{} {what} of the flat layout that the model does not have: {}",
+            "{} {what} of the flat layout missing in the model: {}",
             missing.len(),
             short_list_of_counted(missing, FEW)
         ),
@@ -142,7 +143,7 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
     .naming(missing)
 }
 
-/// The one dtype of a unit's parameters.
+/// Returns the common dtype of a unit's parameters.
 fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Result<Dtype> {
     let known = &layout.units[unit];
     // A unit without parameters has no flat parameter.
@@ -150,21 +151,21 @@ fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Res
     if let Some((param, other)) = entries.iter().enumerate().find(|(_, entry)| entry.dtype != first.dtype) {
         return Err(Error::unsupported(
             format!(
-                "{}: {} is {}, {} is {}, and a flat parameter has one dtype",
+                "{}: {} is {}, {} is {}, but a flat parameter has one dtype",
                 known.describe(),
                 known.params[0].fqn,
                 first.dtype,
                 known.params[param].fqn,
                 other.dtype
             ),
-            "options::dtype casts all parameters to one, options::dtype PATTERN=DTYPE some of them",
+            "cast all parameters to one dtype with options::dtype, or some of them with options::dtype PATTERN=DTYPE",
         ));
     }
     let padded = layout.use_orig_params && Padding::Parameter.element(first.dtype).is_none();
     if !first.dtype.is_float() || padded {
         return Err(Error::unsupported(
             format!("{}: {} is {}", known.describe(), known.params[0].fqn, first.dtype),
-            "FSDP1 flattens f64, f32, f16 and bf16 parameters; options::dtype casts floating-point tensors",
+            "FSDP1 flattens f64, f32, f16 and bf16 parameters; cast floating-point tensors with options::dtype",
         ));
     }
     Ok(first.dtype)

@@ -1,7 +1,7 @@
-//! What every rank's file is made of: the storages, and the tensors that are views of them.
+//! The plan that all rank files share: storages, and tensors that are views of them.
 //!
-//! Counts elements. A storage has the same key on all ranks, and whatever a rank holds of it follows from the number of
-//! the rank's shard.
+//! All ranges and lengths count elements. A storage has the same key on all ranks; the rank's part of it depends only
+//! on the index of the rank's shard.
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -13,14 +13,14 @@ use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
 
-/// A parameter of a layout.
+/// The index of a parameter in a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ParameterIndex {
     pub unit: usize,
     pub param: usize,
 }
 
-/// A tensor in the tree.
+/// A tensor in the planned tree: a view of a storage.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeTensor {
     pub storage: usize,
@@ -28,50 +28,53 @@ pub struct TreeTensor {
 }
 
 #[derive(Clone, Copy, Debug)]
+/// The part of its storage that a tensor covers, and the ranks that have it.
 pub enum TensorRole {
-    /// All of its storage, on every rank.
+    /// The whole storage, on every rank.
     Whole,
-    /// All of its storage, on ranks that hold something of the parameter.
+    /// The whole storage, on ranks that have a part of the parameter.
     WithParameter(ParameterIndex),
     /// The flat parameter.
     Flat,
-    /// A parameter within the shard of its unit; `empty` is the storage where nothing of it is there.
+    /// A parameter inside the shard of its unit; `empty` is the storage for ranks that have no part of it.
     View { at: ParameterIndex, empty: usize },
-    /// State of one parameter, which is left out where nothing of that is there.
+    /// State of one parameter, absent on ranks that have no part of it.
     Slice(ParameterIndex),
-    /// The gradient of one parameter, of which only itself is left out.
+    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict stay.
     Gradient(ParameterIndex),
-    /// State of a flat parameter, as long as that is in memory.
+    /// State of a flat parameter, as long as the shard in memory.
     State,
 }
 
 #[derive(Debug)]
+/// A storage of the target.
 pub struct PlannedStorage {
     pub dtype: Dtype,
     pub content: StorageContent,
 }
 
 #[derive(Debug)]
+/// The data of a storage.
 pub enum StorageContent {
     Nothing,
     Whole(TensorId),
-    /// What a shard of a unit holds of tensors of its parameters, one each.
+    /// A shard of a unit, filled from one tensor for each of its parameters.
     Shard {
         unit: usize,
         tensors: Vec<TensorId>,
         padding: Padding,
     },
-    /// The same of one parameter alone.
+    /// The rank's part of one parameter, filled from one tensor.
     Slice {
         at: ParameterIndex,
         tensor: TensorId,
     },
 }
 
-/// The value of elements that nobody reads.
+/// The value of padding elements, which PyTorch never reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
-    /// 42: PyTorch's `_construct_padding_tensor`.
+    /// The value 42, as in PyTorch's `_construct_padding_tensor`.
     Parameter,
     Zero,
 }
@@ -80,54 +83,56 @@ pub enum Padding {
 pub struct FlatPlan<'a> {
     pub source: &'a Catalog,
     pub layout: &'a FlatLayout,
-    pub flats: Vec<FlatParameter>,
-    pub items: Vec<TreeTensor>,
+    pub flat_params: Vec<FlatParameter>,
+    pub tensors: Vec<TreeTensor>,
     pub storages: Vec<PlannedStorage>,
     /// The storages of tensors that are whole on every rank.
-    whole: HashMap<TensorId, usize>,
-    /// The dtype of each unit's parameters, once the model is planned.
+    replicated: HashMap<TensorId, usize>,
+    /// The dtype of each unit's parameters; set when the model is planned.
     pub dtypes: Option<Vec<Dtype>>,
-    /// Tensors of the source of which one is written: that one, and what must be equal to it.
+    /// Pairs of source tensors of which one is written: the tensor that is kept, and a tensor that must be equal to it.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// What the optimizer that was planned first numbers, group by group.
+    /// The names that the first planned optimizer numbers, group by group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
-/// Elements that 16 bytes hold at most.
+/// The most elements that fit into 16 bytes.
 const MAX_ALIGN: u64 = 16;
 
 impl<'a> FlatPlan<'a> {
+    /// Returns an empty plan.
     pub fn new(source: &'a Catalog, layout: &'a FlatLayout) -> Result<Self> {
         for unit in &layout.units {
             let align = unit.align_numel().unwrap_or(1);
             if layout.use_orig_params && align > MAX_ALIGN {
                 return Err(Error::unsupported(
-                    format!("{}: align_numel is {align}", unit.describe()),
-                    "PyTorch aligns parameters to 16 bytes, which are 16 elements at the most",
+                    format!("{}: expected an align_numel of at most {MAX_ALIGN}, found {align}", unit.describe()),
+                    "correct the flat layout: PyTorch aligns parameters to 16 bytes, which is at most 16 elements",
                 ));
             }
             if let Some(FlatParam { fqn, .. }) = unit.params.iter().find(|param| param.shape.is_empty()) {
                 return Err(Error::unsupported(
-                    format!("{}: {fqn} has no dims", unit.describe()),
-                    "FSDP1 wraps no scalar parameters; a buffer is no part of a flat layout",
+                    format!("{}: {fqn} is a scalar", unit.describe()),
+                    "remove it from the flat layout: FSDP1 does not flatten scalar parameters, and buffers are not \
+                     part of a layout",
                 ));
             }
         }
-        let flats = layout.units.iter().map(|unit| layout.flat(unit)).collect();
+        let flat_params = layout.units.iter().map(|unit| layout.flat(unit)).collect();
         Ok(Self {
             source,
             layout,
-            flats,
-            items: Vec::new(),
+            flat_params,
+            tensors: Vec::new(),
             storages: Vec::new(),
-            whole: HashMap::new(),
+            replicated: HashMap::new(),
             dtypes: None,
             merged: Vec::new(),
             numbered: None,
         })
     }
 
-    /// The layout with nothing left to conclude.
+    /// Returns the layout with all optional fields filled in.
     pub fn written_layout(&self) -> FlatLayout {
         let mut layout = self.layout.clone();
         for (index, unit) in layout.units.iter_mut().enumerate() {
@@ -137,89 +142,93 @@ impl<'a> FlatPlan<'a> {
         layout
     }
 
+    /// Returns the unit of a parameter.
     pub fn unit(&self, at: ParameterIndex) -> &'a FlatUnit {
         &self.layout.units[at.unit]
     }
 
+    /// Returns a parameter of the layout.
     pub fn param(&self, at: ParameterIndex) -> &'a FlatParam {
         &self.unit(at).params[at.param]
     }
 
-    /// Whether ranks have parts of parameters; if not, each has all.
+    /// Returns whether parameters are sharded; otherwise each rank has all parameters.
     pub fn is_sharded(&self) -> bool {
         self.layout.shard_group_size > 1
     }
 
-    /// Where in the flat parameter of its unit lies what a shard holds of a parameter; empty where that is nothing.
-    pub fn held(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
-        let flat = &self.flats[at.unit];
+    /// Returns the range of the unit's flat parameter that a shard holds of a parameter; empty if it holds none.
+    pub fn local_range(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
+        let flat = &self.flat_params[at.unit];
         let (param, shard) = (&flat.params()[at.param], flat.shard(shard));
         let start = param.start.max(shard.start);
         start..param.end.min(shard.end).max(start)
     }
 
-    /// Whether the tensor is in the files of ranks that have this shard.
-    pub fn is_there(&self, item: TreeTensor, shard: u64) -> bool {
+    /// Returns whether the tensor is in the files of ranks with this shard.
+    pub fn is_present(&self, item: TreeTensor, shard: u64) -> bool {
         match item.role {
             TensorRole::WithParameter(at) | TensorRole::Slice(at) | TensorRole::Gradient(at) => {
-                !self.held(at, shard).is_empty()
+                !self.local_range(at, shard).is_empty()
             }
             _ => true,
         }
     }
 
-    /// Elements that a storage has on ranks with this shard.
+    /// Returns the number of elements of a storage on ranks with this shard.
     pub fn numel(&self, storage: usize, shard: u64) -> u64 {
         match &self.storages[storage].content {
             StorageContent::Nothing => 0,
             StorageContent::Whole(id) => self.source.tensor(*id).numel(),
-            StorageContent::Shard { unit, .. } => self.flats[*unit].shard_len(),
+            StorageContent::Shard { unit, .. } => self.flat_params[*unit].shard_len(),
             StorageContent::Slice { at, .. } => {
-                let held = self.held(*at, shard);
-                held.end - held.start
+                let range = self.local_range(*at, shard);
+                range.end - range.start
             }
         }
     }
 
-    pub fn storage(&mut self, dtype: Dtype, content: StorageContent) -> usize {
+    /// Adds a storage and returns its index.
+    pub fn add_storage(&mut self, dtype: Dtype, content: StorageContent) -> usize {
         self.storages.push(PlannedStorage { dtype, content });
         self.storages.len() - 1
     }
 
-    /// A tensor of the target, as it stands in the tree.
-    pub fn item(&mut self, storage: usize, role: TensorRole) -> Value {
-        Value::Tensor(self.item_id(storage, role))
+    /// Adds a tensor to the target and returns its reference for the tree.
+    pub fn add_tensor(&mut self, storage: usize, role: TensorRole) -> Value {
+        Value::Tensor(self.add_tensor_id(storage, role))
     }
 
-    fn item_id(&mut self, storage: usize, role: TensorRole) -> TensorId {
-        let id = TensorId(u32::try_from(self.items.len()).expect("fewer than 2^32 tensors"));
-        self.items.push(TreeTensor { storage, role });
+    fn add_tensor_id(&mut self, storage: usize, role: TensorRole) -> TensorId {
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        self.tensors.push(TreeTensor { storage, role });
         id
     }
 
-    /// The storage of a tensor that is whole on every rank; however often it occurs, there is one.
-    pub fn whole_storage(&mut self, id: TensorId) -> usize {
-        if let Some(storage) = self.whole.get(&id) {
+    /// Returns the storage of a tensor that is whole on every rank. Each such tensor has one storage, however often it
+    /// occurs.
+    pub fn replicated_storage(&mut self, id: TensorId) -> usize {
+        if let Some(storage) = self.replicated.get(&id) {
             return *storage;
         }
-        let storage = self.storage(self.source.tensor(id).dtype, StorageContent::Whole(id));
-        self.whole.insert(id, storage);
+        let storage = self.add_storage(self.source.tensor(id).dtype, StorageContent::Whole(id));
+        self.replicated.insert(id, storage);
         storage
     }
 
-    /// A value with its tensors whole on every rank.
-    pub fn whole_value(&mut self, value: &Value) -> Value {
+    /// Returns a copy of a value in which all tensors are whole on every rank.
+    pub fn replicated_value(&mut self, value: &Value) -> Value {
         let mut value = value.clone();
         value.map_tensors(&mut |id| {
-            let storage = self.whole_storage(id);
-            self.item_id(storage, TensorRole::Whole)
+            let storage = self.replicated_storage(id);
+            self.add_tensor_id(storage, TensorRole::Whole)
         });
         value
     }
 }
 
 impl PlannedStorage {
-    /// The tensors whose data is in it, in the order in which that lies there.
+    /// Returns the source tensors that fill this storage, in the order of their data.
     pub fn tensors(&self) -> Vec<TensorId> {
         match &self.content {
             StorageContent::Nothing => Vec::new(),
@@ -228,20 +237,20 @@ impl PlannedStorage {
         }
     }
 
-    /// Without rows, a table for each of [`Storage::tensors`].
+    /// Returns an empty chunk table for each of [`PlannedStorage::tensors`].
     pub fn chunk_tables(&self, source: &Catalog) -> Vec<ChunkTable> {
         self.tensors().iter().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect()
     }
 }
 
 impl Padding {
-    /// The bytes of one element; `None` where PyTorch pads no such tensors.
+    /// Returns the bytes of one padding element; `None` if PyTorch does not pad tensors of this dtype.
     pub fn element(self, dtype: Dtype) -> Option<Vec<u8>> {
         Some(match (self, dtype) {
             (Self::Zero, _) => vec![0; usize::try_from(dtype.itemsize()).expect("a few bytes")],
             (Self::Parameter, Dtype::F64) => 42_f64.to_le_bytes().to_vec(),
             (Self::Parameter, Dtype::F32) => 42_f32.to_le_bytes().to_vec(),
-            // 1.3125 * 2^5.
+            // The value 42 is 1.3125 * 2^5.
             (Self::Parameter, Dtype::Bf16) => 0x4228_u16.to_le_bytes().to_vec(),
             (Self::Parameter, Dtype::F16) => 0x5140_u16.to_le_bytes().to_vec(),
             (Self::Parameter, _) => return None,

@@ -1,6 +1,6 @@
-//! One rank's file: its pickle, and the records of its storages.
+//! Lays out one rank's file: its pickle, and the records of its storages.
 //!
-//! Offsets and lengths of storages count elements, those of records bytes.
+//! Offsets and lengths of storages count elements; those of records count bytes.
 
 use std::ops::Range;
 
@@ -17,26 +17,27 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::{ArchiveWriter, Span};
 
-/// Tensors in one part of a pickle.
-const TENSORS_A_PART: usize = 16;
+/// The number of tensors in one part of a pickle.
+const TENSORS_PER_PART: usize = 16;
 
+/// Lays out the file of one rank.
 pub struct FlatRankFile<'a> {
     plan: &'a FlatPlan<'a>,
     rank: Rank,
     shard: u64,
 }
 
-/// One rank's pickle, and which storages are in it.
+/// One rank's pickle, and the storages that it uses.
 struct FlatRankPickle {
     bytes: Vec<u8>,
-    /// Where to cut it into parts: most of them are equal on several ranks, and kept once.
+    /// Positions at which the pickle is cut into parts. Most parts are equal on several ranks and are kept once.
     cuts: Vec<usize>,
     used: Vec<bool>,
 }
 
-/// A stretch of a storage.
-enum Stretch {
-    /// Elements of one of its tensors, in the order in which FSDP flattens that.
+/// A contiguous part of a storage.
+enum StoragePart {
+    /// Elements of one of the storage's tensors, in the order in which FSDP flattens the tensor.
     Tensor {
         index: usize,
         param: Option<ParameterIndex>,
@@ -46,11 +47,12 @@ enum Stretch {
 }
 
 impl<'a> FlatRankFile<'a> {
+    /// Returns the file of a rank.
     pub fn new(plan: &'a FlatPlan<'a>, rank: Rank) -> Self {
         Self { plan, rank, shard: plan.layout.shard_of(rank.0) }
     }
 
-    /// Append the file's archive to `output`, and what the rank holds to `chunks`.
+    /// Appends the file's archive to `output`, and the rank's chunks to `chunks`.
     pub fn lay_out(
         &self,
         tree: &Value,
@@ -66,19 +68,19 @@ impl<'a> FlatRankFile<'a> {
         archive.start_in_parts(&pickle.bytes, &pickle.cuts);
         for (key, tables) in chunks.iter_mut().enumerate().filter(|(key, _)| pickle.used[*key]) {
             let itemsize = self.plan.storages[key].dtype.itemsize();
-            let stretches = self.stretches(key);
-            let spans: Vec<Span<'_>> = stretches
+            let parts = self.storage_parts(key);
+            let spans: Vec<Span<'_>> = parts
                 .iter()
-                .map(|stretch| match stretch {
-                    Stretch::Tensor { elements, .. } => Span::Payload((elements.end - elements.start) * itemsize),
-                    Stretch::Known(bytes) => Span::Known(bytes),
+                .map(|part| match part {
+                    StoragePart::Tensor { elements, .. } => Span::Payload((elements.end - elements.start) * itemsize),
+                    StoragePart::Known(bytes) => Span::Known(bytes),
                 })
                 .collect();
             let base = output.len;
             let offsets = archive.mixed(&format!("data/{key}"), &spans);
             let tensors = self.plan.storages[key].tensors();
-            for (stretch, offset) in stretches.iter().zip(offsets.into_iter().map(|offset| base + offset)) {
-                if let Stretch::Tensor { index, param, elements } = stretch {
+            for (part, offset) in parts.iter().zip(offsets.into_iter().map(|offset| base + offset)) {
+                if let StoragePart::Tensor { index, param, elements } = part {
                     let place = |offset| FileLocation::Bytes { file, offset };
                     for chunk in self.chunks(tensors[*index], *param, elements, offset, itemsize, &place) {
                         tables[*index].push(chunk);
@@ -90,34 +92,34 @@ impl<'a> FlatRankFile<'a> {
         Ok(())
     }
 
-    /// Take the state and gradients of parameters out of which this rank holds nothing.
+    /// Removes state and gradients of parameters of which this rank has no part.
     fn prune(&self, value: &mut Value) {
         match value {
             Value::Dict(dict) => {
                 dict.entries.retain(|(_, child)| match child {
-                    Value::Dict(state) => !self.is_absent(state),
-                    Value::Tensor(id) => self.plan.is_there(self.item(*id), self.shard),
+                    Value::Dict(state) => !self.is_state_absent(state),
+                    Value::Tensor(id) => self.plan.is_present(self.tensor(*id), self.shard),
                     _ => true,
                 });
                 dict.entries.iter_mut().for_each(|(_, child)| self.prune(child));
             }
-            Value::List(items) => items.iter_mut().for_each(|item| self.prune(item)),
+            Value::List(items) => items.iter_mut().for_each(|tensor| self.prune(tensor)),
             _ => {}
         }
     }
 
-    fn is_absent(&self, state: &Dict) -> bool {
+    fn is_state_absent(&self, state: &Dict) -> bool {
         state.entries.iter().any(|(_, value)| match value {
             Value::Tensor(id) => {
-                let item = self.item(*id);
-                !matches!(item.role, TensorRole::Gradient(_)) && !self.plan.is_there(item, self.shard)
+                let tensor = self.tensor(*id);
+                !matches!(tensor.role, TensorRole::Gradient(_)) && !self.plan.is_present(tensor, self.shard)
             }
             _ => false,
         })
     }
 
-    fn item(&self, id: TensorId) -> TreeTensor {
-        self.plan.items[id.0 as usize]
+    fn tensor(&self, id: TensorId) -> TreeTensor {
+        self.plan.tensors[id.0 as usize]
     }
 
     fn pickle(&self, tree: &Value) -> Result<FlatRankPickle, WriteError> {
@@ -127,16 +129,16 @@ impl<'a> FlatRankFile<'a> {
         let mut sharded = self.sharded_writer();
         let mut writer = Writer::new();
         let tensors = |writer: &mut Writer, id: TensorId| {
-            let item = self.item(id);
+            let tensor = self.tensor(id);
             since_cut += 1;
-            if let TensorRole::Flat = item.role {
-                let own = self.write_flat(writer, item.storage, &mut sharded, &mut used);
+            if let TensorRole::Flat = tensor.role {
+                let own = self.write_flat(writer, tensor.storage, &mut sharded, &mut used);
                 cuts.extend([own.start, own.end]);
-                since_cut = TENSORS_A_PART;
+                since_cut = TENSORS_PER_PART;
             } else {
-                self.write_plain(writer, item, &mut used);
+                self.write_plain(writer, tensor, &mut used);
             }
-            if since_cut >= TENSORS_A_PART {
+            if since_cut >= TENSORS_PER_PART {
                 cuts.push(writer.written().len());
                 since_cut = 0;
             }
@@ -146,21 +148,21 @@ impl<'a> FlatRankFile<'a> {
         Ok(FlatRankPickle { bytes: writer.finish(), cuts, used })
     }
 
-    fn write_plain(&self, writer: &mut Writer, item: TreeTensor, used: &mut [bool]) {
+    fn write_plain(&self, writer: &mut Writer, tensor: TreeTensor, used: &mut [bool]) {
         let plan = self.plan;
-        let stored = plan.numel(item.storage, self.shard);
-        let dtype = plan.storages[item.storage].dtype;
+        let stored = plan.numel(tensor.storage, self.shard);
+        let dtype = plan.storages[tensor.storage].dtype;
         let sizes = [stored];
-        let whole = StoredView::whole(dtype, item.storage, &sizes);
+        let whole = StoredView::whole(dtype, tensor.storage, &sizes);
         let (offset, len);
-        let view = match (item.role, &plan.storages[item.storage].content) {
+        let view = match (tensor.role, &plan.storages[tensor.storage].content) {
             (TensorRole::View { at, empty }, StorageContent::Shard { unit, .. }) => {
-                let held = plan.held(at, self.shard);
-                len = [held.end - held.start];
-                if held.is_empty() {
+                let range = plan.local_range(at, self.shard);
+                len = [range.end - range.start];
+                if range.is_empty() {
                     StoredView { key: empty, stored: 0, sizes: &len, ..whole }
                 } else {
-                    offset = held.start - plan.flats[*unit].shard(self.shard).start;
+                    offset = range.start - plan.flat_params[*unit].shard(self.shard).start;
                     StoredView { offset, sizes: &len, ..whole }
                 }
             }
@@ -171,7 +173,7 @@ impl<'a> FlatRankFile<'a> {
         write_view(writer, view);
     }
 
-    /// Gives where in the pickle is what other ranks do not have alike.
+    /// Writes a flat parameter. Returns the range of the pickle that differs between ranks.
     fn write_flat(
         &self,
         writer: &mut Writer,
@@ -183,7 +185,7 @@ impl<'a> FlatRankFile<'a> {
         let StorageContent::Shard { unit, .. } = &plan.storages[storage].content else {
             unreachable!("flat parameters are views of shards");
         };
-        let flat = &plan.flats[*unit];
+        let flat = &plan.flat_params[*unit];
         let own = flat.shard(self.shard);
         used[storage] = !own.is_empty();
         let dtype = plan.storages[storage].dtype;
@@ -194,52 +196,56 @@ impl<'a> FlatRankFile<'a> {
         )
     }
 
-    /// Ranks in a row share the shards.
+    /// Returns a writer for this rank's shard group. Consecutive ranks form a group.
     fn sharded_writer(&self) -> ShardedWriter {
         let FlatLayout { world_size, shard_group_size, .. } = *self.plan.layout;
         let own = self.rank.0 % shard_group_size;
-        let group = RankGroup::in_a_row(Rank(self.rank.0 - own), shard_group_size, own);
+        let group = RankGroup::consecutive(Rank(self.rank.0 - own), shard_group_size, own);
         ShardedWriter::new(group, world_size as usize, 0)
     }
 
-    /// What this rank has in a storage.
-    fn stretches(&self, storage: usize) -> Vec<Stretch> {
+    /// Returns this rank's content of a storage.
+    fn storage_parts(&self, storage: usize) -> Vec<StoragePart> {
         let plan = self.plan;
         let dtype = plan.storages[storage].dtype;
         match &plan.storages[storage].content {
             StorageContent::Nothing => Vec::new(),
             StorageContent::Whole(id) => {
-                vec![Stretch::Tensor { index: 0, param: None, elements: 0..plan.source.tensor(*id).numel() }]
+                vec![StoragePart::Tensor { index: 0, param: None, elements: 0..plan.source.tensor(*id).numel() }]
             }
             StorageContent::Slice { at, .. } => {
-                let held = plan.held(*at, self.shard);
-                let start = plan.flats[at.unit].params()[at.param].start;
-                vec![Stretch::Tensor { index: 0, param: Some(*at), elements: held.start - start..held.end - start }]
+                let range = plan.local_range(*at, self.shard);
+                let start = plan.flat_params[at.unit].params()[at.param].start;
+                vec![StoragePart::Tensor {
+                    index: 0,
+                    param: Some(*at),
+                    elements: range.start - start..range.end - start,
+                }]
             }
             StorageContent::Shard { unit, padding, .. } => {
-                let flat = &plan.flats[*unit];
-                let mut stretches = Vec::new();
+                let flat = &plan.flat_params[*unit];
+                let mut parts = Vec::new();
                 let mut end = 0;
                 for piece in flat.pieces(self.shard) {
                     end = piece.offset + piece.len;
-                    stretches.push(match piece.content {
-                        FlatContent::Parameter { index, elements } => Stretch::Tensor {
+                    parts.push(match piece.content {
+                        FlatContent::Parameter { index, elements } => StoragePart::Tensor {
                             index,
                             param: Some(ParameterIndex { unit: *unit, param: index }),
                             elements,
                         },
-                        FlatContent::Padding => Stretch::Known(run(*padding, dtype, piece.len)),
+                        FlatContent::Padding => StoragePart::Known(padding_bytes(*padding, dtype, piece.len)),
                     });
                 }
                 if end < flat.shard_len() {
-                    stretches.push(Stretch::Known(run(Padding::Zero, dtype, flat.shard_len() - end)));
+                    parts.push(StoragePart::Known(padding_bytes(Padding::Zero, dtype, flat.shard_len() - end)));
                 }
-                stretches
+                parts
             }
         }
     }
 
-    /// The boxes that elements of a tensor are, behind each other from an offset on.
+    /// Splits elements of a tensor into boxes, whose data is consecutive from `offset` on.
     fn chunks(
         &self,
         tensor: TensorId,
@@ -268,8 +274,8 @@ impl<'a> FlatRankFile<'a> {
     }
 }
 
-/// Padding of so many elements: fewer than the alignment, or than there are ranks.
-fn run(padding: Padding, dtype: crate::catalog::Dtype, len: u64) -> Vec<u8> {
+/// Returns `len` padding elements. There are fewer than the alignment, or fewer than there are ranks.
+fn padding_bytes(padding: Padding, dtype: crate::catalog::Dtype, len: u64) -> Vec<u8> {
     let element = padding.element(dtype).expect("dtypes of parameters are checked");
     element.repeat(usize::try_from(len).expect("short"))
 }

@@ -35,7 +35,8 @@ fn unit(module: &str, params: Vec<FlatParam>) -> FlatUnit {
     FlatUnit { params, ..FlatUnit::new(module, Some(Dtype::F32)) }
 }
 
-/// The root has `emb` [5, 3], tied to `head`, and `norm` [3]; the unit `blk` has `blk.w` [3, 5] and `blk.b` [5].
+/// Returns a layout: the root has `emb` [5, 3], tied to `head`, and `norm` [3]; the unit `blk` has `blk.w` [3, 5] and
+/// `blk.b` [5].
 fn layout(use_orig_params: bool) -> FlatLayout {
     let mut root = unit("", vec![param("emb", &[5, 3]), param("norm", &[3])]);
     root.shared.push(SharedName { fqn: "head".into(), with: "emb".into() });
@@ -71,8 +72,8 @@ impl Source {
         self.states.push((fqn.into(), dict([("step", step), ("exp_avg", average)])));
     }
 
-    /// A model that the layout fits, with the state of an optimizer.
-    fn sound() -> Self {
+    /// Returns a model that matches the layout, with the state of an optimizer.
+    fn valid() -> Self {
         let mut source = Self::empty();
         for (fqn, shape) in [("emb", &[5, 3][..]), ("blk.w", &[3, 5]), ("blk.b", &[5]), ("norm", &[3])] {
             source.add(fqn, shape);
@@ -98,7 +99,7 @@ impl Source {
         reserve(&self.catalog, &self.state(), target(layout))
     }
 
-    /// The tree as it is on all ranks.
+    /// Returns the tree that all ranks share.
     fn tree(&self, layout: &FlatLayout) -> Value {
         PlannedTree::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
     }
@@ -110,8 +111,8 @@ fn keys(tree: &Value, path: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn flat_parameters_stand_where_pytorch_has_them() {
-    let source = Source::sound();
+fn flat_parameters_come_where_pytorch_puts_them() {
+    let source = Source::valid();
     assert_eq!(keys(&source.tree(&layout(false)), &["model"]), ["_flat_param", "blk._flat_param", "blk.seen"]);
     assert_eq!(
         keys(&source.tree(&layout(true)), &["model"]),
@@ -122,8 +123,8 @@ fn flat_parameters_stand_where_pytorch_has_them() {
 }
 
 #[test]
-fn optimizers_know_parameters_or_units_by_numbers() {
-    let mut source = Source::sound();
+fn optimizer_numbers_parameters_or_units() {
+    let mut source = Source::valid();
     let tree = source.tree(&layout(true));
     assert_eq!(keys(&tree, &["optim", "state"]), ["0", "1", "2", "3"]);
     let groups =
@@ -138,16 +139,16 @@ fn optimizers_know_parameters_or_units_by_numbers() {
     // Groups of units, each in the order of the layout.
     source.groups = vec![vec!["blk.w".into(), "blk.b".into()], vec!["norm".into(), "emb".into()]];
     assert_eq!(groups(&source.tree(&layout(false))), "[{'lr': 0, 'params': [0]}, {'lr': 1, 'params': [1]}]");
-    // The order of the job, which the layout has.
+    // The layout has the order of the job.
     let optimizer = Some(vec![names(&["norm", "emb"]), names(&["blk.b", "blk.w"])]);
     let tree = source.tree(&FlatLayout { optimizer, ..layout(true) });
     assert_eq!(groups(&tree), "[{'lr': 1, 'params': [0, 1]}, {'lr': 0, 'params': [2, 3]}]");
 }
 
-/// As torchtitan saves it: options of single parameters.
+/// torchtitan saves options for each parameter in this form.
 #[test]
-fn names_may_be_keys_where_the_groups_are_known() {
-    let mut source = Source::sound();
+fn flattened_optimizer_needs_known_groups() {
+    let mut source = Source::valid();
     let named = |source: &Source, layout: &FlatLayout| source.tree(layout);
     let optimizer = Some(vec![["emb", "blk.w", "blk.b", "norm"].map(Fqn::from).to_vec()]);
     let with_groups = FlatLayout { optimizer, ..layout(true) };
@@ -170,10 +171,10 @@ fn names_may_be_keys_where_the_groups_are_known() {
     assert!(error.starts_with("optim: optimizer state saved with flatten_optimizer_state_dict does not"), "{error}");
 }
 
-/// As `optimizer.state_dict()` of FSDP2 has it in rank files.
+/// FSDP2 rank files have `optimizer.state_dict()` with numbers.
 #[test]
-fn numbers_of_the_source_stand_for_parameters() {
-    let mut source = Source::sound();
+fn numbered_source_optimizer_resolves_to_parameters() {
+    let mut source = Source::valid();
     let number = |name: &Value, order: &[&str]| {
         let at = order.iter().position(|known| name.as_str() == Some(known)).unwrap();
         Value::Int(i64::try_from(at).unwrap())
@@ -193,15 +194,15 @@ fn numbers_of_the_source_stand_for_parameters() {
     let target = target(&layout);
     let planned = PlannedTree::new(&source.catalog, &state, &target).unwrap();
     assert_eq!(planned.tree, named);
-    // Nothing tells which parameter a number is where they are in groups.
+    // With several groups the parameters of the numbers are unknown.
     let Value::Dict(whole) = &mut state else { unreachable!() };
     let Value::Dict(optimizer) = &mut whole.entries[1].1 else { unreachable!() };
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
     let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
-    assert!(error.starts_with("optim: optimizer state of number 0, which is not known"), "{error}");
+    assert!(error.starts_with("optim: optimizer state of number 0, which is no known parameter"), "{error}");
 
-    // But for a layout with such groups, or names beside the numbers.
+    // A layout with such groups, or names next to the numbers, resolves them.
     let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
     let listed = FlatLayout { optimizer: listed, ..self::layout(true) };
     let numbered = survey(&source.catalog, &state, &self::target(&listed)).unwrap().numbered;
@@ -219,18 +220,18 @@ fn numbers_of_the_source_stand_for_parameters() {
 }
 
 #[test]
-fn what_becomes_one_is_told() {
-    let mut source = Source::sound();
+fn merged_tensors_are_reported() {
+    let mut source = Source::valid();
     let merged = |source: &Source, layout: &FlatLayout| {
         survey(&source.catalog, &source.state(), &target(layout)).unwrap().merged
     };
     assert_eq!(merged(&source, &layout(true)), []);
-    // Steps of two parameters a unit.
+    // The steps of two parameters in each unit are merged.
     assert_eq!(merged(&source, &layout(false)).len(), 2);
     source.add("head", &[5, 3]);
     let Some((_, Value::Tensor(head))) = source.model.last() else { unreachable!() };
     assert_eq!(merged(&source, &layout(true)), [(TensorId(0), *head)]);
-    // Kept under its other name alone.
+    // A tied parameter may be stored under its other name only.
     let emb = source.model.remove(0).1;
     source.model.pop();
     source.model.push(("head".into(), emb));
@@ -241,43 +242,44 @@ fn what_becomes_one_is_told() {
     );
 }
 
-/// Cases of a source or a layout that are told.
+/// Makes a valid source or layout invalid.
 type Change<'c> = &'c dyn Fn(&mut Source, &mut FlatLayout);
 
 #[test]
-fn what_cannot_be_flattened_is_told() {
-    let told = |change: Change<'_>, use_orig_params: bool| {
-        let (mut source, mut layout) = (Source::sound(), layout(use_orig_params));
+fn source_that_cannot_be_flattened_is_an_error() {
+    let error_text = |change: Change<'_>, use_orig_params: bool| {
+        let (mut source, mut layout) = (Source::valid(), layout(use_orig_params));
         change(&mut source, &mut layout);
         source.reserve(&layout).unwrap_err().to_string()
     };
     let flat: [(Change<'_>, &str); 8] = [
-        (&|s, _| drop(s.model.drain(3..)), "2 parameters of the flat layout that the model does not have: norm, blk.b"),
+        (&|s, _| drop(s.model.drain(3..)), "2 parameters of the flat layout missing in the model: norm, blk.b"),
         (&|_, l| l.units[1].params[1].shape[0] = 6, "blk.b: expected the shape [6] of the flat layout, found [5]"),
         (
             &|s, _| s.catalog.tensors[3].dtype = Dtype::Bf16,
-            "unit blk: blk.w is bf16, blk.b is f32, and a flat parameter has one dtype",
+            "unit blk: blk.w is bf16, blk.b is f32, but a flat parameter has one dtype",
         ),
         (
             &|s, _| s.groups = vec![vec!["emb".into(), "norm".into(), "blk.w".into()], vec!["blk.b".into()]],
-            "optim: unit blk: blk.w is in group 0, blk.b in group 1: a flat parameter is in one parameter group",
+            "optim: unit blk: blk.w is in group 0, blk.b in group 1, but a flat parameter belongs to one parameter \
+             group",
         ),
         (
             &|s, _| drop(s.states.remove(2)),
-            "optim: blk.w and blk.b are in one flat parameter, and differ in having state",
+            "optim: blk.w and blk.b are in one flat parameter, but only one of them has state",
         ),
         (
             &|s, _| s.states[1].1 = dict([("step", Value::Int(1)), ("exp_avg", Value::Int(2))]),
-            "optim: blk.w and blk.b are in one flat parameter, and differ in `step`",
+            "optim: blk.w and blk.b are in one flat parameter, but differ in `step`",
         ),
         (
             &|s, _| s.states[0].0 = "emb2".into(),
-            "optim: optimizer state of emb2, which is not known to be a parameter of the flat layout",
+            "optim: optimizer state of emb2, which is no known parameter of the flat layout",
         ),
         (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm, which is in no parameter group"),
     ];
     for (change, expected) in flat {
-        assert_eq!(told(change, false), expected);
+        assert_eq!(error_text(change, false), expected);
     }
     let views: [(Change<'_>, &str); 6] = [
         (
@@ -285,33 +287,39 @@ fn what_cannot_be_flattened_is_told() {
                 let row = s.tensor("row", Dtype::F32, &[3]);
                 s.states[1].1 = dict([("exp_avg_sq_row", row)]);
             },
-            "optim: `exp_avg_sq_row` of blk.w: a tensor of shape [3], and the parameter has [3, 5]",
+            "optim: `exp_avg_sq_row` of blk.w is a tensor of shape [3], but the parameter has shape [3, 5]",
         ),
-        (&|_, l| l.units[1].align_numel = Some(1 << 40), "unit blk: align_numel is 1099511627776"),
-        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: blk.b has no dims"),
+        (
+            &|_, l| l.units[1].align_numel = Some(1 << 40),
+            "unit blk: expected an align_numel of at most 16, found 1099511627776",
+        ),
+        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: blk.b is a scalar"),
         (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: emb is i32"),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
             "optim: blk.b is not in the optimizer of the flat layout",
         ),
-        (&|s, _| s.groups.push(vec!["head".into()]), "optim: an optimizer with emb twice in parameter groups"),
+        (
+            &|s, _| s.groups.push(vec!["head".into()]),
+            "optim: an optimizer with emb listed twice in its parameter groups",
+        ),
     ];
     for (change, expected) in views {
-        assert_eq!(told(change, true), expected);
+        assert_eq!(error_text(change, true), expected);
     }
 }
 
 #[test]
-fn what_is_no_parameter_is_noted() {
-    let mut source = Source::sound();
+fn buffers_are_noted() {
+    let mut source = Source::valid();
     source.add("tied", &[5, 3]);
     let notes = source.reserve(&layout(true)).unwrap().notes;
-    assert_eq!(notes, ["2 tensors that are no parameters: whole on every rank"]);
+    assert_eq!(notes, ["2 tensors are not parameters of the flat layout: stored whole on every rank"]);
 }
 
-/// Wrappers come into the paths of modules, once.
+/// Wrappers are added to the paths of modules exactly once.
 #[test]
-fn metadata_is_that_of_wrapped_modules() {
+fn metadata_lists_wrapped_modules() {
     let version = |version| dict([("version", Value::Int(version))]);
     let metadata = |paths: &[(&str, i64)]| {
         let entries = paths.iter().map(|(path, number)| (text(path), version(*number))).collect();
@@ -327,12 +335,12 @@ fn metadata_is_that_of_wrapped_modules() {
         ("_fsdp_wrapped_module.blk._fsdp_wrapped_module", 4),
         ("_fsdp_wrapped_module.blk._fsdp_wrapped_module.w", 5),
     ]);
-    let of = |metadata: &Value, layout: &FlatLayout| super::metadata::wrapped(metadata, layout);
+    let of = |metadata: &Value, layout: &FlatLayout| super::metadata::wrap_attributes(metadata, layout);
     assert_eq!(of(&plain, &layout(true)).unwrap(), wrapped);
     assert_eq!(of(&wrapped, &layout(true)).unwrap(), wrapped);
     let mut others = layout(true);
     others.units[1].module = "norm".into();
-    // Wrappers of other units are taken out.
+    // Wrappers of other units are removed.
     let rewrapped = metadata(&[
         ("", 1),
         ("_fsdp_wrapped_module", 2),
@@ -344,9 +352,9 @@ fn metadata_is_that_of_wrapped_modules() {
     assert_eq!(of(&wrapped, &others).unwrap(), rewrapped);
 }
 
-/// 64 ranks, 100 units of 5 parameters, and AdamW.
+/// 64 ranks, 100 units of 5 parameters each, and AdamW.
 #[test]
-fn what_ranks_have_alike_is_kept_once() {
+fn equal_bytes_of_ranks_are_kept_once() {
     let mut source = Source::empty();
     let mut units = vec![unit("", Vec::new())];
     for layer in 0..100 {

@@ -1,8 +1,8 @@
-//! The flat layout that rank files tell by themselves, with shapes from another checkpoint of the model.
+//! Recovers the flat layout from rank files, with shapes from another checkpoint of the model.
 //!
-//! Files with [views](views) tell units, order, numels and padding. Files without tell only units and totals, and the
-//! rest follows from [the order of registration](registered). Nothing is ever taken in the order of its name: where the
-//! order is not known, this refuses. Counts elements.
+//! Files with [views](views) contain units, order, lengths and padding. Files without views contain only units and
+//! totals; the rest follows from [the order of registration](registered). Parameters are never sorted by name: if the
+//! order is unknown, recovery is an error. Lengths count elements.
 
 mod registered;
 mod views;
@@ -13,21 +13,21 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order::ElementOrder;
-use crate::format::fsdp_flat::refuse;
+use crate::format::fsdp_flat::unknown_layout_error;
 use crate::layout::Dims;
 
-/// What tells shapes.
+/// The source of parameter shapes.
 #[derive(Clone, Copy, Debug)]
 pub enum ShapeSource<'a> {
     Like(&'a LikeModel),
-    /// Nothing: parameters as flat as they lie.
+    /// No source: each parameter is 1-d, as in the flat parameter.
     Raw,
 }
 
-/// The layout of a state dict with flat parameters.
+/// Returns the layout of a state dict with flat parameters.
 ///
 /// # Errors
-/// `Unsupported` where the order would be a guess, `Malformed` and `Conflict` where the files do not fit.
+/// `Unsupported` if the order would be a guess, `Malformed` and `Conflict` if the files do not match.
 pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout> {
     let (shard_group_size, world_size) = sizes(state)?;
     let mut layout = FlatLayout {
@@ -41,36 +41,40 @@ pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout>
         views::units(state, shard_group_size, shapes)?
     } else {
         match shapes {
-            ShapeSource::Raw => state.modules().into_iter().map(|module| raw_unit(state, module)).collect(),
+            ShapeSource::Raw => state.unit_modules().into_iter().map(|module| raw_unit(state, module)).collect(),
             ShapeSource::Like(like) => registered::units(state, shard_group_size, like)?,
         }
     };
     match layout.check() {
         Ok(()) => Ok(layout),
-        Err(wrong) => Err(Error::malformed(&state.ranks[0].at, wrong.at, wrong.expected, wrong.found)),
+        Err(wrong) => Err(Error::malformed(&state.ranks[0].file_path, wrong.at, wrong.expected, wrong.found)),
     }
 }
 
-/// Ranks of a shard group and of the job, as every flat parameter has them.
+/// Returns the number of ranks in the shard group and in the job.
 fn sizes(state: &FlatState) -> Result<(u32, u32)> {
     let first = &state.ranks[0];
-    let Some((_, part)) = first.flats.first() else { unreachable!("a state with flat parameters") };
-    match part.sizes {
+    let Some((_, part)) = first.flat_parts.first() else { unreachable!("a state with flat parameters") };
+    match part.group_sizes {
         Some((group, world)) if group > 0 && world.is_multiple_of(group) => Ok((group, world)),
         Some((group, world)) => {
             let found = format!("a group of {group} of {world}");
-            Err(Error::malformed(&first.at, part.key.as_str(), "a shard group that divides the ranks", found))
+            Err(Error::malformed(&first.file_path, part.key.as_str(), "a shard group that divides the ranks", found))
         }
-        None => Err(refuse(format!("{}: {} does not say how many ranks share it", first.at.display(), part.key))),
+        None => Err(unknown_layout_error(format!(
+            "{}: {} does not record how many ranks share it",
+            first.file_path.display(),
+            part.key
+        ))),
     }
 }
 
 fn dtype_and_total(state: &FlatState, module: &str) -> Option<(Dtype, u64)> {
-    let part = state.ranks.iter().find_map(|rank| rank.flats.get(module))?;
+    let part = state.ranks.iter().find_map(|rank| rank.flat_parts.get(module))?;
     Some((part.dtype, part.total))
 }
 
-/// A unit whose flat parameter is a parameter.
+/// Returns a unit whose flat parameter is treated as one parameter.
 fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
     let (dtype, total) = dtype_and_total(state, module).unwrap_or((Dtype::F32, 0));
     let mut unit = FlatUnit::new(module, Some(dtype));
@@ -79,13 +83,13 @@ fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
     unit
 }
 
-/// In elements, where a parameter does not lie by rows.
+/// Returns the strides of a parameter, in elements, if it is not row-major.
 fn stride_of(like: &LikeModel, name: &Fqn, param: &LikeParam) -> Result<Option<Dims>> {
     match &param.order {
         ElementOrder::RowMajor => Ok(None),
         ElementOrder::Strides(strides) => Ok(Some(strides.clone())),
-        ElementOrder::Unknown => Err(refuse(format!(
-            "{name}: of shape {:?}, it may lie by rows or channels last, and {} ({}) does not tell",
+        ElementOrder::Unknown => Err(unknown_layout_error(format!(
+            "{name}: shape {:?} may be row-major or channels_last, and {} ({}) does not record which",
             param.shape.as_slice(),
             like.path.display(),
             like.format

@@ -1,24 +1,25 @@
-//! Units as another checkpoint of the model tells them, for files without views: what a unit holds is every parameter
-//! below its module that no unit within it holds, in the order of registration. Counts elements.
+//! Recovers units from another checkpoint of the model, for files without views. A unit holds every parameter below its
+//! module that no inner unit holds, in the order of registration. Lengths count elements.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 
 use std::collections::{HashMap, HashSet};
 
 use super::super::like::LikeModel;
-use super::super::survey::{FlatState, unit_of};
+use super::super::survey::{FlatState, innermost_unit};
 use super::super::totals::{self, LayoutMismatch};
 use super::{dtype_and_total, stride_of};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::module_of;
 use crate::error::Result;
-use crate::format::fsdp_flat::refuse;
+use crate::format::fsdp_flat::unknown_layout_error;
 
+/// Returns the units of a state dict without views.
 pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<FlatUnit>> {
-    let modules = state.modules();
+    let modules = state.unit_modules();
     let known: HashSet<&str> = modules.iter().copied().collect();
-    let buffers: HashSet<&Fqn> = state.ranks.iter().flat_map(|rank| rank.beside.keys()).collect();
+    let buffers: HashSet<&Fqn> = state.ranks.iter().flat_map(|rank| rank.other_tensors.keys()).collect();
     let mut units: Vec<FlatUnit> = Vec::new();
     for module in &modules {
         let dtype = dtype_and_total(state, module).map(|(dtype, _)| dtype);
@@ -29,9 +30,9 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
         if buffers.contains(name) {
             continue;
         }
-        let Some(unit) = unit_of(module_of(name.as_str()), &known) else {
-            return Err(refuse(format!(
-                "{name}: {} has it, and no unit of the files is around it",
+        let Some(unit) = innermost_unit(module_of(name.as_str()), &known) else {
+            return Err(unknown_layout_error(format!(
+                "{name}: {} has this parameter, but no unit of the files contains it",
                 like.path.display()
             )));
         };
@@ -43,14 +44,14 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
             }
         }
     }
-    if let Some(unit) = units.iter().find(|unit| unit.params.len() > 1 && !like.is_ordered()) {
+    if let Some(unit) = units.iter().find(|unit| unit.params.len() > 1 && !like.is_in_registration_order()) {
         let several = format!("{} has {} parameters", unit.describe(), unit.params.len());
-        return Err(refuse(format!(
-            "{}: {several}, and {} ({}{}) does not tell their order",
-            state.ranks[0].at.display(),
+        return Err(unknown_layout_error(format!(
+            "{}: {several}, and {} ({}{}) does not record their order",
+            state.ranks[0].file_path.display(),
             like.path.display(),
             like.format,
-            if like.format.keeps_order() { ", sorted by names" } else { "" }
+            if like.format.keeps_order() { ", sorted by name" } else { "" }
         )));
     }
     for unit in &mut units {
@@ -60,26 +61,26 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
         let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
         tie_copies(unit, like, total)?;
         let source = like.path.display().to_string();
-        let misfit = LayoutMismatch { file: &state.ranks[0].at, source: &source };
+        let misfit = LayoutMismatch { file: &state.ranks[0].file_path, source: &source };
         totals::check(misfit, unit, None, u64::from(group), total)?;
     }
     Ok(units)
 }
 
-/// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
+/// Ties two parameters if the unit is too long by exactly one weight and the other checkpoint stores that weight twice.
 fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
     const MAX_CANDIDATES: usize = 32;
     let mut copies: Vec<(usize, usize)> = Vec::new();
-    // Vectors are equal by themselves: new norms are all ones.
+    // Vectors are no candidates, because unrelated ones are often equal: new norms are all ones.
     let candidates: Vec<usize> = (0..unit.params.len())
         .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
         .take(MAX_CANDIDATES)
         .collect();
     for (at, &second) in candidates.iter().enumerate() {
         for &first in &candidates[..at] {
-            if like.are_copies(&unit.params[first].fqn, &unit.params[second].fqn)? {
+            if like.have_equal_bytes(&unit.params[first].fqn, &unit.params[second].fqn)? {
                 copies.push((first, second));
             }
         }

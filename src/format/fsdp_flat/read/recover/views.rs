@@ -1,5 +1,5 @@
-//! Units as the views of files with `use_orig_params` tell them: where every parameter lies, which are one, and how they
-//! are aligned. Shapes are from elsewhere. Counts elements.
+//! Recovers units from the views in files with `use_orig_params`: the position of every parameter, ties and alignment.
+//! Shapes come from elsewhere. Lengths and positions count elements.
 //!
 //! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -12,21 +12,22 @@ use super::{ShapeSource, dtype_and_total, stride_of};
 use crate::catalog::flat::{FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{CatalogError, Error, Result};
-use crate::format::fsdp_flat::refuse;
+use crate::format::fsdp_flat::unknown_layout_error;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 use crate::name_list::{FEW, short_list};
 
+/// Returns the units of a state dict with views.
 pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<Vec<FlatUnit>> {
     refuse_empty(state, shapes)?;
     let mut by_unit: HashMap<&str, Vec<(&Fqn, Range<u64>)>> = HashMap::new();
-    for name in state.parameters() {
+    for name in state.view_names() {
         let (module, range) = whole_range(state, group, name)?;
         by_unit.entry(module).or_default().push((name, range));
     }
     let unit = |module: &str| {
         let mut found = by_unit.remove(module).unwrap_or_default();
-        // The first of tied names, in the order of the state dict, is the parameter's own.
+        // Among tied names, the first in the order of the state dict names the parameter.
         found.sort_by_key(|(_, range)| range.start);
         let (mut params, mut shared): (Vec<(&Fqn, Range<u64>)>, Vec<SharedName>) = (Vec::new(), Vec::new());
         for (name, range) in found {
@@ -50,37 +51,38 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
         let params = params.collect::<Result<_>>()?;
         Ok(FlatUnit { module: module.into(), dtype: Some(dtype), align_numel: Some(align), params, shared })
     };
-    state.modules().into_iter().map(unit).collect()
+    state.unit_modules().into_iter().map(unit).collect()
 }
 
-/// A parameter without elements is a view of nothing, so its unit and its place are not known, nor that it is none.
+/// Refuses a parameter without elements: it is a view of nothing, so its unit, its position and whether it is a
+/// parameter at all are unknown.
 fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     let ShapeSource::Like(like) = shapes else { return Ok(()) };
-    let viewed: HashSet<&Fqn> = state.parameters().into_iter().collect();
+    let viewed: HashSet<&Fqn> = state.view_names().into_iter().collect();
     let mut empty =
-        state.ranks[0].beside.iter().filter(|(name, is)| **is == PlainTensor::Empty && !viewed.contains(name));
+        state.ranks[0].other_tensors.iter().filter(|(name, is)| **is == PlainTensor::Empty && !viewed.contains(name));
     let differs = |name: &Fqn| like.params.get(name).is_some_and(|param| *param.shape != [0]);
     match empty.find(|(name, _)| differs(name)) {
         None => Ok(()),
         Some((name, _)) => {
             let shape = like.params[name].shape.as_slice();
-            Err(refuse(format!(
-                "{name}: of shape {shape:?}, and the files do not tell where a parameter without elements is"
+            Err(unknown_layout_error(format!(
+                "{name}: the files do not record the position of a parameter without elements (shape {shape:?})"
             )))
         }
     }
 }
 
-/// Where a parameter lies in its flat parameter: what ranks have of it must be one stretch.
+/// Returns the module and the range of a parameter in its flat parameter. The parts of all ranks must form one range.
 fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a str, Range<u64>)> {
     let mut pieces: Vec<(u32, &str, &Range<u64>)> = Vec::new();
     for rank in &state.ranks {
-        if let Some(PlainTensor::View { module, range }) = rank.beside.get(name) {
+        if let Some(PlainTensor::View { module, range }) = rank.other_tensors.get(name) {
             pieces.push((rank.rank, module, range));
         }
     }
     pieces.sort_by_key(|(rank, _, range)| (range.start, range.end, *rank));
-    // Replicas have the same pieces.
+    // Replicas of a shard have the same pieces.
     pieces.dedup_by(|next, piece| next.2 == piece.2 && next.0 % group == piece.0 % group);
     let (_, module, first) = pieces[0];
     let mut whole = first.clone();
@@ -88,15 +90,15 @@ fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a 
         if *other != module || range.start != whole.end {
             let expected = format!("the elements of the flat parameter of `{module}` from {} on", whole.end);
             let found = format!("{} to {} of `{other}`", range.start, range.end);
-            let at = state.ranks.iter().find(|own| own.rank == *rank).map(|own| &own.at);
-            return Err(Error::malformed(at.unwrap_or(&state.ranks[0].at), name.as_str(), expected, found));
+            let at = state.ranks.iter().find(|own| own.rank == *rank).map(|own| &own.file_path);
+            return Err(Error::malformed(at.unwrap_or(&state.ranks[0].file_path), name.as_str(), expected, found));
         }
         whole.end = range.end;
     }
     Ok((module, whole))
 }
 
-/// The alignment that puts parameters where they are.
+/// Returns the alignment that explains the positions of all parameters.
 fn alignment(
     state: &FlatState,
     module: &str,
@@ -106,7 +108,8 @@ fn alignment(
     params: &[(&Fqn, Range<u64>)],
 ) -> Result<u64> {
     let numels: Vec<u64> = params.iter().map(|(_, range)| range.end - range.start).collect();
-    // That of the dtype first; then of narrower ones in mixed precision; none before PyTorch 2.1.
+    // The alignment of the dtype first, then those of narrower dtypes in mixed precision, then none (before PyTorch
+    // 2.1).
     let candidates = [16 / dtype.itemsize(), 4, 8, 16, 2, 1];
     let fits = |align: &u64| {
         let flat = FlatParameter::new(&numels, Some(*align), u64::from(group));
@@ -117,13 +120,18 @@ fn alignment(
     candidates.into_iter().find(fits).ok_or_else(|| {
         let places: Vec<String> = params.iter().map(|(name, range)| format!("{name} at {}", range.start)).collect();
         let expected = format!("parameters that follow each other, padded to 16 bytes, in {total} elements");
-        Error::malformed(&state.ranks[0].at, FlatUnit::new(module, None).describe(), expected, short_list(&places, FEW))
+        Error::malformed(
+            &state.ranks[0].file_path,
+            FlatUnit::new(module, None).describe(),
+            expected,
+            short_list(&places, FEW),
+        )
     })
 }
 
 fn shape_in(like: &LikeModel, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)> {
     let Some(param) = like.params.get(name) else {
-        return Err(refuse(format!("{name}: {} has no parameter of this name", like.path.display())));
+        return Err(unknown_layout_error(format!("{name}: {} has no parameter of this name", like.path.display())));
     };
     let found = crate::layout::numel(&param.shape);
     if found != Some(numel) {
@@ -132,7 +140,7 @@ fn shape_in(like: &LikeModel, name: &Fqn, numel: u64) -> Result<(Dims, Option<Di
             what: "the number of elements",
             between: format!("its flat parameter and {}", like.path.display()),
             detail: format!("expected {numel}, found shape {:?}", param.shape.as_slice()),
-            hint: Some(String::from("options::like takes a checkpoint of the same model")),
+            hint: Some(String::from("give options::like a checkpoint of the same model")),
         }));
     }
     Ok((param.shape.clone(), stride_of(like, name, param)?))
@@ -155,15 +163,15 @@ mod tests {
         layout.units.iter().map(unit).collect()
     }
 
-    /// What PyTorch made of Embedding(5, 3) tied with a head and Linear(3, 5) on two ranks.
+    /// The shards that PyTorch makes of Embedding(5, 3), tied with a head, and Linear(3, 5) on two ranks.
     #[test]
-    fn views_tell_order_numels_ties_and_alignment() {
+    fn views_give_order_numels_ties_and_alignment() {
         let of_rank_0 = [("", "emb", 0..15), ("", "weight", 16..19), ("", "head", 0..15)];
         let of_rank_1 = [("", "weight", 19..31), ("", "bias", 32..37)];
         let ranks: [(u32, &[_]); 2] = [(0, &of_rank_0), (1, &of_rank_1)];
         let layout = recover(&state_of_views(38, (2, 2), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!(shown(&layout), [" align 4: emb 15, weight 15, bias 5, head=emb"]);
-        // Replicas of both shards; then without one, and without both holders of another.
+        // Replicas of both shards; then one replica missing; then all replicas of one shard missing.
         let ranks: [(u32, &[_]); 4] = [(0, &of_rank_0), (1, &of_rank_1), (2, &of_rank_0), (3, &of_rank_1)];
         let hybrid = recover(&state_of_views(38, (2, 4), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!((hybrid.units == layout.units, hybrid.shard_group_size, hybrid.world_size), (true, 2, 4));
@@ -173,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn views_that_cannot_be_are_refused() {
+    fn contradictory_views_are_an_error() {
         let with = |second: Range<u64>| {
             let ranks: [(u32, &[_]); 2] = [(0, &[("", "w", 0..8)]), (1, &[("", "w", second)])];
             recover(&state_of_views(16, (2, 2), &ranks), ShapeSource::Raw)

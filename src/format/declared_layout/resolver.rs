@@ -1,0 +1,384 @@
+//! Gives each plain tensor its declared sharding.
+//!
+//! Rules match a tensor by the same names as rules for a target. State and gradients follow their parameter if every
+//! rank has the same local shape of both. State of another shape (a step, a factored moment) does not follow its
+//! parameter: it is whole on every rank unless a rule names the state itself. Shapes count elements.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::path::{Path as FilePath, PathBuf};
+
+use super::DeclaredLayout;
+use super::effects::DeclarationEffects;
+use super::misfit::{self, LayoutMisfit};
+use super::reduce::ReduceRules;
+use crate::catalog::optimizer::optimizer_state;
+use crate::catalog::owner::{Owner, Owners};
+use crate::catalog::path::tensors;
+use crate::catalog::wrappers::{clean_name, with_clean};
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, checked_len_bytes,
+    model,
+};
+use crate::error::{Error, Result};
+use crate::format::parallelize::{PlanSide, PlannedModel};
+use crate::format::reading::ReadFindings;
+use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
+use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
+use crate::layout::shards::{MeshPlacement, SharedTensor};
+use crate::layout::whole::{PartError, RankPart, assemble};
+use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
+use crate::nearest;
+use crate::quantity::count;
+
+/// Describes the origin of the layout of tensors that nothing is declared for.
+const UNDECLARED: &str = "the default (no declaration applies: whole on every rank)";
+/// Describes the origin of the layout of model tensors without a rule, if an optimizer has state of other tensors only.
+const UNTRAINED: &str = "the default (no rule and no optimizer state applies: a buffer, whole on every rank)";
+
+/// Resolves the layout of every plain tensor of a catalog.
+pub struct LayoutResolver<'a> {
+    declared: &'a DeclaredLayout,
+    layout: &'a MeshLayout,
+    mesh: MeshId,
+    catalog: &'a Catalog,
+    root: &'a FilePath,
+    reading: &'a ReadFindings<'a>,
+    owners: Owners<'a>,
+    /// Tensors of the model.
+    parameters: HashSet<TensorId>,
+    /// The paths of each tensor; empty for a tensor that only occurs in values that differ between ranks.
+    paths: Vec<Vec<Path>>,
+    reductions: ReduceRules,
+    /// Parameters for which an optimizer has state of the same local shapes.
+    trained: HashSet<TensorId>,
+    /// The number of tensors that are treated as buffers.
+    buffers: usize,
+    effects: DeclarationEffects,
+    /// The parameters as a plan lays them out.
+    planned: Option<(PlannedModel, HashMap<TensorId, Fqn>)>,
+}
+
+/// The resolved tensors.
+pub struct ResolvedLayouts {
+    /// The new entries of the tensors.
+    pub entries: Vec<(TensorId, TensorEntry)>,
+    /// Notes for the user.
+    pub notes: Vec<String>,
+}
+
+/// The names by which a rule may match a tensor.
+struct TensorNames {
+    names: Vec<String>,
+    /// The names of the tensor's parameter, if the parameter has other local shapes.
+    other_shaped_parameter: Option<Vec<String>>,
+    /// Whether the tensor belongs to a parameter that does not exist.
+    is_without_parameter: bool,
+    is_unnamed_number: bool,
+    is_in_model: bool,
+    /// The parameter whose shape the tensor has.
+    parameter_id: Option<TensorId>,
+}
+
+impl TensorNames {
+    fn is_covered_by(&self, rule: &Rule) -> bool {
+        // A rule for a parameter does not apply to its state of another shape.
+        let is_of_parameter = || self.other_shaped_parameter.as_ref().is_some_and(|parameter| rule.covers(parameter));
+        rule.covers(&self.names) && !is_of_parameter()
+    }
+}
+
+impl<'a> LayoutResolver<'a> {
+    /// Returns a resolver for the tensors of a catalog.
+    pub fn new(
+        declared: &'a DeclaredLayout,
+        layout: &'a MeshLayout,
+        mesh: MeshId,
+        catalog: &'a Catalog,
+        root: &'a FilePath,
+        reading: &'a ReadFindings<'a>,
+        reductions: ReduceRules,
+    ) -> Self {
+        let mut paths = vec![Vec::new(); catalog.tensors.len()];
+        tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
+        let owners = Owners::new(catalog);
+        let parameters = owners.parameters.values().copied().collect();
+        let (trained, buffers, effects, planned) = (HashSet::new(), 0, DeclarationEffects::default(), None);
+        Self {
+            declared,
+            layout,
+            mesh,
+            catalog,
+            root,
+            reading,
+            owners,
+            parameters,
+            paths,
+            reductions,
+            trained,
+            buffers,
+            effects,
+            planned,
+        }
+    }
+
+    /// Returns the new entries of all plain tensors, and notes about them.
+    pub fn resolve(mut self, order: ParameterOrder) -> Result<ResolvedLayouts> {
+        let mut plain_tensors = Vec::new();
+        for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
+            // The optimizer state shows which parameters are trained, whatever its layout.
+            let tensor_names = self.tensor_names(id);
+            if entry.is_shared() {
+                continue;
+            }
+            let paths = &self.paths[id.0 as usize];
+            let is_own = paths.iter().any(|path| model::is_random_state(path.fqn().as_str()));
+            if paths.is_empty() || is_own {
+                check_equal_shapes(entry)?;
+            } else {
+                plain_tensors.push((id, entry, tensor_names));
+            }
+        }
+        // Checked first, so that a misspelled rule does not cause a misleading error for the tensor that it should
+        // match.
+        self.check_rules(&plain_tensors)?;
+        let overridden = self.overridden_rules(&plain_tensors);
+        self.planned = self.plan(order)?;
+        let entries = plain_tensors
+            .iter()
+            .map(|(id, entry, tensor_names)| Ok((*id, self.resolve_entry(*id, entry, tensor_names)?)));
+        let entries = entries.collect::<Result<_>>()?;
+        self.effects.check(self.declared, self.catalog)?;
+        let number = count(self.buffers, "tensor");
+        let buffers = format!("{number} without optimizer state: treated as buffers, whole on every rank");
+        let buffers = (self.buffers > 0).then_some(buffers);
+        let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
+        let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).chain(overridden).collect();
+        Ok(ResolvedLayouts { entries, notes })
+    }
+
+    /// Binds the plan to the parameters of the model.
+    fn plan(&self, order: ParameterOrder) -> Result<Option<(PlannedModel, HashMap<TensorId, Fqn>)>> {
+        let Some(plan) = &self.layout.plan else { return Ok(None) };
+        let model = model::parameters(&self.catalog.state);
+        let parameter = |(fqn, id): &(Fqn, TensorId)| {
+            let entry = self.catalog.tensor(*id);
+            let is_trained = self.trained.is_empty() || self.trained.contains(id);
+            Parameter {
+                name: if self.declared.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
+                shape: &entry.shape,
+                shape_origin: ShapeOrigin::LocalShard,
+                kind: if entry.dtype.is_float() && is_trained {
+                    ParameterKind::Parameter
+                } else {
+                    ParameterKind::Buffer
+                },
+            }
+        };
+        let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
+        let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
+        let planned = PlannedModel::new(PlanSide::Source, (plan, &self.layout.mesh), names, &parameters, order)?;
+        // A tied parameter is planned under its first name.
+        Ok(Some((planned, model.into_iter().rev().map(|(fqn, id)| (id, fqn)).collect())))
+    }
+
+    /// Returns the layout that the plan gives the tensor or the parameter that it follows.
+    fn planned_layout(&self, id: TensorId, tensor_names: &TensorNames) -> Option<(SharedTensor, PlacementSource)> {
+        let (planned, names) = self.planned.as_ref()?;
+        let planned = planned.placement(names.get(&tensor_names.parameter_id.unwrap_or(id))?)?;
+        let shared = match &planned.shared {
+            None => self.layout.replicated(),
+            // Partial values may exist along any mesh dim, also outside the slice.
+            Some(shared) if !self.declared.reduce.is_empty() => SharedTensor { slice: None, ..shared.clone() },
+            Some(shared) => shared.clone(),
+        };
+        Some((self.layout.with_default_split(shared), planned.by))
+    }
+
+    fn check_rules(&self, plain_tensors: &[(TensorId, &TensorEntry, TensorNames)]) -> Result<()> {
+        let mut names = plain_tensors.iter().flat_map(|(.., tensor_names)| &tensor_names.names);
+        let unused = self.layout.rules.iter().find(|rule| !names.clone().any(|name| rule.pattern.covers(name)));
+        let Some(rule) = unused else { return Ok(()) };
+        let names: Vec<String> = names.by_ref().cloned().collect();
+        Err(Error::usage(
+            format!("{}: the pattern matches no plain tensor", rule.origin),
+            nearest::pattern_hint(rule.pattern.as_str(), &names),
+        ))
+    }
+
+    /// Returns a note for each rule that another rule always overrides.
+    fn overridden_rules(&self, plain_tensors: &[(TensorId, &TensorEntry, TensorNames)]) -> Vec<String> {
+        let (mut applied, mut overridden) = (BTreeSet::new(), BTreeSet::new());
+        for (.., tensor_names) in plain_tensors {
+            let mut matching =
+                (0..).zip(&self.layout.rules).filter(|(_, rule)| tensor_names.is_covered_by(rule)).map(|(at, _)| at);
+            applied.extend(matching.next());
+            overridden.extend(matching);
+        }
+        let text = |index: &usize| &self.layout.rules[*index].origin;
+        overridden.difference(&applied).map(|index| unused_rule_warning(text(index))).collect()
+    }
+
+    fn resolve_entry(&mut self, id: TensorId, entry: &TensorEntry, tensor_names: &TensorNames) -> Result<TensorEntry> {
+        let (mut shared, declared_by) = self.choose_layout(id, entry, tensor_names)?;
+        self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
+        self.effects.sharded +=
+            usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
+        let parts = local_shapes(entry);
+        let mesh = &self.layout.mesh;
+        let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
+        let found = assemble(mesh, &shared, &parts, &is_missing).map_err(|error| {
+            let file = self.file_of_rank(entry, rank_of(&error));
+            let name = tensor_names.names.last().map_or(entry.fqn.as_str(), String::as_str);
+            LayoutMisfit { entry, name, shared: &shared, declared_by: &declared_by, local_shapes: &parts, mesh }
+                .error(error, &file)
+        })?;
+        if checked_len_bytes(&found.shape, entry.dtype).is_none() {
+            return Err(misfit::too_large_error(
+                &self.file_of_rank(entry, parts.first().map(|part| part.rank)),
+                &entry.fqn,
+                &found.shape,
+            ));
+        }
+        let tiles: HashMap<Rank, Tile> = parts.iter().map(|part| part.rank).zip(found.tiles).collect();
+        let mut chunks = ChunkTable::new(found.shape.len());
+        for chunk in entry.chunks.iter() {
+            let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
+            chunks.push(Chunk { tile, ..chunk });
+        }
+        let summands = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
+        let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
+        // A tensor with one element cannot be sharded and is written as a plain tensor.
+        let is_scalar = found.shape.is_empty() && summands.is_none();
+        let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
+        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values: summands, chunks, ..entry.clone() })
+    }
+
+    fn choose_layout(
+        &mut self,
+        id: TensorId,
+        entry: &TensorEntry,
+        tensor_names: &TensorNames,
+    ) -> Result<(SharedTensor, String)> {
+        let layout = self.layout;
+        if let Some(rule) = layout.rules.iter().find(|rule| tensor_names.is_covered_by(rule)) {
+            match layout.placement_by_rule(rule, &tensor_names.names, &entry.shape) {
+                Err(LayoutError::RuleMisfit { .. })
+                    if tensor_names.is_without_parameter || tensor_names.other_shaped_parameter.is_some() => {}
+                shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.origin.clone())),
+            }
+        }
+        if let Some((shared, by)) = self.planned_layout(id, tensor_names) {
+            self.effects.by_plan += usize::from(by != PlacementSource::Buffer);
+            return Ok((shared, format!("the plan ({by})")));
+        }
+        let (shared, declared_by) = match (&tensor_names.other_shaped_parameter, &self.declared.fallback) {
+            (Some(_), _) => (layout.with_default_split(layout.replicated()), UNDECLARED),
+            (None, declared_by) => {
+                let declared_by = declared_by.as_ref().map_or(UNDECLARED, |(_, declared_by)| declared_by.as_str());
+                (layout.fallback_placement(entry.shape.len(), None).shared, declared_by)
+            }
+        };
+        let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
+        if tensor_names.is_unnamed_number
+            && !entry.shape.is_empty()
+            && !(is_whole && self.layout.rules.is_empty() && self.planned.is_none())
+        {
+            return Err(misfit::unknown_number_error(&entry.fqn));
+        }
+        // If a whole tensor were treated as a part, the result would be a larger tensor, without any error.
+        if tensor_names.is_in_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
+            self.buffers += 1;
+            return Ok((layout.replicated(), UNTRAINED.to_owned()));
+        }
+        self.effects.by_fallback +=
+            usize::from(tensor_names.other_shaped_parameter.is_none() && !entry.shape.is_empty());
+        Ok((shared, declared_by.to_owned()))
+    }
+
+    fn tensor_names(&mut self, id: TensorId) -> TensorNames {
+        let mut tensor_names = TensorNames {
+            names: Vec::new(),
+            other_shaped_parameter: None,
+            is_without_parameter: false,
+            is_unnamed_number: false,
+            is_in_model: false,
+            parameter_id: None,
+        };
+        for path in self.paths[id.0 as usize].clone() {
+            let owner = self.owners.owner_of(&path);
+            let parameter = owner.as_ref().and_then(|owner| owner.id);
+            let follows = parameter.filter(|parameter| self.same_local_shapes(*parameter, id));
+            let has_other_shape = parameter.is_some() && follows.is_none();
+            tensor_names.names.extend(self.owners.rule_names(&path, owner.as_ref(), has_other_shape));
+            for own in parameter.iter().flat_map(|parameter| &self.paths[parameter.0 as usize]) {
+                let names = model::rule_names(own, &self.owners.model_root);
+                if has_other_shape {
+                    tensor_names.other_shaped_parameter.get_or_insert_default().extend(names);
+                } else {
+                    tensor_names.names.extend(names);
+                }
+            }
+            tensor_names.parameter_id = tensor_names.parameter_id.or(follows);
+            if let Some(parameter) = follows.filter(|_| optimizer_state(&path).is_some()) {
+                self.trained.insert(parameter);
+            }
+            tensor_names.is_in_model |= owner.is_none() && self.parameters.contains(&id);
+            tensor_names.is_without_parameter |= owner.is_some() && parameter.is_none();
+            tensor_names.is_unnamed_number |= matches!(owner, Some(Owner { by_number: true, name: None, .. }));
+        }
+        if !self.declared.keep_names {
+            with_clean(&mut tensor_names.names);
+            tensor_names.other_shaped_parameter.iter_mut().for_each(with_clean);
+        }
+        tensor_names
+    }
+
+    /// Returns whether every rank has the same local shape of both tensors.
+    fn same_local_shapes(&self, left: TensorId, right: TensorId) -> bool {
+        let (left, right) = (local_shapes(self.catalog.tensor(left)), local_shapes(self.catalog.tensor(right)));
+        left == right
+    }
+
+    /// Returns the file of a rank that has a chunk of the tensor.
+    fn file_of_rank(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
+        let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
+        let file = own.find_map(|chunk| chunk.location.file());
+        file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
+    }
+}
+
+/// Returns the local shape of the tensor on each rank; a tensor that is tied on some ranks may occur twice.
+fn local_shapes(entry: &TensorEntry) -> Vec<RankPart> {
+    let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(entry.chunks.len());
+    let mut parts = Vec::with_capacity(entry.chunks.len());
+    for chunk in entry.chunks.iter() {
+        let Some(rank) = chunk.rank else { continue };
+        let sizes = chunk.tile.sizes();
+        if known.insert(rank, sizes.clone()).as_ref() != Some(&sizes) {
+            parts.push(RankPart { rank, sizes });
+        }
+    }
+    parts
+}
+
+/// Checks that a tensor without a declaration has the same shape everywhere; its values may differ.
+fn check_equal_shapes(entry: &TensorEntry) -> Result<()> {
+    let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
+    let Some(other) = other else { return Ok(()) };
+    let between = format!("{} and {}", entry.chunk_name(0), describe_rank(&other));
+    let detail = format!("{:?} and {:?}", entry.shape.as_slice(), other.tile.sizes().as_slice());
+    Err(entry.fqn.disagreement("shape", between, detail))
+}
+
+fn describe_rank(chunk: &Chunk) -> String {
+    chunk.rank.map_or_else(|| String::from("another"), |rank| format!("rank {rank}"))
+}
+
+fn rank_of(error: &PartError) -> Option<Rank> {
+    match error {
+        PartError::WrongSizes { rank, .. } | PartError::Missing { rank } | PartError::OutsideMesh { rank } => {
+            Some(*rank)
+        }
+        PartError::Overflow { .. } | PartError::Layout { .. } => None,
+    }
+}

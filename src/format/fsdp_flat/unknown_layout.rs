@@ -1,0 +1,14 @@
+//! The error for flat parameters whose layout is unknown. The layout is never guessed.
+
+use crate::error::Error;
+
+/// The hint of every error about an unknown flat layout.
+const HINT: &str = "give options::flat_layout FILE or options::like CKPT: a torch file of the same model provides \
+                    shapes and order, other formats provide shapes only, and values are ignored\n    docs/how-to/fsdp1.md \
+                    has the Python snippet that writes FILE from a live model";
+
+/// Returns the error for a flat layout that is unknown, with the hint how to provide one.
+#[must_use]
+pub fn unknown_layout_error(what: impl Into<String>) -> Error {
+    Error::unsupported(what, HINT)
+}
