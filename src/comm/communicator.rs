@@ -1,12 +1,14 @@
-//! Communicator: the processes of one run, and what they say to each other.
+//! Communicator: connects the processes of one run, moves tensor bytes between them and passes small messages.
 //!
-//! Two things go between them. Bytes of tensors go by [`Communicator::exchange`] and [`Communicator::all_gather`], from
-//! memory to memory of the kind that the implementation moves: the host's or a device's. Few words (what is to be done,
-//! whether it went well) go by [`Communicator::gather`], always from host memory.
+//! [`Communicator::exchange`] and [`Communicator::all_gather`] move tensor bytes from memory to memory: host memory or
+//! device memory, depending on the implementation. They correspond to `all_to_all_single` with split sizes and an
+//! uneven `all_gather` in `torch.distributed`. [`Communicator::gather`] passes small messages (the work to do,
+//! success or failure), always from host memory.
 //!
-//! All operations are collective: every process calls the same ones in the same order, and none returns before this
-//! process has what it is to receive. Counts bytes. Invariant: where a process fails or goes away, the others get an error
-//! that names it, from the operation they are in or from the next one; nobody waits for ever.
+//! All operations are collective: every process calls the same operations in the same order, and an operation returns
+//! only when this process has received everything that it expects. Counts bytes. Invariant: if a process fails or
+//! disappears, the current or the next operation of every other process returns an error that names it; no process
+//! waits forever.
 
 use std::ops::Range;
 
@@ -14,21 +16,22 @@ use super::traffic::Traffic;
 use crate::error::{Error, Result};
 
 pub trait Communicator: Sync {
-    /// Memory whose bytes are moved.
+    /// The memory whose bytes this communicator moves.
     type Memory;
 
-    /// Which of the processes this one is, from 0.
+    /// Returns the rank of this process, counted from 0.
     fn rank(&self) -> u32;
 
-    /// How many there are.
+    /// Returns the number of ranks.
     fn size(&self) -> u32;
 
-    /// Send a range of `outgoing` to each rank, and receive a range of `incoming` from each: an all-to-all of uneven
-    /// lengths. Both lists have an entry a rank. What is sent to a rank is as long as what that expects from this one;
-    /// an empty range is not a message. The entries for this rank itself are empty: what stays is not sent.
+    /// Sends a range of `outgoing` to each rank and receives a range of `incoming` from each rank: an all-to-all of
+    /// uneven lengths. Both lists have one entry for each rank. The range sent to a rank must be as long as the range
+    /// that this rank receives; an empty range is not sent. The entries of this rank itself are empty: a rank sends
+    /// nothing to itself.
     ///
     /// # Errors
-    /// `Comm` naming the rank that is gone, or has sent another length.
+    /// `Comm` naming the rank that is gone, or that has sent another length.
     fn exchange(
         &self,
         outgoing: &Self::Memory,
@@ -37,48 +40,50 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Give every rank what each has in its range of `memory`: an all-gather of uneven lengths, in place. The ranges are
-    /// the same on all ranks, one a rank, in any order, none within another; an empty one is nothing.
+    /// Copies the range of `memory` that each rank owns to all other ranks: an all-gather of uneven lengths, in place.
+    /// All ranks pass the same ranges, one for each rank, in any order, and ranges do not overlap; an empty range is
+    /// skipped.
     ///
     /// # Errors
-    /// As [`Communicator::exchange`].
+    /// The errors of [`Communicator::exchange`].
     fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// What has gone by [`Communicator::exchange`] and [`Communicator::all_gather`], the latter as it is handed from rank to
-    /// rank.
+    /// Returns the bytes moved by [`Communicator::exchange`] and [`Communicator::all_gather`]. All-gathers are counted
+    /// as a ring, in which each rank forwards to the next rank.
     fn traffic(&self) -> Traffic;
 
-    /// What every rank says, in the order of ranks, its own included. For kilobytes, not for tensors.
+    /// Collects one message from every rank, this rank included, in rank order. Meant for kilobytes, not for tensors.
     ///
     /// # Errors
-    /// As [`Communicator::exchange`].
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// The errors of [`Communicator::exchange`].
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Wait until every rank is here.
+    /// Waits until every rank has called this method.
     ///
     /// # Errors
-    /// As [`Communicator::exchange`].
+    /// The errors of [`Communicator::exchange`].
     fn barrier(&self) -> Result<()> {
         self.gather(&[]).map(drop)
     }
 
-    /// Agree: every rank says that it is well, or why it is not. All get the same answer.
+    /// Votes: every rank reports success or the reason of its failure. All ranks get the same result.
     ///
     /// # Errors
-    /// `Comm` naming the first rank against, with what it said; and as [`Communicator::exchange`].
+    /// `Comm` naming the first rank that failed, with its reason; and as [`Communicator::exchange`].
     fn vote(&self, mine: Result<(), &str>) -> Result<()> {
         const OP: &str = "vote";
-        // A word against may be empty.
-        let said = mine.map_or_else(|against| [b"-", against.as_bytes()].concat(), |()| Vec::new());
-        for (rank, said) in (0..).zip(self.gather(&said)?) {
-            if let Some((_, against)) = said.split_first() {
+        // The reason may be empty, so a prefix marks a failure.
+        let message = mine.map_or_else(|against| [b"-", against.as_bytes()].concat(), |()| Vec::new());
+        for (rank, reply) in (0..).zip(self.gather(&message)?) {
+            if let Some((_, against)) = reply.split_first() {
                 return Err(Error::comm(rank, OP, String::from_utf8_lossy(against)));
             }
         }
         Ok(())
     }
 
-    /// Go on where all are well. Who is not gets its own error, the others one that names it.
+    /// Continues if all ranks succeeded. A rank that failed returns its own error; the others return an error that
+    /// names it.
     ///
     /// # Errors
     /// `mine`, and as [`Communicator::vote`].
@@ -87,7 +92,7 @@ pub trait Communicator: Sync {
         Self: Sized,
     {
         if let Err(error @ Error::Stopped(_)) = &mine {
-            // No opinion of this rank.
+            // This rank stops without voting.
             self.fail(error);
             return mine;
         }
@@ -97,36 +102,36 @@ pub trait Communicator: Sync {
         agreed.map(|()| mine)
     }
 
-    /// Whether all ranks are still there, without waiting for anything: to be asked during long work of one's own.
+    /// Checks that all ranks are still present, without waiting. Call it during long local work.
     ///
     /// # Errors
-    /// `Comm` naming the one that is gone.
+    /// `Comm` naming the rank that is gone.
     fn check(&self) -> Result<()>;
 
-    /// Tells all others that this rank ends because of an error. Each operation of theirs, in progress or later, is an error
-    /// that names this rank and has the message, or the signal that stopped this rank.
+    /// Notifies all other ranks that this rank ends because of an error. Their current and later operations return an
+    /// error that names this rank, with this message or the signal that stopped this rank.
     fn fail(&self, error: &Error);
 
-    /// Go, as one whose work is done: no death. Whoever is dropped without this has failed.
+    /// Leaves the run in an orderly way. Dropping a communicator without calling this counts as failure.
     ///
     /// # Errors
-    /// As [`Communicator::exchange`], where this rank stays to look after the others until they leave.
+    /// The errors of [`Communicator::exchange`], in implementations whose rank waits for the others to leave.
     fn leave(self) -> Result<()>
     where
         Self: Sized;
 }
 
-/// Where a process of a run says why it ends, and learns why another process has ended.
+/// Records why a process ends, and reports why another process has ended.
 pub trait FailureNotes: Send + Sync {
-    /// Whether all processes are still there, without waiting for anything.
+    /// Checks that all processes are still present, without waiting.
     ///
     /// # Errors
     /// `Comm` naming the process that is gone.
     fn check(&self) -> Result<()>;
 
-    /// Tells all others that this process ends because of an error.
+    /// Notifies all other processes that this process ends because of an error.
     fn fail(&self, error: &Error);
 
-    /// Leaves as a process whose work is done.
+    /// Leaves the run after the work of this process is complete.
     fn leave(&self);
 }

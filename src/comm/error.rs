@@ -1,23 +1,23 @@
-//! Errors of processes that work together.
+//! Errors caused by another process of the same run.
 
 use std::fmt;
 
-/// Another process of the run is gone, or does not do what this one does.
+/// Another process of the run is gone, or is in a different operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]
 pub struct CommError {
     /// The other process.
     pub rank: Peer,
-    /// What the processes were doing together.
+    /// The operation in which the error appeared.
     pub op: &'static str,
-    /// What went wrong.
+    /// The problem.
     pub detail: String,
-    /// What the reader can do next.
+    /// The next step for the user.
     pub hint: Option<String>,
 }
 
-/// A process of the run, named as far as it is known: `process 2 of 4 (n1, pid 4711)`, counted from 0.
+/// A process of the run, as far as it is known: `process 2 of 4 (n1, pid 4711)`, counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The number of the process, from 0.

@@ -1,6 +1,7 @@
-//! Who is gone first, and why: what every later operation answers.
+//! Records which process failed first, and why: every later operation returns that failure.
 //!
-//! Invariant: the first failure stays. Others follow from it, as ranks end because one did, and would hide it.
+//! Invariant: the first failure is kept. Later failures are consequences of the first (ranks end because another rank
+//! ended) and would hide it.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -13,23 +14,24 @@ use crate::error::{Error, Result, STOPPING, Stopped};
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-/// A process that is gone, and why, as records and messages carry it.
+/// A process that is gone, and the reason, as leases and messages contain it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,
     pub why: FailureReason,
 }
 
-/// The reason why a process is gone. A process that a signal stops does not fail: all stop, and may be started again.
+/// The reason why a process is gone. A process stopped by a signal has not failed: all processes stop and may be
+/// restarted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum FailureReason {
-    /// The message of its own error.
+    /// The message of the error that ended the process.
     Failed(String),
-    /// A signal, by its index in [`STOPPING`].
+    /// The signal that stopped the process, as an index into [`STOPPING`].
     #[serde(serialize_with = "write_signal", deserialize_with = "read_signal")]
     Stopped(usize),
-    /// A sentence of the process that found out: `its process ended`.
+    /// The observation of another process: `its process ended`.
     Seen(String),
 }
 
@@ -44,7 +46,7 @@ fn read_signal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::E
 }
 
 impl FailureReason {
-    /// Returns this reason with at most `max` bytes of words.
+    /// Returns this reason, with its message cut to at most `max` bytes.
     #[must_use]
     pub fn cut(mut self, max: usize) -> Self {
         if let Self::Failed(words) | Self::Seen(words) = &mut self {
@@ -77,8 +79,8 @@ impl From<String> for FailureReason {
 }
 
 impl PeerFailure {
-    /// Returns the reason why process `rank` ends with an error. A signal that stopped another process stays the signal of
-    /// that process.
+    /// Returns the reason why process `rank` ends with this error. If a signal stopped another process, the reason
+    /// names that process.
     pub fn because_of(error: &Error, rank: u32) -> Self {
         if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
             && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
@@ -97,7 +99,7 @@ impl PeerFailure {
 }
 
 impl FirstFailure {
-    /// True for the first.
+    /// Records the first failure. Returns true if no failure was recorded before.
     pub fn seal(&self, gone: PeerFailure) -> bool {
         self.0.set(gone).is_ok()
     }
@@ -107,21 +109,21 @@ impl FirstFailure {
     }
 
     /// # Errors
-    /// `Comm` naming who is gone, `Stopped` where a signal stopped it.
+    /// `Comm` naming the process that is gone, `Stopped` if a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.0.get().map_or(Ok(()), |gone| Err(gone.error(op)))
     }
 }
 
-/// What the death of a process looks like from outside.
+/// The reason if the process no longer exists.
 pub(crate) const ENDED: &str = "its process ended";
-/// Dropped, by an error or a panic that nobody told the others of.
-pub(crate) const DROPPED: &str = "ended by an error, which it says itself";
-pub(crate) const LEFT: &str = "has left, while others are not done";
+/// The reason if the communicator was dropped after an error or a panic that the other processes were not notified of.
+pub(crate) const DROPPED: &str = "ended by an error; its own output has the details";
+pub(crate) const LEFT: &str = "has left before the others finished";
 
-/// Two ranks that do not agree on how much one sends the other.
+/// Returns the error for two ranks that disagree about the length of a message.
 pub(super) fn other_length(rank: u32, op: &'static str, expected: u64, sent: u64) -> Error {
-    Error::comm(rank, op, format!("expected {expected} bytes, it sent {sent}"))
+    Error::comm(rank, op, format!("expected {expected} bytes, received {sent}"))
 }
 
 #[cfg(test)]

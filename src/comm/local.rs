@@ -1,7 +1,9 @@
-//! Threads of one process as its ranks: a communicator without a network, for tests and as the model of the others.
+//! Threads of one process as ranks: a communicator without a network, used in tests and as the reference for the
+//! others.
 //!
-//! Bytes go as letters, copied once out of the sender's memory and once into the receiver's; letters of one rank to
-//! another keep their order. Counts bytes. Invariant: who waits for a letter of a rank that is gone does not wait.
+//! Messages are copied once out of the sender's memory and once into the receiver's memory; messages between the same
+//! two ranks keep their order. Counts bytes. Invariant: a rank that waits for a message of a rank that is gone gets an
+//! error.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,7 +14,7 @@ use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
-/// One rank of several threads. Its memory is the host's.
+/// One rank of several threads. Its memory is host memory.
 #[derive(Debug)]
 pub struct Local {
     rank: u32,
@@ -30,9 +32,9 @@ struct Mailboxes {
 
 #[derive(Debug)]
 struct MessageQueue {
-    /// Not yet taken, by receiver and sender.
+    /// Messages that are not received yet, by receiver and sender.
     waiting: Vec<Vec<VecDeque<Message>>>,
-    /// Why a rank writes no more.
+    /// The reason why a rank sends nothing any more.
     silent: Vec<Option<&'static str>>,
 }
 
@@ -43,7 +45,7 @@ struct Message {
 }
 
 impl Local {
-    /// Communicators for so many threads, in the order of ranks.
+    /// Returns the communicators of `size` threads, in rank order.
     #[must_use]
     pub fn fleet(size: u32) -> Vec<Self> {
         let letters = MessageQueue {
@@ -152,12 +154,12 @@ impl Communicator for Local {
         self.counter.traffic()
     }
 
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         const OP: &str = "gather";
         self.office.fate.check(OP)?;
-        self.others().for_each(|rank| self.post(OP, rank, said));
-        let heard = |rank| if rank == self.rank { Ok(said.to_vec()) } else { self.take(OP, rank) };
-        (0..self.office.size).map(heard).collect()
+        self.others().for_each(|rank| self.post(OP, rank, message));
+        let reply = |rank| if rank == self.rank { Ok(message.to_vec()) } else { self.take(OP, rank) };
+        (0..self.office.size).map(reply).collect()
     }
 
     fn check(&self) -> Result<()> {
@@ -170,7 +172,7 @@ impl Communicator for Local {
     }
 
     fn fail(&self, error: &Error) {
-        // Held, so that nobody is between looking and waiting.
+        // Holding the lock prevents a lost wake-up between the check and the wait.
         let _letters = self.letters();
         self.office.fate.seal(PeerFailure::because_of(error, self.rank));
         self.office.changed.notify_all();

@@ -1,14 +1,16 @@
 //! MPI between hosts: a communicator over the MPI library that this program was built with.
 //!
-//! Every operation begins with a header from each rank to each other rank: the operation, its number, and how many bytes
-//! follow. A rank that has matching headers from all others moves the bytes; so do all others then, because each of them
-//! gets the same headers. A rank that ends sends a last word instead of a header. The others find it before any bytes of
-//! that operation are sent. So no transfer stays unfinished, and MPI is finalised in an orderly way after an error, too.
+//! Every operation begins with a header from each rank to each other rank: the operation, its number, and the number of
+//! bytes that follow. A rank moves the bytes once it has matching headers from all other ranks; all other ranks then do
+//! the same, because they get the same headers. A rank that ends sends a final message instead of a header. The other
+//! ranks receive it before any bytes of that operation are sent, so no transfer stays unfinished, and MPI can be
+//! finalised after an error as well.
 //!
-//! A rank that is killed sends no last word: its launcher, mpirun or srun, ends the other processes of the job.
+//! A rank that is killed sends no final message: its launcher, mpirun or srun, ends the other processes of the job.
 //!
-//! Threads take turns in calling MPI (`MPI_THREAD_SERIALIZED`), and no call blocks: a thread that waits asks again and
-//! again, and lets others have their turn. Counts bytes. Invariant: where this rank's fate is sealed, its last word is sent.
+//! Threads take turns in calling MPI (`MPI_THREAD_SERIALIZED`), and no call blocks: a waiting thread polls and releases
+//! the lock between two polls. Counts bytes. Invariant: once a failure is recorded at this rank, its final message has
+//! been sent.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -30,28 +32,29 @@ use super::traffic::{Counter, Traffic};
 use crate::error::{CommError, Error, Result};
 use crate::launch::{Env, Launch, Launcher, Part};
 
-/// The longest message: MPI counts with 32 bits, and what is longer goes as several.
+/// The longest message: MPI counts with 32 bits, so longer transfers are split.
 const LONGEST: usize = 16 << 20;
 
-/// The longest reason that a last word gives. Escapes may make it six times as long.
+/// The longest reason in a final message. JSON escapes may make it six times as long.
 const LONGEST_REASON: usize = 1 << 10;
 
-/// Memory for headers and last words that are on their way, for each other rank.
+/// The memory for headers and final messages that are being sent, for each other rank.
 const BUFFER_A_RANK: usize = 8 << 10;
 
-/// How long a process that is done waits for the last words of the others after an error.
+/// The time that a finished process waits for the final messages of the others after an error.
 const ENDS_WITHIN: Duration = Duration::from_mins(1);
 
 /// The state of the MPI library. A thread that calls MPI holds the lock.
 static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 
-/// The inboxes of communicators that are gone while not all other ranks have sent their last word.
+/// The inboxes of dropped communicators that have not received the final messages of all other ranks.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
 
-/// A question that every wait asks. An answer that is an error ends the wait.
+/// A check that every wait runs. An error ends the wait.
 pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Whether a launcher that connects processes by MPI started this one, and others with it: mpirun, or srun with `--mpi=`.
+/// Returns whether a launcher that connects processes by MPI started this process and others: mpirun, or srun with
+/// `--mpi=`.
 #[must_use]
 pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     match launch.launcher {
@@ -61,7 +64,7 @@ pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     }
 }
 
-/// One rank of `MPI_COMM_WORLD`. Its memory is the host's.
+/// One rank of `MPI_COMM_WORLD`. Its memory is host memory.
 pub struct Mpi {
     rank: u32,
     size: u32,
@@ -69,24 +72,24 @@ pub struct Mpi {
     fate: FirstFailure,
     counter: Counter,
     state: Mutex<State>,
-    /// Held for an operation.
+    /// Locked during an operation.
     operating: Mutex<()>,
 }
 
 struct State {
     inbox: Inbox,
-    /// Of the last operation that has begun, from 1.
+    /// The number of the last operation that has begun, counted from 1.
     number: u64,
     has_left: bool,
 }
 
-/// Headers and last words of the other ranks that have come and were not looked at.
+/// The headers and final messages of the other ranks that have arrived and are not processed yet.
 #[derive(Default)]
 struct Inbox {
     tag: i32,
     rank: u32,
     words: Vec<VecDeque<Word>>,
-    /// By rank: whether the last word has come. A rank expects none of itself.
+    /// The ranks whose final message has arrived. A rank expects none from itself.
     is_last: Vec<bool>,
 }
 
@@ -98,7 +101,7 @@ enum Word {
         len: u64,
     },
     Left,
-    /// The rank that is gone first, and why.
+    /// The rank that failed first, and the reason.
     Failed(PeerFailure),
 }
 
@@ -121,33 +124,34 @@ impl Operation {
 
 /// An operation for which all ranks have sent a header.
 struct Begun {
-    /// By rank: how many bytes it sends to this one.
+    /// The number of bytes that each rank sends to this rank.
     lens: Vec<usize>,
-    /// What stopped this process while it waited. The others go through the operation, and so does this rank.
+    /// The error that stopped this process while it waited. The other ranks complete the operation, and so does this
+    /// rank.
     stopped: Result<()>,
 }
 
 impl Mpi {
-    /// Initialises MPI and connects all processes that its launcher started. This process is `part` of them. Every wait asks
-    /// `going`, and an answer that is an error ends this rank. Call this once; keep a [`Finalize`] in `main`.
+    /// Initialises MPI and connects all processes that the launcher started. This process is `part` of them. Every wait
+    /// calls `going`, and an error from it ends this rank. Call this once, and keep a [`Finalize`] in `main`.
     ///
     /// # Errors
-    /// `Usage` where MPI has another number for this process, has been initialised, or does not support threads.
+    /// `Usage` if MPI has another number for this process, has been initialised before, or does not support threads.
     pub fn world(part: Part, going: KeepGoing) -> Result<Self> {
         let (rank, size) = initialise()?;
         if (rank, size) != (part.index, part.of) {
             return Err(Error::usage(
                 format!(
-                    "MPI says that this is process {rank} of {size}, and it was started as process {} of {}",
+                    "MPI numbers this process {rank} of {size}, but it was started as process {} of {}",
                     part.index, part.of
                 ),
-                "start dtshard by the mpirun of the MPI library it was built with, or by srun with --mpi=pmix or --mpi=pmi2",
+                "start dtshard with the mpirun of the MPI library it was built with, or srun --mpi=pmix or --mpi=pmi2",
             ));
         }
         Ok(Self::with_tag(rank, size, 0, going))
     }
 
-    /// The first `size` ranks of the world, whose words and bytes have these tags: this one, and the one behind it.
+    /// Connects the first `size` ranks of the world, with `tag` for headers and the next tag for bytes.
     pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
@@ -166,11 +170,11 @@ impl Mpi {
         }
     }
 
-    /// Names the MPI library and its version.
+    /// Returns the name and the version of the MPI library.
     #[must_use]
     pub fn library() -> String {
         let _turn = turn();
-        // The first line, or the first words of a long one: "Open MPI v4.1.4, package: ..".
+        // The first line, or the first words of a long line: "Open MPI v4.1.4, package: ..".
         let text = mpi::environment::library_version().unwrap_or_default();
         let line = text.trim_matches(['\0', '\n', ' ']).lines().next().unwrap_or_default();
         let words = line.split(',').next().unwrap_or_default().split_whitespace();
@@ -191,7 +195,7 @@ impl Mpi {
         let world = SimpleCommunicator::world();
         for other in self.others() {
             let bytes = serde_json::to_vec(&word(other)).expect("words are plain data");
-            // A header waits for nobody to receive it.
+            // A buffered send returns before the receiver is ready.
             world.process_at_rank(mpi_rank(other)).buffered_send_with_tag(&bytes[..], state.inbox.tag);
         }
     }
@@ -206,12 +210,12 @@ impl Mpi {
         self.tell_all(state, |_| Word::Failed(gone.clone()));
     }
 
-    /// Asks whether to go on, and ends this rank where not.
+    /// Checks whether to continue, and ends this rank if not.
     fn ask(&self) -> Result<()> {
         (self.going)().inspect_err(|error| Communicator::fail(self, error))
     }
 
-    /// Sends the headers of an operation, and waits for those of all others.
+    /// Sends the headers of an operation, and waits for the headers of all other ranks.
     fn begin(&self, operation: Operation, len: impl Fn(u32) -> usize) -> Result<Begun> {
         let op = operation.name();
         self.ask()?;
@@ -234,7 +238,7 @@ impl Mpi {
                     Err(gone) => {
                         self.end(&state, gone);
                         stopped?;
-                        return self.fate.check(op).map(|()| unreachable!("the fate of this rank is sealed"));
+                        return self.fate.check(op).map(|()| unreachable!("a failure is recorded for this rank"));
                     }
                 }
             }
@@ -278,7 +282,8 @@ impl Mpi {
         });
     }
 
-    /// An operation in which the bytes of a tensor go to each rank, and come from each into the place that is theirs.
+    /// Runs an operation that sends tensor bytes to each rank, and receives bytes from each rank into the range of that
+    /// rank.
     fn go<'a>(
         &self,
         operation: Operation,
@@ -293,7 +298,7 @@ impl Mpi {
             let sent = lens[*rank as usize];
             if sent != place.len() {
                 wrong.get_or_insert((*rank, place.len(), sent));
-                // The sender is to get rid of it.
+                // Received and dropped, so that the sender can complete its send.
                 *unwanted = vec![0; sent];
                 *place = &mut [];
             }
@@ -315,11 +320,11 @@ impl Mpi {
         stopped
     }
 
-    /// This many ranges, each of which is in the memory.
+    /// Checks that there is one range for each rank, and that each range is within the memory.
     fn check_ranges(&self, operation: Operation, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
         let wrong = |detail: String| Err(Error::comm(self.rank, operation.name(), detail));
         if ranges.len() != self.size as usize {
-            return wrong(format!("{} ranges for {} processes", ranges.len(), self.size));
+            return wrong(format!("found {} ranges, expected one for each of {} processes", ranges.len(), self.size));
         }
         match ranges.iter().find(|range| memory.get((*range).clone()).is_none()) {
             Some(range) => wrong(format!("bytes {range:?} of {}", memory.len())),
@@ -327,7 +332,7 @@ impl Mpi {
         }
     }
 
-    /// Disjoint parts of a memory, by rank.
+    /// Splits a memory into disjoint parts, by rank.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -336,7 +341,7 @@ impl Mpi {
     ) -> Result<Vec<(u32, &'m mut [u8])>> {
         self.check_ranges(operation, ranges, memory)?;
         let parts = carved(memory, <[u8]>::split_at_mut_checked, ranges).map_err(|range| {
-            Error::comm(self.rank, operation.name(), format!("bytes {range:?} are another process's as well"))
+            Error::comm(self.rank, operation.name(), format!("bytes {range:?} overlap the range of another process"))
         })?;
         Ok((0..).zip(parts.into_iter().map(Option::unwrap_or_default)).collect())
     }
@@ -379,13 +384,13 @@ impl Communicator for Mpi {
         self.counter.traffic()
     }
 
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         let _operating = self.operating.lock().unwrap_or_else(PoisonError::into_inner);
-        let Begun { lens, stopped } = self.begin(Operation::Gather, |_| said.len())?;
+        let Begun { lens, stopped } = self.begin(Operation::Gather, |_| message.len())?;
         let mut all: Vec<Vec<u8>> = lens.into_iter().map(|len| vec![0; len]).collect();
-        all[self.rank as usize] = said.to_vec();
+        all[self.rank as usize] = message.to_vec();
         let from = (0..).zip(all.iter_mut().map(Vec::as_mut_slice)).filter(|(rank, _)| *rank != self.rank).collect();
-        self.transfer(self.others().map(|other| (other, said)), from);
+        self.transfer(self.others().map(|other| (other, message)), from);
         stopped.map(|()| all)
     }
 
@@ -442,7 +447,7 @@ impl Drop for Mpi {
 }
 
 impl Inbox {
-    /// Takes in what has come.
+    /// Receives all messages that have arrived.
     fn receive(&mut self) {
         let _turn = turn();
         let world = SimpleCommunicator::world();
@@ -450,30 +455,30 @@ impl Inbox {
             let (bytes, status) = found.matched_receive_vec::<u8>();
             let from = u32::try_from(status.source_rank()).expect("MPI counts ranks from 0");
             let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| {
-                Word::Failed(PeerFailure { rank: from, why: format!("does not speak as it should: {error}").into() })
+                Word::Failed(PeerFailure { rank: from, why: format!("sent an invalid message: {error}").into() })
             });
             self.is_last[from as usize] |= !matches!(word, Word::Header { .. });
             self.words[from as usize].push_back(word);
         }
     }
 
-    /// Whether the last words of all have come.
+    /// Returns whether the final messages of all ranks have arrived.
     fn is_complete(&self) -> bool {
         self.is_last.iter().all(|is_last| *is_last)
     }
 
-    /// The rank that is gone, as the last word of another one says.
+    /// Returns the rank that is gone, according to the final message of another rank.
     fn gone(&self) -> Option<PeerFailure> {
         self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
     }
 
-    /// Takes the headers of all other ranks, once they have come: the length that each says, by rank.
+    /// Takes the headers of all other ranks once they have arrived: the announced length of each rank.
     ///
     /// # Errors
     /// A rank that does not take part.
     fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, PeerFailure> {
         let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
-        // The cause before what follows from it.
+        // The original failure is reported before its consequences.
         if let Some(gone) = firsts().find_map(|(_, word)| word?.gone()) {
             return Err(gone);
         }
@@ -507,8 +512,9 @@ impl Word {
     }
 }
 
-/// Finalises MPI when it is dropped, if it was initialised: at the end of `main`, when all communicators are gone and errors
-/// have been printed. After an error it waits for the other processes to notice, and aborts the job where one does not.
+/// Finalises MPI when it is dropped, if MPI was initialised: at the end of `main`, when all communicators are dropped
+/// and errors have been printed. After an error it waits for the other processes to notice, and aborts the job if one
+/// does not.
 #[must_use = "MPI is finalised when this is dropped"]
 #[derive(Debug, Default)]
 pub struct Finalize(());
@@ -532,7 +538,7 @@ impl Drop for Finalize {
     }
 }
 
-/// A wait between two questions: short at first, since most answers come soon.
+/// The delay between two polls: short at first, since most replies arrive soon.
 #[derive(Default)]
 struct Pause(u32);
 
@@ -556,19 +562,19 @@ fn turn() -> MutexGuard<'static, Option<Universe>> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Which process this one is, of how many.
+/// Initialises MPI. Returns the rank of this process and the number of ranks.
 fn initialise() -> Result<(u32, u32)> {
     let mut library = turn();
     let Some((mut universe, level)) = mpi::initialize_with_threading(mpi::Threading::Serialized) else {
-        return Err(Error::usage("MPI was initialised before", "connect the processes once"));
+        return Err(Error::usage("MPI is already initialised", "connect the processes only once"));
     };
     let world = universe.world();
     let ranks = [world.rank(), world.size()].map(|count| u32::try_from(count).expect("MPI counts from 0"));
     if level < mpi::Threading::Serialized {
         *library = Some(universe);
         return Err(Error::usage(
-            format!("this MPI library supports threads at the level {level:?}, and Serialized is needed"),
-            "use an MPI library that was built with support for threads",
+            format!("this MPI library supports thread level {level:?}, but Serialized is required"),
+            "use an MPI library that was built with thread support",
         ));
     }
     universe.set_buffer_size(ranks[1] as usize * BUFFER_A_RANK);
@@ -580,7 +586,7 @@ fn mpi_rank(rank: u32) -> i32 {
     i32::try_from(rank).expect("MPI counts ranks with 32 bits")
 }
 
-/// Leaving is left to [`Communicator::leave`].
+/// [`Communicator::leave`] leaves the run.
 impl super::FailureNotes for Mpi {
     fn check(&self) -> Result<()> {
         Communicator::check(self)

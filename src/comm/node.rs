@@ -1,13 +1,13 @@
-//! The node that this process runs on, by names that mean the same to all processes.
+//! The node that this process runs on, by names that are the same for all processes.
 
-/// Its name, where it has one.
+/// Returns the host name, if the node has one.
 #[must_use]
 pub fn this_host() -> Option<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// The kernel's name for the time since this node came up, where it tells.
+/// Returns the kernel's id of the current boot, if it is available.
 #[must_use]
 pub fn this_boot() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;

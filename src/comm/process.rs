@@ -1,6 +1,7 @@
-//! Which process it is that others wait for, or work with: by a name that means the same on every node.
+//! The identity of a process: a name that is the same on every node, and a check whether the process is alive.
 //!
-//! On its own node `/proc` tells whether it lives. From elsewhere, and from another container, nothing does.
+//! On the node of the process, `/proc` shows whether it is alive. On other nodes, and in other containers, this is
+//! unknown.
 
 use std::fmt;
 use std::fs;
@@ -10,19 +11,19 @@ use serde::{Deserialize, Serialize};
 
 use super::node::{this_boot, this_host};
 
-/// A process, as others on its node can find it.
+/// The identity of a process, by which other processes on its node can find it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// Empty where the system does not tell, as are the others.
+    /// The boot id. This field and the others are empty if the system does not provide them.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
-    /// In clock ticks since the node started.
+    /// The start time of the process, in clock ticks since the node started.
     pub start: u64,
 }
 
-/// `n1, pid 4711`
+/// Formats the process as `n1, pid 4711`.
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, pid {}", self.host, self.pid)
@@ -44,13 +45,13 @@ impl Process {
         }
     }
 
-    /// Whether it is known to have ended: of those of other nodes that is never known.
+    /// Returns whether the process is known to have ended. For processes on other nodes this is always false.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.is_alive(&Self::this()) == Some(false)
     }
 
-    /// `None` where that cannot be told from here.
+    /// Returns whether the process is alive, `None` if that cannot be determined from here.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
@@ -66,17 +67,17 @@ impl Process {
     }
 }
 
-/// When a process started, `None` for one that has ended and only waits for its parent to notice.
+/// Returns when a process started, `None` for a process that has ended and is still listed as a zombie.
 fn start_of(pid: u32) -> io::Result<Option<u64>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // proc(5): the name in parentheses may hold anything; behind it the state, and the start as field 22.
+    // proc(5): the name in parentheses may contain any characters; the state and the start (field 22) follow it.
     let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
     let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
     let start = fields.nth(18).and_then(|field| field.parse().ok());
     if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
-/// proc(5), hidepid: processes of others may be there and not be seen.
+/// proc(5), hidepid: processes of other users may exist without being listed.
 fn is_hidden(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))

@@ -1,11 +1,11 @@
-//! Ranges of one memory, lent at the same time.
+//! Several disjoint ranges of one memory, borrowed at the same time.
 
 use std::ops::Range;
 
-/// These ranges of some memory, in any order, as views; those that are empty are none.
+/// Returns views of these ranges of some memory, in any order; empty ranges get empty views.
 ///
 /// # Errors
-/// The first that is not in it, or partly in another one as well.
+/// The first range that is not within the memory, or overlaps another range.
 pub(crate) fn carved<V>(
     whole: V,
     split_at: fn(V, usize) -> Option<(V, V)>,

@@ -1,12 +1,13 @@
-//! Traffic: how much of tensors has gone between ranks, counted where it goes, so that a plan can be held against it.
+//! Traffic: the number of tensor bytes moved between ranks, counted during transfers, so that tests can compare it with
+//! the plan.
 //!
-//! Counts bytes, without headers and words. Invariant: when all ranks are behind the same operation, together they have
-//! sent as much as they have received.
+//! Counts bytes, without headers and small messages. Invariant: when all ranks have completed the same operation, the
+//! bytes sent by all ranks equal the bytes received by all ranks.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What has gone out of a rank's memory to others, and come into it.
+/// The bytes that a rank has sent to other ranks and received from them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub sent: u64,
@@ -14,14 +15,14 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What has gone since it was so much.
+    /// Returns the traffic since an earlier count.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self { sent: self.sent - before.sent, received: self.received - before.received }
     }
 }
 
-/// Traffic while it grows.
+/// A counter of traffic.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     sent: AtomicU64,
@@ -37,8 +38,8 @@ impl Counter {
         self.received.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// An all-gather of these ranges at this rank: each of the others' comes, and goes on to the next rank unless it is that
-    /// one's own.
+    /// Counts an all-gather of these ranges at this rank. The ring brings each range of the other ranks here, and this
+    /// rank forwards it unless the next rank owns it.
     pub fn round(&self, ranges: &[Range<usize>], rank: u32) {
         let len = |rank: usize| ranges[rank].len() as u64;
         let (rank, all) = (rank as usize, (0..ranges.len()).map(len).sum::<u64>());
@@ -46,8 +47,8 @@ impl Counter {
         self.sent(all - len((rank + 1) % ranges.len()));
     }
 
-    /// A reduction of so many bytes to `root` at one of `size` ranks, each of which hands its sum on to the next one, the last
-    /// to the root.
+    /// Counts a reduction of `len` bytes to `root` at one of `size` ranks. Each rank adds its values and forwards the
+    /// sum to the next rank, the last one to the root.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);

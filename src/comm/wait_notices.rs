@@ -1,7 +1,7 @@
-//! Waiting for other processes: how long at most, what ends a wait before that, and the lines that report it.
+//! Waiting for other processes: the time limit, the checks that end a wait early, and the lines that report a wait.
 //!
-//! A user at a silent terminal does not know which process is missing until the deadline. A process therefore reports whom
-//! it waits for: soon for the first time, then seldom.
+//! A user at a silent terminal does not know which process is missing until the deadline. A process therefore reports
+//! which processes it waits for: the first time after a short delay, later less often.
 
 use std::cell::Cell;
 use std::fmt;
@@ -11,26 +11,26 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy)]
 pub struct WaitNotices<'a> {
     pub limit: Duration,
-    /// After so long it is said for the first time whom this is about, and again after each `again`.
+    /// The delay before the first report; later reports follow at intervals of `again`.
     pub first: Duration,
     pub again: Duration,
     pub tell: &'a (dyn Fn(&str) + Sync),
 }
 
 impl WaitNotices<'_> {
-    /// One that says nothing.
+    /// Returns notices that report nothing.
     #[must_use]
     pub fn silent(limit: Duration) -> Self {
         Self { limit, first: limit, again: limit, tell: &|_| {} }
     }
 }
 
-/// Tells the user what a process waits for, through [`Patience`].
+/// Reports to the user what a process waits for, through [`WaitNotices`].
 #[derive(Clone)]
 pub struct WaitReporter {
-    /// See [`Patience::first`].
+    /// See [`WaitNotices::first`].
     pub first: Duration,
-    /// See [`Patience::again`].
+    /// See [`WaitNotices::again`].
     pub again: Duration,
     pub tell: Arc<dyn Fn(&str) + Send + Sync>,
 }
@@ -75,12 +75,12 @@ impl<'a> Wait<'a> {
         Instant::now() >= self.until()
     }
 
-    /// `120 s`
+    /// Formats the limit as `120 s`.
     pub fn limit(&self) -> String {
         format!("{} s", self.patience.limit.as_secs())
     }
 
-    /// Whether it is time to say something.
+    /// Returns whether the next report is due.
     pub fn is_due(&self) -> bool {
         let elapsed = self.begun.elapsed();
         let is_due = elapsed >= self.next.get() && elapsed < self.patience.limit;
@@ -90,7 +90,8 @@ impl<'a> Wait<'a> {
         is_due
     }
 
-    /// `what` is `waiting for WHOM`; `why` what keeps them, as far as that is known. What was said.
+    /// Reports the wait and returns the reported text. `what` is `waiting for WHOM`; `why` is the cause of the delay,
+    /// if it is known.
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());

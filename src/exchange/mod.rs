@@ -1,12 +1,12 @@
-//! Exchange: conversions whose processes give each other what only some of them can read, or should.
+//! Exchange: conversions in which processes send each other source bytes that only some of them can or should read.
 //!
-//! All processes derive the same rounds from the same catalogs. In a round each reads stretches of source
-//! chunks, which are contiguous; the [shuffle](Shuffle) moves them to who needs them, and makes values of summands; and what it
-//! gives are stretches of target tiles, which are written as any others are ([`crate::exec::copy::write`]). Reading, moving and
-//! writing go on at the same time, in a thread each, with one round between each two of them; a shuffle that has several
-//! steps may have the [next round](Shuffle::UNDER_WAY) on its way while one is finished.
+//! All processes derive the same rounds from the same catalogs. In a round each process reads contiguous ranges of
+//! source chunks; the [shuffle](Shuffle) moves the bytes to the processes that need them and reduces partial values;
+//! the results are ranges of target tiles, which are written as in other conversions ([`crate::exec::copy::write`]).
+//! Reading, moving and writing overlap: each has its own thread, with one round between two threads. A shuffle with
+//! several steps may start the [next round](Shuffle::UNDER_WAY) before the current round is finished.
 //!
-//! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
+//! Counts bytes. Invariant: bytes are recorded as done only after the process that read them has checked them.
 
 mod buffers;
 mod casts;
@@ -65,21 +65,21 @@ use crate::exec::window::{CastCounter, PlannedTile};
 use crate::exec::{Extents, Input, PreparedTile, Stop};
 use crate::threads::start_scoped;
 
-/// How often a process that waits for others looks whether it was told to stop.
+/// The interval at which a waiting process checks for a stop request.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Rounds of large tensors that are looked at to tell what would be moved.
+/// The maximum number of rounds per large tensor that a dry run examines.
 const MOST_WEIGHED: u64 = 1 << 12;
 
-/// What all processes of an exchange have in common.
+/// The inputs that all processes of an exchange share.
 #[derive(Clone, Copy)]
 pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
     pub parties: &'a Topology,
-    /// What each rank has to do of the output.
+    /// The output ranges that each rank writes.
     pub owners: &'a FileOwners,
-    /// See [`Rounds::new`].
+    /// The size of a bucket, see [`Rounds::new`].
     pub bucket_bytes: u64,
 }
 
@@ -89,7 +89,7 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// Whether values are made of what is read: of summands, or by a cast.
+    /// Returns whether the shuffle computes values: it reduces partial values or casts.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {
@@ -98,14 +98,15 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// What all ranks together take from the source, and what each reads, sends, receives and unpacks, without moving it.
+    /// Returns what all ranks together read from the source, and what each rank reads, sends, receives and unpacks.
+    /// Moves nothing.
     ///
     /// # Errors
-    /// As [`Rounds`]; `Stopped`.
+    /// The errors of [`Rounds`]; `Stopped`.
     pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
         let mut stats = Stats::for_reservation(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
-        // However much there is, it is weighed in a number of rounds that ends.
+        // Limits the number of rounds, independent of the size of the checkpoint.
         let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
         let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
         for round in weighed.rounds() {
@@ -118,10 +119,10 @@ impl<'a> Exchange<'a> {
         Ok((stats, sums))
     }
 
-    /// Fill what is to be done of the output files: what the owners say of this rank.
+    /// Writes the output ranges that `owners` assigns to this rank and that are not done yet.
     ///
     /// # Errors
-    /// As [`crate::exec::copy::copy`], and `Comm` where another process fails.
+    /// The errors of [`crate::exec::copy::copy`], and `Comm` if another process fails.
     pub fn run<C: Communicator>(
         &self,
         communicator: &C,
@@ -158,7 +159,7 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Read round after round.
+    /// Reads one round after another.
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
@@ -176,7 +177,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Move round after round.
+    /// Moves one round after another.
     fn shuffle<C: Communicator, S: Shuffle>(
         &self,
         communicator: &C,
@@ -195,7 +196,7 @@ impl<'a> Exchange<'a> {
             });
             let batch = match begun.transpose() {
                 Ok(begun) => {
-                    // All ranks take these turns alike, whatever comes sooner: each waits for the others in both.
+                    // All ranks take these steps in the same order, since each step waits for the other ranks.
                     let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::ROUNDS_IN_FLIGHT;
                     under_way.extend(begun);
                     if is_next_wanted {
@@ -224,11 +225,11 @@ impl<'a> Exchange<'a> {
     ) -> Result<Arrived> {
         let given = shuffle.finish(moves, begun)?;
         let checked = communicator.gather(&[u8::from(is_checked)])?;
-        let is_checked = checked.iter().all(|said| *said == [1]);
+        let is_checked = checked.iter().all(|reply| *reply == [1]);
         self.batch(moves, given, is_checked)
     }
 
-    /// What is given, as tiles to write.
+    /// Returns the received bytes as tiles to write.
     fn batch<M: HostMemory>(&self, moves: &Moves, given: ShuffleOutput<M>, is_checked: bool) -> Result<Arrived> {
         let ShuffleOutput { values, cast_losses: lost } = given;
         let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(values);
@@ -275,7 +276,7 @@ impl<'a> Exchange<'a> {
                     itemsize,
                     group: None,
                 });
-                // Of replicas the first counts, whoever does it.
+                // Only the first replica is counted, whichever rank writes it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
                 let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::WhileWriting(pair)));
                 slots.push(PlannedTile { tile, cast_counter: counted, copy_group: None });
@@ -288,7 +289,7 @@ impl<'a> Exchange<'a> {
 /// The tiles of a round.
 type Arrived = (Vec<PlannedTile>, TileBatch);
 
-/// What comes from the shuffle, until a signal does.
+/// The rounds that the shuffle returns, until a signal stops the process.
 struct Batches<'a> {
     shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,
@@ -296,7 +297,7 @@ struct Batches<'a> {
 
 impl TileSource for Batches<'_> {
     fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>> {
-        // The memory that they hold is wanted for the next round.
+        // Frees the buffers, which the next round needs.
         slots.clear();
         loop {
             match self.shuffled.recv_timeout(LOOK_EVERY) {
@@ -305,35 +306,35 @@ impl TileSource for Batches<'_> {
                     *slots = tiles;
                     return Ok(Some(batch));
                 }
-                Err(RecvTimeoutError::Disconnected) => unreachable!("the last thing that is sent says so"),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the sender announces its end before it stops"),
                 Err(RecvTimeoutError::Timeout) => self.stop.check()?,
             }
         }
     }
 }
 
-/// Tell all ranks what each has to do, and hear it from them.
+/// Sends this rank's remaining work to all ranks, and receives theirs.
 ///
 /// # Errors
-/// As [`Communicator::gather`]; `Comm` for words that make no sense.
+/// The errors of [`Communicator::gather`]; `Comm` if a message is invalid.
 pub fn agree(communicator: &impl Communicator, files: &[OutputFile], todo: &Extents) -> Result<Vec<Extents>> {
     let words: Vec<u8> = todo
         .iter()
         .flat_map(|(file, range)| [u64::from(file), range.start, range.end])
         .flat_map(u64::to_le_bytes)
         .collect();
-    let said = communicator.gather(&words)?;
-    let heard = (0..).zip(&said).map(|(rank, words)| {
+    let replies = communicator.gather(&words)?;
+    let todo_of_ranks = (0..).zip(&replies).map(|(rank, words)| {
         let mut todo = Extents::new();
         for [file, start, end] in words.as_chunks::<8>().0.as_chunks::<3>().0 {
             let number = u32::try_from(u64::from_le_bytes(*file)).ok().filter(|file| (*file as usize) < files.len());
             let range = u64::from_le_bytes(*start)..u64::from_le_bytes(*end);
             let Some(number) = number.filter(|number| range.end <= files[*number as usize].len) else {
-                return Err(Error::comm(rank, "agree", "it has something to do that is not to be done"));
+                return Err(Error::comm(rank, "agree", "its remaining work is not part of the plan"));
             };
             todo.insert(number, range);
         }
         Ok(todo)
     });
-    heard.collect()
+    todo_of_ranks.collect()
 }

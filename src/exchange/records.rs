@@ -1,17 +1,19 @@
-//! Records: what the processes of a run say to each other through files in a folder that all of them see.
+//! Records: small messages between the processes of a run, as files in a folder that all processes see.
 //!
-//! For few words: which files a process has, what it is to do, whether it went well. Bytes of tensors do not go this way.
+//! Records carry small messages: the files that a process has, the work to do, success or failure. Tensor bytes are
+//! never sent this way.
 //!
 //! ```text
 //! run-1f0c96a2b7d4/            the processes of one launch
-//!     part-2-of-4.0.lease          process 2 is there, and why it ends
-//!     session-4.0.json             process 0 has seen all others: the generations of their leases
-//!     session-4.0/                 what they say to each other
-//!         7-2                          what process 2 says in the 7th operation
+//!     part-2-of-4.0.lease          process 2 is present, or the reason why it ended
+//!     session-4.0.json             written by process 0: the generations of all leases
+//!     session-4.0/                 the messages of the session
+//!         7-2                          the message of process 2 in the 7th operation
 //! ```
 //!
-//! Process 0 decides who has met whom: it lists the leases that it has seen alive and that no earlier session has. So a lease
-//! of a process that was killed is in nobody's way. Invariant: a record appears by a rename, so nobody reads half of one.
+//! Process 0 decides which processes form a session: it lists the leases that it has seen alive and that no earlier
+//! session contains, so the lease of a killed process does not block a new run. Invariant: a record appears by a
+//! rename, so no process reads a partial record.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -35,43 +37,42 @@ use crate::storage::filesystem::close;
 
 const OP: &str = "meet";
 
-const TOGETHER: &str =
-    "start all processes at the same time, with the same DST on a file system that all of them share";
+const TOGETHER: &str = "start all processes at the same time, with the same DST on a shared file system";
 
-/// Pauses between two looks for what others say; each is twice as long as the one before.
+/// The delays between two checks for records of other processes; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
-/// The time between two looks at the lease of a process that is waited for.
+/// The interval between two checks of the lease of a process that this one waits for.
 const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
-/// The time after which a lease that has not changed is reported: its process should write it every second.
+/// The time after which an unchanged lease is reported: its process should rewrite it every second.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 
-/// A process that has met others. It moves no bytes of tensors.
+/// A process that has joined a session. It moves no tensor bytes.
 #[derive(Debug)]
 pub struct Records {
     presence: Presence,
     folder: AnchoredPath,
     stop: Stop,
     reporter: WaitReporter,
-    /// What all processes do before they next meet, for reports.
+    /// The work until the next operation, for reports.
     doing: Mutex<&'static str>,
-    /// Operations that have begun.
+    /// The number of operations that have begun.
     number: Mutex<u64>,
 }
 
-/// The processes of a session, by the generations of their leases.
+/// The processes of a session, identified by the generations of their leases.
 #[derive(Debug, Serialize, Deserialize)]
 struct Session {
     members: Vec<u32>,
 }
 
 impl Session {
-    /// Parses the file of the session of `of` processes that process 0 made under the lease of this generation.
+    /// Parses the session file of `of` processes that process 0 wrote under the lease of this generation.
     ///
     /// # Errors
-    /// `Malformed` where it does not have one generation for each process, or one that no lease has.
+    /// `Malformed` if it does not have one generation for each process, or contains an impossible generation.
     fn parse(text: &[u8], path: &AnchoredPath, of: u32, generation: u32) -> Result<Self> {
         let malformed = |at: String, expected: String, found: String| {
             Error::Format(FormatError::Malformed {
@@ -108,14 +109,15 @@ impl Session {
         Ok(session)
     }
 
-    /// The longest file of a session of so many processes: ten digits and a comma for each, and the name of the list.
+    /// Returns the maximum length of a session file for this many processes: ten digits and a comma for each, and the
+    /// key.
     fn max_len(of: u32) -> u64 {
         64 + 11 * u64::from(of)
     }
 }
 
 impl Records {
-    /// Meets the other processes of `part` in `folder`, which is made where it is not there.
+    /// Meets the other processes of `part` in `folder`, which is created if necessary.
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
@@ -150,7 +152,7 @@ impl Records {
                 Err(error) => return Err(told(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
-            // Process 0 decides for those that see it, but not for ever.
+            // The processes that see process 0 leave the decision to it, but only for a limited time.
             let until = wait.until() + if meeting.sees_first { patience.limit } else { Duration::ZERO };
             if Instant::now() >= until {
                 return Err(told(own.as_ref(), meeting.late(&missing, &wait)));
@@ -164,18 +166,18 @@ impl Records {
         }
     }
 
-    /// Reports each long wait for a process: which one, where it runs, and whether it is alive.
+    /// Reports each long wait for a process: its number, its node, and whether it is alive.
     #[must_use]
     pub fn reporting(self, reporter: WaitReporter) -> Self {
         Self { reporter, ..self }
     }
 
-    /// Names what all processes do next: `copying files of SRC`.
+    /// Sets the description of the work until the next operation: `copying files of SRC`.
     pub fn begin(&self, doing: &'static str) {
         *self.doing.lock().expect("no panic while the lock is held") = doing;
     }
 
-    /// Reports a wait for these processes, the first of which is described.
+    /// Reports a wait for these processes and describes the first one.
     fn report(&self, missing: &[u32], waited: Duration) {
         let [first, others @ ..] = missing else { return };
         let lease = self.presence.lease_of(*first);
@@ -194,13 +196,13 @@ impl Records {
         (self.reporter.tell)(&format!("waiting for {whom}{more} while {doing} ({} s): {why}", waited.as_secs()));
     }
 
-    /// The folder of this session, for files that the processes of this session share.
+    /// Returns the folder of this session, for files that its processes share.
     #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.folder
     }
 
-    /// Leaves as a process whose work is done.
+    /// Leaves the run after the work of this process is complete.
     pub fn leave_quietly(&self) {
         self.presence.leave();
     }
@@ -219,7 +221,7 @@ impl Records {
     }
 }
 
-/// Tells others that may have come why this process does not meet them.
+/// Notifies other processes, which may have come, why this process does not meet them.
 fn told(own: Option<&Presence>, mut error: Error) -> Error {
     if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
@@ -234,7 +236,7 @@ fn told(own: Option<&Presence>, mut error: Error) -> Error {
     error
 }
 
-/// What one look comes to.
+/// The result of one look at the folder.
 enum MeetingStep {
     Met(Vec<u32>),
     Missing(Vec<u32>),
@@ -244,17 +246,18 @@ struct Meeting {
     folder: AnchoredPath,
     part: Part,
     observer: Observer,
-    /// Leases that were alive in a look before, by part and generation.
+    /// The leases that were alive in an earlier look, by part and generation.
     seen_alive: BTreeSet<(u32, u32)>,
     is_blocked: bool,
-    /// Whether process 0 is there, for the others.
+    /// True if process 0 is present, for the other processes.
     sees_first: bool,
 }
 
 impl Meeting {
     fn step(&mut self, own: &mut Option<Presence>) -> Result<MeetingStep> {
         if !self.finds_folder()? {
-            // Process 0 makes it. The last process of an earlier run may have removed it, and the folders above it.
+            // Process 0 creates the folder. The last process of an earlier run may have removed it, with its parent
+            // folders.
             *own = None;
             self.folder = self.folder.reopened();
             self.observer = Observer::new(&self.folder, self.part.of);
@@ -271,7 +274,7 @@ impl Meeting {
         if self.part.index == 0 { self.lead(own, &generations) } else { self.follow(own, &generations) }
     }
 
-    /// Returns whether the folder is there. Process 0 creates it where it is not.
+    /// Returns whether the folder exists. Process 0 creates it if necessary.
     fn finds_folder(&self) -> Result<bool> {
         let (action, found) = match self.part.index {
             0 => ("create", self.folder.create_with_parents()),
@@ -283,7 +286,7 @@ impl Meeting {
         }
     }
 
-    /// Takes the lease of this part, unless a process that may live has it.
+    /// Takes the lease of this part, unless another process that may be alive holds it.
     fn take(&mut self, generations: &BTreeMap<u32, u32>) -> Result<Option<Presence>> {
         let index = self.part.index;
         let next = match generations.get(&index) {
@@ -300,7 +303,7 @@ impl Meeting {
         Presence::take(&self.folder.reopened(), self.part, next)
     }
 
-    /// Looks for the other processes, and makes the session when all are there.
+    /// Looks for the other processes, and creates the session once all are present.
     fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let earlier = self.members_of_earlier_sessions(own.generation())?;
         let (mut members, mut missing) = (vec![own.generation()], Vec::new());
@@ -322,7 +325,7 @@ impl Meeting {
         Ok(MeetingStep::Met(members))
     }
 
-    /// Looks for the session that process 0 makes of this process and the others.
+    /// Looks for the session that process 0 creates with this process and the others.
     fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let missing = Ok(MeetingStep::Missing(vec![0]));
         let Some(first) = generations.get(&0).copied() else { return missing };
@@ -330,7 +333,7 @@ impl Meeting {
             Some(Session { members }) if members.get(self.part.index as usize) == Some(&own.generation()) => {
                 Ok(MeetingStep::Met(members))
             }
-            // It is of an earlier run.
+            // The session belongs to an earlier run.
             Some(_) => missing,
             None => {
                 self.sees_first = self.is_there(0, first)?.is_some();
@@ -339,7 +342,7 @@ impl Meeting {
         }
     }
 
-    /// Returns the generation of a lease where its process lives and waits.
+    /// Returns the generation of a lease whose process is alive and waiting.
     fn is_there(&mut self, index: u32, generation: u32) -> Result<Option<u32>> {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));
@@ -402,16 +405,16 @@ impl Meeting {
     }
 }
 
-/// The name of a session of so many processes, by the generation of the lease of process 0.
+/// Returns the name of a session of this many processes, by the generation of the lease of process 0.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }
 
-/// Puts a file into a folder, complete from the first moment that others see it.
+/// Writes a file into a folder; it is complete from the first moment that others see it.
 fn write(folder: &AnchoredPath, name: &str, bytes: &[u8]) -> Result<()> {
     let path = folder.join(name);
     let tmp = folder.join(format!(".{name}.tmp"));
-    // A network file system may report only now that there is no space.
+    // A network file system may report a full disk only at close.
     let write = |mut file: File| file.write_all(bytes).and_then(|()| close(file));
     let written = tmp.replace_with_new(0o666).and_then(write);
     written.and_then(|()| tmp.rename(&path)).map_err(Error::io("write", &path))
@@ -440,32 +443,32 @@ impl Communicator for Records {
         Traffic::default()
     }
 
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         const GATHER: &str = "gather";
         let mut number = self.number.lock().expect("no panic while the lock is held");
         self.presence.check(GATHER)?;
         *number += 1;
         let name = |number: u64, rank: u32| format!("{number}-{rank}");
-        write(&self.folder, &name(*number, self.rank()), said)?;
-        let mut heard: Vec<Option<Vec<u8>>> = vec![None; self.size() as usize];
-        heard[self.rank() as usize] = Some(said.to_vec());
+        write(&self.folder, &name(*number, self.rank()), message)?;
+        let mut replies: Vec<Option<Vec<u8>>> = vec![None; self.size() as usize];
+        replies[self.rank() as usize] = Some(message.to_vec());
         let begun = Instant::now();
         let (mut pause, mut looked, mut report_after) = (SHORTEST, begun, self.reporter.first);
         loop {
-            // A process that leaves has written its record before: its lease is looked at before the folder is listed.
-            let missing = heard.iter().position(Option::is_none);
+            // A leaving process has written its record before: its lease is checked before the folder is listed.
+            let missing = replies.iter().position(Option::is_none);
             let is_due = looked.elapsed() >= LOOK_EVERY;
             let rank_of = |index: usize| u32::try_from(index).expect("a rank");
             let left = missing.filter(|_| is_due).and_then(|index| self.presence.gone_now(rank_of(index)));
-            // A network file system looks anew for what was not there once the folder is listed.
+            // Listing the folder makes a network file system look for new files.
             let names = self.folder.names().map_err(Error::io("list", &self.folder))?;
             let names: BTreeSet<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
-            for (rank, place) in (0..).zip(&mut heard) {
+            for (rank, place) in (0..).zip(&mut replies) {
                 if place.is_none() {
                     *place = self.hear(rank, &name(*number, rank), &names)?;
                 }
             }
-            let Some(missing) = heard.iter().position(Option::is_none) else { break };
+            let Some(missing) = replies.iter().position(Option::is_none) else { break };
             self.stop.check_signal().inspect_err(|error| self.presence.fail(error))?;
             self.presence.check(GATHER)?;
             if let Some(gone) = left.filter(|gone| gone.rank == rank_of(missing)) {
@@ -476,18 +479,18 @@ impl Communicator for Records {
                 looked = Instant::now();
             }
             if begun.elapsed() >= report_after {
-                let missing = (0..).zip(&heard).filter(|(_, heard)| heard.is_none()).map(|(rank, _)| rank);
+                let missing = (0..).zip(&replies).filter(|(_, replies)| replies.is_none()).map(|(rank, _)| rank);
                 self.report(&missing.collect::<Vec<u32>>(), begun.elapsed());
                 report_after = begun.elapsed() + self.reporter.again;
             }
             sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
-        // All have heard the operation before the last one, as all have spoken in the last one.
+        // Taking part in the last operation proves that a process has received all records of the operation before.
         if *number > 1 {
             let _ = self.folder.join(name(*number - 1, self.rank())).remove_file();
         }
-        Ok(heard.into_iter().flatten().collect())
+        Ok(replies.into_iter().flatten().collect())
     }
 
     fn check(&self) -> Result<()> {

@@ -1,7 +1,7 @@
-//! Source copy: files of SRC that only some processes see, copied to a folder that all of them see.
+//! Source copy: copies files of SRC that only some processes see to a folder that all processes see.
 //!
-//! Each file is copied once, by the lowest process that sees it. When a file is complete and synced, a record says so; a run
-//! that goes on skips files whose record agrees with length and time of the file.
+//! Each file is copied once, by the lowest process that sees it. When a file is complete and synced, a record is
+//! written; a resumed run skips files whose record matches the length and the modification time of the file.
 //!
 //! ```text
 //! copy/
@@ -10,7 +10,8 @@
 //!     done/1f0c96a2b7d4e35f    the record of a file
 //! ```
 //!
-//! Counts bytes. Invariant: a file is read from here only after its record was written and all processes have met behind it.
+//! Counts bytes. Invariant: a file is read from here only after its record was written and all processes have passed a
+//! barrier.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -33,13 +34,13 @@ use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, FileId, Files};
 
-/// Bytes between two looks at whether to stop.
+/// The number of bytes copied between two checks for a stop request.
 const BLOCK_BYTES: u64 = 64 << 20;
 
-/// The longest time that a file system of several nodes takes to show a new file to all.
+/// The maximum time that a shared file system takes to show a new file on all nodes.
 const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
-/// The longest time that another run is waited for that is about to leave the copy.
+/// The maximum wait for another run that is about to leave the copy.
 const FREE_WITHIN: Duration = Duration::from_secs(3);
 
 /// A file to copy.
@@ -52,7 +53,7 @@ struct Copied {
     writer: u32,
 }
 
-/// What is known of a file that was copied.
+/// The record of a copied file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CopyRecord {
     path: String,
@@ -60,24 +61,25 @@ struct CopyRecord {
     modified: (i64, i64),
 }
 
-/// The files of SRC to copy, and where to.
+/// The files of SRC to copy, and their destination.
 #[derive(Debug)]
 pub struct SourceCopy {
     folder: AnchoredPath,
     files: Vec<Copied>,
 }
 
-/// How much there is to copy.
+/// The amount of data to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Amount {
     pub files: usize,
     pub bytes: u64,
-    /// What an earlier run has not copied.
+    /// The bytes that an earlier run has not copied.
     pub left: u64,
 }
 
 impl SourceCopy {
-    /// The files that hold what is `reserved` and that not all of so many processes see. `source` is the folder of SRC.
+    /// Selects the files that contain `reserved` bytes and that only some of the processes see. `source` is the folder
+    /// of SRC.
     #[must_use]
     pub fn plan(
         folder: AnchoredPath,
@@ -103,11 +105,11 @@ impl SourceCopy {
         Self { folder, files }
     }
 
-    /// Takes the copy for this run, and empties it unless it `goes_on` with what an earlier run has copied. For process 0. It
-    /// watches the lease of a run that may live on another node.
+    /// Takes the copy for this run, and empties it unless it `goes_on` with the files that an earlier run has copied.
+    /// Called by process 0. It watches the lease of a run that may be alive on another node.
     ///
     /// # Errors
-    /// `Usage` where another run is at it; `Stopped`; `Io`.
+    /// `Usage` if another run uses the copy; `Stopped`; `Io`.
     pub fn begin(&self, goes_on: bool, stop: &Stop) -> Result<Presence> {
         let part = Part::alone();
         self.folder
@@ -125,7 +127,7 @@ impl SourceCopy {
                         let who = found.process.map_or_else(String::new, |process| format!(" ({process})"));
                         return Err(Error::usage(
                             format!("another run{who} copies files to {}", self.folder.display()),
-                            "wait for it, or end it first",
+                            "wait for it, or stop it first",
                         ));
                     }
                     Some(found) if found.state != PeerState::Ended => None,
@@ -156,7 +158,7 @@ impl SourceCopy {
         Ok(lease)
     }
 
-    /// What there is to copy.
+    /// Returns the amount of data to copy.
     #[must_use]
     pub fn amount(&self) -> Amount {
         let sum = |files: &mut dyn Iterator<Item = &Copied>| files.map(|file| file.record.len).sum();
@@ -164,17 +166,17 @@ impl SourceCopy {
         Amount { files: self.files.len(), bytes: sum(&mut self.files.iter()), left }
     }
 
-    /// The bytes that the process of this number has to copy.
+    /// Returns the number of bytes that process `number` has to copy.
     #[must_use]
     pub fn share(&self, rank: u32) -> u64 {
         let own = self.files.iter().filter(|file| file.writer == rank && !self.is_done(file));
         own.map(|file| file.record.len).sum()
     }
 
-    /// Copies the files of this process, and waits for those of the others. Collective.
+    /// Copies the files of this process, and waits until the other processes have copied theirs. Collective.
     ///
     /// # Errors
-    /// `Io` naming a file; `Stopped`; `Comm` naming the process that fails.
+    /// `Io` naming a file; `Stopped`; `Comm` naming the process that failed.
     pub fn run(&self, communicator: &impl Communicator, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
         let own: Vec<&Copied> =
             self.files.iter().filter(|file| file.writer == communicator.rank() && !self.is_done(file)).collect();
@@ -184,10 +186,10 @@ impl SourceCopy {
         communicator.settle(self.wait_shown(communicator, stop))
     }
 
-    /// Lets files be read from the copy that this process does not see itself.
+    /// Redirects files that this process does not see to their copies.
     ///
     /// # Errors
-    /// `Io` where one is not there.
+    /// `Io` if a copy is missing.
     pub fn turn(&self, files: &mut Files) -> Result<()> {
         let data = self.data();
         self.files.iter().try_for_each(|file| files.read_copy(file.id, data.join(&file.below).path()))
@@ -218,7 +220,7 @@ impl SourceCopy {
         let Copied { from, below, record, .. } = file;
         let to = self.data().join(below);
         let source = File::open(from).map_err(refused("open", from))?;
-        // A process that cannot read SRC cannot read it here either.
+        // A process that cannot read SRC must not be able to read the copy either.
         let mut target = to.replace_with_new(0o600).map_err(Error::io("create", &to))?;
         let mut len = 0;
         loop {
@@ -232,7 +234,10 @@ impl SourceCopy {
             fault::point("source-copying");
         }
         if len != record.len {
-            let source = io::Error::other(format!("it had {} bytes, {len} were copied", record.len));
+            let source = io::Error::other(format!(
+                "the file changed during the copy: expected {} bytes, copied {len}",
+                record.len
+            ));
             return Err(StorageError::Io { action: "copy", path: from.clone(), source }.into());
         }
         let (seconds, nanoseconds) = record.modified;
@@ -251,7 +256,7 @@ impl SourceCopy {
         Ok(())
     }
 
-    /// Waits until this process sees all files, as long as they are.
+    /// Waits until this process sees all files with their full length.
     fn wait_shown(&self, communicator: &impl Communicator, stop: &Stop) -> Result<()> {
         let begun = Instant::now();
         let data = self.data();
@@ -267,12 +272,12 @@ impl SourceCopy {
                     at: String::from("files that other processes have copied"),
                     expected: String::from("a folder that all processes see"),
                     missing: missing.below.display().to_string(),
-                    hint: Some(String::from("the destination has to be on a file system that all nodes share")),
+                    hint: Some(String::from("choose a destination on a file system that all nodes share")),
                 }));
             }
             stop.check()?;
             communicator.check()?;
-            // A network file system looks anew once the folder is listed.
+            // Listing the folder makes a network file system refresh its cache.
             let _ = data.join(missing.below.parent().unwrap_or(Path::new(""))).names();
             sleep(Duration::from_millis(50));
         }

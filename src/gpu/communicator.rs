@@ -1,11 +1,11 @@
-//! NCCL between the devices of ranks, which moves tensors and words.
+//! NCCL between the devices of the ranks: a communicator that moves tensors and small messages.
 //!
-//! NCCL waits for ever for a peer that is gone, or knows that a peer is gone and not why. So the [notes](FailureNotes) of the
-//! run are asked while NCCL is waited for: where they say that a rank is gone, NCCL is aborted and the error has the reason
-//! that the notes give. A [`Watch`] does so where nobody waits for NCCL.
+//! NCCL waits forever for a peer that is gone, or reports that a peer is gone without the reason. While a rank waits
+//! for NCCL, it therefore checks the [notes](FailureNotes) of the run: if they report that a rank is gone, NCCL is
+//! aborted, and the error contains their reason. [`NcclWatch`] does the same while no thread waits for NCCL.
 //!
-//! Words are gathered through a small buffer of the device. Counts bytes. Invariant: after an error NCCL is aborted, so no
-//! stream waits for it.
+//! Small messages are gathered through a small device buffer. Counts bytes. Invariant: after an error NCCL is aborted,
+//! so no stream waits for it.
 
 use std::mem;
 use std::ops::Range;
@@ -23,19 +23,20 @@ use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{DeviceError, Error, Result};
 
-/// How long a stream may take to end after NCCL was aborted.
+/// The maximum time for a stream to end after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
-/// Pauses between two looks at an event; each is twice as long as the one before.
+/// The delays between two polls of an event; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// A word that is gathered has at most so many bytes with its length; longer ones take a second operation.
+/// The maximum length of a message, with its length prefix, that one operation gathers; longer messages need a second
+/// operation.
 const SHORT_WORD: usize = 256;
 const LEN_BYTES: usize = 8;
 
-/// A rank whose memory is a device's.
+/// A rank whose memory is device memory.
 pub struct Nccl {
-    // Ended first: it has both of the others.
+    // Dropped first: it holds references to the two fields below.
     watch: Option<NcclWatch>,
     met: Arc<NcclState>,
     notes: Arc<dyn FailureNotes>,
@@ -43,15 +44,15 @@ pub struct Nccl {
     counter: Counter,
     place: nccl::Place,
     words: Mutex<DeviceBytes>,
-    /// The point behind the operation that was queued last.
+    /// The event after the operation that was queued last.
     last: Mutex<Option<CudaEvent>>,
 }
 
 impl Nccl {
-    /// Makes the communicator of ranks that have met.
+    /// Creates the communicator of ranks that have met.
     ///
     /// # Errors
-    /// `Usage` where no thread can be started; `Device` where there is no memory.
+    /// `Usage` if no thread can be started; `Device` if there is not enough memory.
     pub(super) fn new(peers: nccl::Communicator, stream: Stream, notes: Arc<dyn FailureNotes>) -> Result<Self> {
         let place = peers.place();
         let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
@@ -70,13 +71,13 @@ impl Nccl {
         })
     }
 
-    /// The device whose memory is exchanged.
+    /// Returns the device whose memory is exchanged.
     #[must_use]
     pub fn device(&self) -> &Arc<Device> {
         self.stream.device()
     }
 
-    /// Queue [`Communicator::exchange`] on a stream.
+    /// Queues [`Communicator::exchange`] on a stream.
     pub(super) fn queue_exchange(
         &self,
         stream: &Stream,
@@ -90,7 +91,7 @@ impl Nccl {
         let mut sends = lent(OP, DeviceView::of(outgoing), DeviceView::split_at, to)?;
         let mut receives = lent(OP, DeviceViewMut::of(incoming), DeviceViewMut::split_at, from)?;
         self.queue(OP, stream, |group| {
-            // Each rank begins with another one.
+            // Each rank begins with a different peer.
             for step in 1..size {
                 let (next, previous) = ((rank + step) % size, (rank + size - step) % size);
                 if let Some(bytes) = sends[next].take() {
@@ -107,7 +108,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Queue [`Communicator::all_gather`] on a stream.
+    /// Queues [`Communicator::all_gather`] on a stream.
     pub(super) fn queue_all_gather(
         &self,
         stream: &Stream,
@@ -143,7 +144,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Gathers what all ranks say, each at most `each` bytes, into places of that length.
+    /// Gathers the messages of all ranks, at most `each` bytes per rank, into slots of that length.
     fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
         const OP: &str = "gather";
         let nccl::Place { rank, ranks } = self.place;
@@ -151,7 +152,8 @@ impl Nccl {
         all[rank * each..][..own.len()].copy_from_slice(own);
         memory.grow_to(all.len(), "words")?;
         let ranges: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
-        // SAFETY: the bytes of the host and of the device stay until the stream is waited for, or for ever.
+        // SAFETY: the host and device buffers live until the stream has been waited for; if it never ends, they are
+        // leaked.
         let queued = unsafe { self.stream.copy_in(&all, memory) }
             .and_then(|()| self.queue_all_gather_uncounted(&self.stream, memory, &ranges))
             // SAFETY: as above.
@@ -166,7 +168,7 @@ impl Nccl {
         Ok(all)
     }
 
-    /// Where what goes by this rank is counted.
+    /// Returns the counter of the bytes that this rank moves.
     pub(super) fn counter(&self) -> &Counter {
         &self.counter
     }
@@ -178,7 +180,7 @@ impl Nccl {
         body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
-        // On all ranks operations are done in the order in which they are queued, whatever streams these are on.
+        // Operations run on all ranks in the order in which they are queued, on whichever streams.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.as_ref().map_or(Ok(()), |before| stream.wait(before))?;
         self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))?;
@@ -186,7 +188,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Wait until a stream has come to a point, as long as all ranks are there.
+    /// Waits until a stream has reached an event, as long as all ranks are present.
     pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
         let mut pause = SHORTEST;
         loop {
@@ -197,7 +199,7 @@ impl Nccl {
             {
                 return Ok(());
             }
-            // After an abort there is nothing to wait for but the stream.
+            // After an abort only the stream remains to be waited for.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
             self.notes.check().map_err(|gone| self.abandon(op, AbortReason::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
@@ -205,7 +207,8 @@ impl Nccl {
         }
     }
 
-    /// Whether a stream has come to a point, if need be after NCCL was aborted.
+    /// Waits until a stream has reached an event, and aborts NCCL if necessary. Returns whether it has reached the
+    /// event.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
         let until = Instant::now() + GRACE;
         let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));
@@ -218,7 +221,7 @@ impl Nccl {
         true
     }
 
-    /// Abort NCCL; the error says who is gone, if somebody is.
+    /// Aborts NCCL; the error names the rank that is gone, if there is one.
     fn abandon(&self, op: &'static str, why: AbortReason) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
@@ -260,11 +263,11 @@ impl Communicator for Nccl {
         self.counter.traffic()
     }
 
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut memory = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         let short = SHORT_WORD - LEN_BYTES;
-        let head = &said[..said.len().min(short)];
-        let own = [&(said.len() as u64).to_le_bytes()[..], head].concat();
+        let head = &message[..message.len().min(short)];
+        let own = [&(message.len() as u64).to_le_bytes()[..], head].concat();
         let heads = self.gather_words(&mut memory, &own, SHORT_WORD)?;
         let (heads, _) = heads.as_chunks::<SHORT_WORD>();
         let len_of = |head: &[u8; SHORT_WORD]| {
@@ -276,7 +279,7 @@ impl Communicator for Nccl {
         if longest <= short {
             return Ok(heads.iter().zip(lens).map(|(head, len)| head[LEN_BYTES..][..len].to_vec()).collect());
         }
-        let all = self.gather_words(&mut memory, said, longest)?;
+        let all = self.gather_words(&mut memory, message, longest)?;
         Ok(all.chunks(longest).zip(lens).map(|(words, len)| words[..len].to_vec()).collect())
     }
 
@@ -288,16 +291,16 @@ impl Communicator for Nccl {
         self.notes.fail(error);
     }
 
-    /// All together: a peer may still be reading what this rank's device has for it.
+    /// Leaves together with all other ranks: a peer may still be reading from this rank's device.
     fn leave(mut self) -> Result<()> {
-        // The rank that is behind the barrier first ends its side. One that is killed before never comes to the barrier.
+        // The first rank past the barrier ends its side. A rank that is killed earlier never reaches the barrier.
         self.watch.iter().for_each(NcclWatch::expect_leaving);
         let done = self.barrier();
         self.watch = None;
         if done.is_ok() {
             self.notes.leave();
             if let Some(peers) = self.met.take() {
-                // All bytes have arrived; how NCCL itself ends makes no difference.
+                // All bytes have arrived, so an error while NCCL shuts down does not matter.
                 let _ = peers.finalize();
             }
         }
@@ -305,12 +308,12 @@ impl Communicator for Nccl {
     }
 }
 
-/// How long these are together.
+/// Returns the total length of these ranges.
 fn bytes_of(ranges: &[Range<usize>]) -> u64 {
     ranges.iter().map(|range| range.len() as u64).sum()
 }
 
-/// What messages are of, as views.
+/// Returns the ranges of a buffer that messages use, as views.
 pub(super) fn lent<V>(
     op: &'static str,
     whole: V,
@@ -320,13 +323,13 @@ pub(super) fn lent<V>(
     carved(whole, split_at, ranges).map_err(|Range { start, end }| {
         Error::Device(DeviceError {
             op,
-            detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
+            detail: format!("bytes {start} to {end} are outside the buffer, or overlap another message"),
             hint: None,
         })
     })
 }
 
-/// From the first to the last of ranges that are equally long, and each begins where the one before ends.
+/// Returns the union of ranges if they have equal lengths and follow each other without gaps.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

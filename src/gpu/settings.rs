@@ -1,40 +1,40 @@
-//! What the environment says of GPUs. `docs/how-to/gpu.md` tells of the variables.
+//! GPU settings from environment variables, which `docs/how-to/gpu.md` describes.
 
 use std::path::PathBuf;
 
 use crate::launch::Env;
 
-/// The file of NCCL.
+/// The variable with the path of the NCCL library.
 pub(super) const NCCL_LIB: &str = "DTSHARD_NCCL_LIB";
 const KERNELS: &str = "DTSHARD_GPU_KERNELS";
 pub(super) const SHARE: &str = "DTSHARD_SHARE_GPU";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// Nothing else is tried then.
+    /// The NCCL library to load; no other path is tried.
     pub nccl: Option<PathBuf>,
     pub kernels: Kernels,
     pub sharing: Sharing,
 }
 
-/// Where kernels come from.
+/// The source of the GPU kernels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
-    /// NVRTC compiles them.
+    /// NVRTC compiles the kernels at run time.
     #[default]
     Compiled,
-    /// PTX, compiled before.
+    /// Precompiled PTX.
     Ptx(String),
-    /// There are none: the driver copies.
+    /// No kernels: the driver copies the bytes.
     Off,
 }
 
-/// Whether two ranks may have one device.
+/// The permission for two ranks to use the same device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     #[default]
     Refused,
-    /// For tests on a machine of one GPU.
+    /// For tests on a machine with one GPU.
     Allowed,
 }
 

@@ -1,8 +1,9 @@
-//! Meeting: how ranks come to have NCCL between their devices, all of them or none.
+//! Setup: connects the devices of all ranks by NCCL, either on all ranks or on none.
 //!
-//! NCCL that fails on one rank leaves the others waiting for that one. So while it meets, a thread of each rank tells all
-//! others over the control how it goes here, turn by turn: all hear the same words in the same turn, and come to one
-//! result. Invariant: unless a rank is gone, the control is as it was, and ranks can do without NCCL.
+//! If NCCL fails on one rank, the other ranks would wait for that rank. During setup, a thread of each rank therefore
+//! gathers the state of all ranks over the control communicator, again and again: all ranks receive the same states in
+//! the same turn, and reach the same decision. Invariant: unless a rank is gone, the control communicator stays usable,
+//! and the ranks can continue without NCCL.
 
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -23,28 +24,29 @@ use crate::comm::{Communicator, FailureNotes};
 use crate::error::{CommError, Error, Result};
 use crate::threads;
 
-/// How long ranks that all are there may take to meet.
+/// The maximum time for ranks that are all present to connect.
 const LIMIT: Duration = Duration::from_mins(2);
-/// Pauses between two turns; each is twice as long as the one before.
+/// The delays between two turns; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// Blocks of a kernel of NCCL where ranks share a device: all of them have to run at once.
+/// The number of blocks of an NCCL kernel when ranks share a device: all of the blocks must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
 
-/// How ranks come out of it, all alike.
+/// The outcome of setup, the same on all ranks.
 pub enum NcclSetup {
     Met(Nccl),
-    /// They share devices and may not (`Usage`), or NCCL fails on one of them. They still have each other.
+    /// Setup failed: ranks share a device and must not (`Usage`), or NCCL failed on a rank. The control communicator
+    /// still works.
     Missed(Error),
 }
 
 impl NcclSetup {
-    /// Meet the other ranks of `control`, all of which do the same.
+    /// Connects to the other ranks of `control`. Collective.
     ///
     /// # Errors
-    /// `Comm` where one goes away; what stops this one. The others are told.
+    /// `Comm` if a rank disappears; the error that stops this rank, of which the other ranks are notified.
     pub fn new<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -60,11 +62,11 @@ impl NcclSetup {
 }
 
 impl Nccl {
-    /// Meet the other ranks of `control`, all of which do the same.
+    /// Connects to the other ranks of `control`. Collective.
     ///
     /// # Errors
-    /// `Usage` where ranks share a device and may not; `Comm` where one goes away, or cannot meet; `Device` from NCCL.
-    /// All ranks fail then.
+    /// `Usage` if ranks share a device and must not; `Comm` if a rank disappears or cannot connect; `Device` from NCCL.
+    /// All ranks fail in these cases.
     pub fn meet<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -76,7 +78,7 @@ impl Nccl {
     }
 }
 
-/// What this rank gets of it, or what is against it on one of them.
+/// Returns the NCCL communicator of this rank, or the reason why a rank cannot connect.
 fn meet<C: Communicator + FailureNotes + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -92,33 +94,33 @@ fn meet<C: Communicator + FailureNotes + 'static>(
     };
     let (tell, ended) = channel();
     let is_off = Arc::new(AtomicBool::new(false));
-    let (made, heard) = thread::scope(|scope| -> Result<_> {
+    let (made, vote) = thread::scope(|scope| -> Result<_> {
         let is_off_now = &is_off;
-        let heard = threads::start_scoped(scope, "meeting", move || {
-            let heard = talk(&**control, &ended);
-            is_off_now.store(!matches!(heard, Ok(None)), Ordering::Relaxed);
-            heard
+        let vote = threads::start_scoped(scope, "meeting", move || {
+            let vote = talk(&**control, &ended);
+            is_off_now.store(!matches!(vote, Ok(None)), Ordering::Relaxed);
+            vote
         })?;
         let made = make(gpu, sharing, control, &id, Arc::clone(&is_off));
         let _ = tell.send(made.as_ref().map(drop).map_err(AbortReason::clone));
-        Ok((made, heard.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
+        Ok((made, vote.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
     })?;
-    let heard = heard.map_err(|error| match error {
+    let vote = vote.map_err(|error| match error {
         Error::Comm(CommError { rank, detail, hint, .. }) => CommError { rank, op: OP, detail, hint }.into(),
         other => other,
     })?;
-    Ok(match (made, heard) {
+    Ok(match (made, vote) {
         (Ok(made), None) => Ok(made),
         (Err(AbortReason::Elsewhere(_)) | Ok(_), Some((rank, words))) if rank != control.rank() => {
             Err(Error::comm(rank, OP, words))
         }
-        // What it has met with itself it knows best.
+        // This rank's own error is more precise than the error from the vote.
         (Err(why), _) => Err(of_nccl(OP, why.words())),
         (Ok(_), Some((_, words))) => Err(of_nccl(OP, &words)),
     })
 }
 
-/// The id that all meet by, from the first rank, or why that has none.
+/// Returns the NCCL id from rank 0, or the reason why rank 0 has none.
 fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId>> {
     let mine = match control.rank() {
         0 => Some(
@@ -130,21 +132,21 @@ fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId
         Ok(id) => [b"+", id.to_bytes().as_slice()].concat(),
         Err(why) => [b"-", why.as_bytes()].concat(),
     });
-    let said = control.gather(&word)?;
-    match said.first().and_then(|word| word.split_first()) {
+    let replies = control.gather(&word)?;
+    match replies.first().and_then(|word| word.split_first()) {
         Some((b'-', why)) if control.rank() == 0 => Ok(Err(of_nccl(OP, &String::from_utf8_lossy(why)))),
         Some((b'-', why)) => Ok(Err(Error::comm(0, OP, String::from_utf8_lossy(why)))),
         Some((b'+', id)) if id.len() == UniqueId::BYTES => {
             Ok(Ok(UniqueId::from_bytes(id.try_into().expect("it is as long"))))
         }
-        _ => Err(Error::comm(0, OP, "it has no id for NCCL")),
+        _ => Err(Error::comm(0, OP, "it sent no NCCL id")),
     }
 }
 
-/// What a rank has of a meeting.
+/// The result of connecting on one rank.
 type Made = (nccl::Communicator, Stream);
 
-/// This rank's side of it, unless it is off.
+/// Connects this rank by NCCL, unless another rank cancels the setup.
 fn make<C: Communicator + Send + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -155,13 +157,15 @@ fn make<C: Communicator + Send + 'static>(
     let is_met = Arc::new(AtomicBool::new(false));
     let wait = {
         let (control, is_met) = (Arc::clone(control), Arc::clone(&is_met));
-        // Later a peer may be late because its disk is.
+        // After setup there is no time limit: a peer may be late because its disk is slow.
         Wait::up_to(Duration::MAX).watching(move |waited| match control.check() {
             Err(gone) => ControlFlow::Break(gone.to_string()),
             Ok(()) if is_met.load(Ordering::Relaxed) => ControlFlow::Continue(()),
-            Ok(()) if is_off.load(Ordering::Relaxed) => ControlFlow::Break(String::from("another process cannot meet")),
+            Ok(()) if is_off.load(Ordering::Relaxed) => {
+                ControlFlow::Break(String::from("another process cannot connect"))
+            }
             Ok(()) if waited > LIMIT => {
-                ControlFlow::Break(format!("not all processes have come within {} s", LIMIT.as_secs()))
+                ControlFlow::Break(format!("not all processes connected within {} s", LIMIT.as_secs()))
             }
             Ok(()) => ControlFlow::Continue(()),
         })
@@ -180,7 +184,7 @@ fn make<C: Communicator + Send + 'static>(
     Ok((peers, stream))
 }
 
-/// Tell all others, turn by turn, how it goes here, until all have met, or one says why it has not: that one.
+/// Gathers the state of all ranks, turn by turn, until all are connected or one reports a failure, which is returned.
 fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;
     let mut pause = SHORTEST;
@@ -192,41 +196,44 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
                 Err(RecvTimeoutError::Disconnected) => return Err(Error::comm(control.rank(), OP, "it has ended")),
             },
             Some((Err(_), _)) => thread::sleep(pause),
-            // The others take their time.
+            // The other ranks are not finished yet.
             Some((Ok(()), _)) => {}
         }
         pause = LONGEST.min(pause * 2);
         let word = match &mine {
             Some((Ok(()), _)) => b"+".to_vec(),
-            // A rank that is gone ends the talk meanwhile; and whoever it is because of speaks first.
+            // A rank that is gone ends this loop by an error; the rank that caused the failure reports it first.
             Some((Err(why), since)) if since.elapsed() < why.patience() => Vec::new(),
             Some((Err(why), _)) => [b"-", why.words().as_bytes()].concat(),
             None => Vec::new(),
         };
-        let said = control.gather(&word)?;
-        let against = (0..).zip(&said).find(|(_, word)| word.starts_with(b"-"));
+        let replies = control.gather(&word)?;
+        let against = (0..).zip(&replies).find(|(_, word)| word.starts_with(b"-"));
         if let Some((rank, word)) = against {
             return Ok(Some((rank, String::from_utf8_lossy(&word[1..]).into_owned())));
         }
-        if said.iter().all(|word| word == b"+") {
+        if replies.iter().all(|word| word == b"+") {
             return Ok(None);
         }
     }
 }
 
-/// An error where two ranks have one device.
+/// Returns an error if two ranks use the same device.
 fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
     for (second, uuid) in uuids.iter().enumerate() {
         if let Some(first) = uuids[..second].iter().position(|other| other == uuid) {
-            let what = format!("processes {first} and {second} have one GPU ({})", words(uuid));
-            let hint = format!("start a process for each GPU, or show each another one; {SHARE}=1 is for tests");
+            let what = format!("processes {first} and {second} use the same GPU ({})", words(uuid));
+            let hint = format!(
+                "start one process for each GPU, or set CUDA_VISIBLE_DEVICES to a different GPU for each process; \
+                 {SHARE}=1 is for tests"
+            );
             return Err(Error::usage(what, hint));
         }
     }
     Ok(())
 }
 
-/// `GPU-5d2e..`, as `nvidia-smi -L` has it.
+/// Formats a device id as `nvidia-smi -L` does: `GPU-5d2e..`.
 fn words(uuid: &[u8]) -> String {
     uuid.iter().enumerate().fold("GPU-".to_owned(), |mut text, (at, byte)| {
         let dash = if [4, 6, 8, 10].contains(&at) { "-" } else { "" };
@@ -245,7 +252,7 @@ mod tests {
         let uuids = |last: u8| [0, 1, 2, last].map(|number| [number; 16].to_vec());
         assert!(all_differ(&uuids(3)).is_ok());
         let error = all_differ(&uuids(1)).unwrap_err();
-        assert_eq!(error.to_string(), "processes 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
+        assert_eq!(error.to_string(), "processes 1 and 3 use the same GPU (GPU-01010101-0101-0101-0101-010101010101)");
         assert!(error.hint().unwrap().contains(SHARE));
     }
 
@@ -257,11 +264,11 @@ mod tests {
                 thread::spawn(move || {
                     let (tell, ended) = channel();
                     tell.send(end()).unwrap();
-                    let heard = talk(&local, &ended).unwrap();
-                    // As it was.
+                    let vote = talk(&local, &ended).unwrap();
+                    // The control communicator is unchanged.
                     local.barrier().unwrap();
                     local.leave().unwrap();
-                    heard
+                    vote
                 })
             })
             .collect();

@@ -1,8 +1,9 @@
-//! What a rank has of NCCL until it is given up, and a thread that gives it up in time.
+//! The NCCL state of a rank, and a thread that aborts NCCL when a peer is gone.
 //!
-//! Whoever waits for NCCL asks meanwhile how it is. But memory that is freed waits for the device as well, which waits for
-//! NCCL, which waits for a peer that may be gone; and who is in such a call asks nobody. Nor does who waits for another
-//! rank's word, which that one cannot give. Invariant: what was given up stays so, and why is what it was first.
+//! A thread that waits for NCCL polls its state. But freeing device memory waits for the device, which waits for NCCL,
+//! which may wait for a peer that is gone, and a thread inside such a call cannot poll. The same holds for a thread
+//! that waits for a message which another rank cannot send. Invariant: an aborted NCCL stays aborted, and the first
+//! reason is kept.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -15,15 +16,15 @@ use crate::comm::FailureNotes;
 use crate::error::{CommError, DeviceError, Error, Result};
 use crate::threads;
 
-/// How often it is looked after where nobody waits for it.
+/// The interval between two checks while no thread waits for NCCL.
 const EVERY: Duration = Duration::from_millis(100);
 
-/// Why NCCL is given up.
+/// The reason why NCCL is aborted.
 #[derive(Clone, Debug)]
 pub(super) enum AbortReason {
     /// Another rank is gone, or has ended its side.
     Elsewhere(String),
-    /// Whatever it is, it may be of this rank alone.
+    /// A failure that may concern only this rank.
     Here(String),
 }
 
@@ -33,7 +34,8 @@ impl AbortReason {
         words
     }
 
-    /// How long the notes may take to have what NCCL knows already. Ranks whose peer is lost wait for the reason of that one.
+    /// The time to wait until the notes contain a failure that NCCL has already reported. Ranks that lost a peer wait
+    /// for that peer's reason.
     pub fn patience(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -53,12 +55,13 @@ impl From<nccl::Error> for AbortReason {
     }
 }
 
-/// Returns the error for why NCCL fails at rank `own`: what the notes of the run say, or else what NCCL says.
+/// Returns the error for a failure of NCCL at rank `own`: the failure in the notes of the run, otherwise the message of
+/// NCCL.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.patience();
     loop {
         match notes.check() {
-            // The watch was faster with the reason of this rank.
+            // The watch thread has recorded this rank's own failure first.
             Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, AbortReason::Here(_)) => {
                 break;
             }
@@ -73,13 +76,14 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
     of_nccl(op, why.words())
 }
 
-/// The error for what NCCL says.
+/// Returns the error for a message of NCCL.
 pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
-    let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
+    let hint =
+        "set NCCL_DEBUG=INFO for details from NCCL; set NCCL_SOCKET_IFNAME to select the network interface".to_owned();
     DeviceError { op, detail: words.to_owned(), hint: Some(hint) }.into()
 }
 
-/// NCCL among the ranks, or why there is none any more.
+/// The NCCL communicator, or the reason why it was aborted.
 pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
     given_up: OnceLock<AbortReason>,
@@ -91,13 +95,13 @@ impl NcclState {
     }
 
     /// # Errors
-    /// Why it is given up, now or before.
+    /// The reason why NCCL was aborted, now or earlier.
     pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, AbortReason> {
         let done = self.lock().as_mut().map_or(Err(nccl::Error::Aborted), body);
         done.map_err(|error| self.give_up(error.into()))
     }
 
-    /// Abort NCCL, which ends what streams have of it; why, or why it was done before.
+    /// Aborts NCCL, which ends its work on all streams. Returns the reason of the first abort.
     pub fn give_up(&self, why: AbortReason) -> AbortReason {
         let why = self.given_up.get_or_init(|| why);
         drop(self.take());
@@ -113,9 +117,9 @@ impl NcclState {
     }
 }
 
-/// A thread that looks after it, as long as this is.
+/// A thread that monitors NCCL for as long as this value exists.
 pub(super) struct NcclWatch {
-    /// `None` once it is to end.
+    /// `None` once the thread is to end.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     is_leaving: Arc<Mutex<bool>>,
@@ -123,7 +127,7 @@ pub(super) struct NcclWatch {
 
 impl NcclWatch {
     /// # Errors
-    /// `Usage` where no thread can be started.
+    /// `Usage` if no thread can be started.
     pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
         let is_leaving = Arc::new(Mutex::new(false));
@@ -136,7 +140,7 @@ impl NcclWatch {
                     if *is_leaving { Ok(()) } else { met.with(|peers| peers.status()) }
                 };
                 if let Err(why) = is_well.and_then(|()| status()) {
-                    // This rank may be waiting for another one, which waits for NCCL.
+                    // This rank may be waiting for another rank, which waits for NCCL.
                     return notes.fail(&reason(&*notes, own, "exchange", &why));
                 }
             }
@@ -144,7 +148,7 @@ impl NcclWatch {
         Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
     }
 
-    /// Watches only the other processes from now on: NCCL reports an error as soon as another rank has ended its side.
+    /// Monitors only the other processes from now on: NCCL reports an error as soon as another rank has ended its side.
     pub fn expect_leaving(&self) {
         *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

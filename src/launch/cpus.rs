@@ -1,25 +1,25 @@
 //! The number of CPUs that Slurm gave to this process.
 //!
-//! A node is shared without cgroups or affinity where its administrator left those out; then the environment alone tells
-//! what a task may use. The rule is that of srun(1): CPUs of a task if they were asked for, else those of the job on
-//! this node in equal shares.
+//! If the administrator configured neither cgroups nor affinity, only the environment shows what a task may use. The
+//! rule is the rule of srun(1): the CPUs of a task if they were requested, otherwise an equal share of the CPUs that
+//! the job has on this node.
 
 use super::Env;
 use super::environment::{open_mpi, pmi, slurm_step, text, torchrun};
 
-/// CPUs for this process, in a step or a batch script of Slurm. Nothing under torchrun and mpirun: Slurm counts what
-/// started them.
+/// Returns the CPUs for this process in a step or a batch script of Slurm. Returns `None` under torchrun and mpirun,
+/// because Slurm counts the launcher instead.
 #[must_use]
 pub fn cpus(env: Env<'_>) -> Option<usize> {
     let number = |name: &str| text(env, name)?.parse::<usize>().ok().filter(|number| *number > 0);
-    // `srun --mpi=pmi2` says the same twice.
+    // `srun --mpi=pmi2` sets both, with the same values.
     let of_step = match (pmi(env), slurm_step(env)) {
         (Ok(Some(told)), Ok(step)) => step.is_some_and(|step| step.part == told.part),
         (Ok(None), Ok(_)) => true,
         _ => false,
     };
     let nested = !of_step || !matches!((torchrun(env), open_mpi(env)), (Ok(None), Ok(None)));
-    // The shell of salloc runs where the user is logged in, not on a node of the job.
+    // The shell of salloc runs on the login node, not on a node of the job.
     if nested || text(env, "SLURMD_NODENAME").is_none() {
         return None;
     }
@@ -37,7 +37,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
     })
 }
 
-/// Of `4(x2),1` the number for one node: 4 for nodes 0 and 1, 1 for node 2.
+/// Returns the number for one node in a list such as `4(x2),1`: 4 for nodes 0 and 1, 1 for node 2.
 fn tasks_on(node: usize, list: &str) -> Option<usize> {
     let mut before = 0_usize;
     for run in list.split(',') {

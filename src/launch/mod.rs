@@ -1,8 +1,8 @@
-//! Launch: which of several processes this one is, as its launcher says.
+//! Launch: finds out which part of the work this process does, from the command line or its launcher.
 //!
-//! Every process derives the same plan and does one [`Part`] of the bytes. The number of its part, and the number of parts,
-//! come from the command line or from the environment that srun, torchrun, mpirun or a PMIx server has set; [`launch()`]
-//! finds them. Nothing here talks to another process.
+//! Every process derives the same plan and does one [`Part`] of the bytes. The index of its part, and the number of
+//! parts, come from the command line or from the environment that srun, torchrun, mpirun or a PMIx server has set;
+//! [`launch()`] finds them. This module does not communicate with other processes.
 //!
 //! | asked in this order | part | of |
 //! |---|---|---|
@@ -15,13 +15,13 @@
 //! | a PMIx server | `PMIX_RANK` | `--parts` |
 //! | a PyTorchJob, or by hand | `RANK` | `WORLD_SIZE` |
 //!
-//! The innermost launcher wins: srun starts torchrun or the daemons of mpirun, and those start this process, which sees the
-//! variables of both. A launcher that started only one process does not count, so `srun -n1` in an array element, or in a
-//! job that has `RANK` set, keeps the number of that element or that rank.
+//! The innermost launcher wins: srun starts torchrun or the daemons of mpirun, and those start this process, which sees
+//! the variables of both. A launcher that started only one process is ignored, so `srun -n1` in an array element, or in
+//! a job that has `RANK` set, keeps the index of that element or that rank.
 //!
-//! Two launchers that disagree, where neither started the other, are an error that names both: a wrong guess would convert
-//! some parts twice and others never. `--part` and `--parts` together win over a bare `RANK`, which may be left over.
-//! `--parts 1` is always a run of its own, in any environment.
+//! If two launchers disagree and neither started the other, an error names both: a wrong guess would convert some parts
+//! twice and others never. `--part` and `--parts` together override a bare `RANK`, which may be a leftover. `--parts 1`
+//! always starts a run of one process, in any environment.
 
 pub mod cpus;
 mod environment;
@@ -43,7 +43,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Returns the part that is all of the work.
+    /// Returns the single part that contains all of the work.
     #[must_use]
     pub fn alone() -> Self {
         Self { index: 0, of: 1 }
@@ -55,14 +55,14 @@ impl Part {
     }
 }
 
-/// `2/4`
+/// Formats the part as `2/4`.
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.index, self.of)
     }
 }
 
-/// The environment as a function, so that it can be a map in tests. A variable that is empty counts as not set.
+/// The environment as a function, so that tests can use a map. An empty variable counts as not set.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Returns a variable of the environment of this process.
@@ -71,26 +71,26 @@ pub fn process_environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The launcher that numbers this process.
+/// The source of the part number of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// No launcher: all is one part.
+    /// No launcher: one process does all of the work.
     Alone,
-    /// `--part` and `--parts`, and no launcher.
+    /// `--part` and `--parts`, without a launcher.
     Options,
     Torchrun,
     OpenMpi,
     Pmi,
     Pmix,
-    /// srun.
+    /// The srun command of Slurm.
     Slurm,
     SlurmArray,
-    /// `RANK` and `WORLD_SIZE` alone.
+    /// Only `RANK` and `WORLD_SIZE`.
     Variables,
 }
 
 impl Launcher {
-    /// The word for messages.
+    /// Returns the name of the launcher for messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -106,26 +106,26 @@ impl Launcher {
         }
     }
 
-    /// True where all processes of a launch write to one standard output, and a document of each would be a muddle.
+    /// Returns true if all processes of a launch share one standard output, where several JSON documents would mix.
     #[must_use]
     pub fn shares_output(self) -> bool {
         matches!(self, Self::Torchrun | Self::OpenMpi | Self::Pmi | Self::Pmix | Self::Slurm)
     }
 }
 
-/// How this process was started.
+/// The launch of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     pub part: Part,
-    /// Who started all parts; where that agrees with the command line, not the command line.
+    /// The launcher that started all parts; it has precedence over the command line if both agree.
     pub launcher: Launcher,
-    /// Which of the processes on this node, where the launcher counts them.
+    /// The rank of this process on its node, if the launcher sets it.
     pub local_rank: Option<u32>,
-    /// The name that Slurm has for this node.
+    /// Slurm's name for this node.
     pub node: Option<String>,
-    /// What all processes of this launch have in common and those of no other launch, where there is such a name.
+    /// A name that all processes of this launch share and no other launch has, if there is such a name.
     pub run: Option<String>,
-    /// Whether the other parts run at the same time, so that it makes sense to wait for them.
+    /// True if the other parts run at the same time, so that this process can wait for them.
     pub waits: bool,
 }
 
@@ -136,23 +136,23 @@ impl Launch {
     }
 }
 
-/// Which part this process is: by `--part` and `--parts`, or by whoever started it.
+/// Returns the part of this process, from `--part` and `--parts` or from its launcher.
 ///
 /// # Errors
-/// `Usage` where a part is not one of so many, is said by halves or not at all, and where two say different things.
+/// `Usage` if the part is outside the number of parts, if one of the two is missing, and if two sources disagree.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
-    let told = match (part, parts) {
+    let assigned = match (part, parts) {
         (part, Some(parts)) => Some(told_by_options(part, parts, env)?),
         (Some(part), None) => {
             return Err(Error::usage(
-                format!("options::part {part}: of how many is not said"),
-                "say options::parts N, too; parts are counted from 0",
+                format!("options::part {part} needs options::parts"),
+                "add options::parts N, the number of parts; parts are counted from 0",
             ));
         }
         (None, None) => told_by_environment(env)?,
     };
     let node = text(env, "SLURMD_NODENAME");
-    let Some(Told { launcher, part, .. }) = told.filter(is_one_of_several) else {
+    let Some(Told { launcher, part, .. }) = assigned.filter(is_one_of_several) else {
         return Ok(Launch { node, ..Launch::alone() });
     };
     Ok(Launch {
@@ -161,12 +161,12 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
         local_rank: local_rank(env, launcher),
         node,
         run: run(env, launcher),
-        // Elements of an array start when they can, maybe never together.
+        // Elements of an array start independently, possibly never at the same time.
         waits: launcher != Launcher::SlurmArray && !no_wait,
     })
 }
 
-/// A part of a number of parts that the command line says, and by whom it was started.
+/// Returns the part that the command line defines, and the launcher that started this process.
 fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
@@ -175,42 +175,44 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
     if parts == 0 {
         return Err(Error::usage(
             format!("{options}: at least one part is needed"),
-            "options::parts is the number of processes that share the work",
+            "set options::parts to the number of processes that share the work",
         ));
     }
     if part.is_some_and(|index| index >= parts) {
         return Err(Error::usage(
-            format!("{options}: there is no such part"),
+            format!("{options}: the part does not exist"),
             format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
-    let said = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
+    let from_options = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
-        return Ok(said(0, Launcher::Options));
+        return Ok(from_options(0, Launcher::Options));
     }
     match (part, told_by_launcher(env)?, array_index(env)?) {
-        // Elements of several processes may be numbered in any way, and this is said in full.
-        (Some(index), _, Some(_)) => Ok(said(index, Launcher::SlurmArray)),
-        (None, Some(told), Some(element)) => Err(Error::usage(
+        // Elements with several processes may use any numbering, and the command line defines the part completely.
+        (Some(index), _, Some(_)) => Ok(from_options(index, Launcher::SlurmArray)),
+        (None, Some(assigned), Some(element)) => Err(Error::usage(
             format!(
-                "{options}: {} says part {} and SLURM_ARRAY_TASK_ID={element} says part {element}",
-                told.by, told.part.index
+                "{options}: {} selects part {}, but SLURM_ARRAY_TASK_ID={element} selects part {element}",
+                assigned.by, assigned.part.index
             ),
-            "start one process an element; or leave options::parts out, and each element is a run of its own processes; or \
-             say options::part, too",
+            "start one process for each element; or omit options::parts to make each element a run of its own; or add \
+             options::part",
         )),
         (None, None, Some(element)) => array_element(element, parts, env),
-        (part, Some(told), None) if told.part.of != parts || part.is_some_and(|index| index != told.part.index) => {
+        (part, Some(assigned), None)
+            if assigned.part.of != parts || part.is_some_and(|index| index != assigned.part.index) =>
+        {
             Err(Error::usage(
-                format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
+                format!("{options}, but {} started this process: {}", assigned.launcher.name(), assigned.by),
                 format!(
-                    "leave {} out; {ALONE}",
+                    "omit {}; {ALONE}",
                     if part.is_some() { "options::part and options::parts" } else { "options::parts" }
                 ),
             ))
         }
-        (_, Some(told), None) => Ok(told),
-        (Some(index), None, None) => Ok(said(index, Launcher::Options)),
+        (_, Some(assigned), None) => Ok(assigned),
+        (Some(index), None, None) => Ok(from_options(index, Launcher::Options)),
         (None, None, None) => numbered_elsewhere(parts, env),
     }
 }
@@ -218,93 +220,93 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
 fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
     if index < parts {
         let by = format!("SLURM_ARRAY_TASK_ID={index}, options::parts {parts}");
-        let told = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
-        agree_with_plain(&told, env)?;
-        return Ok(told);
+        let assigned = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
+        agree_with_plain(&assigned, env)?;
+        return Ok(assigned);
     }
     Err(Error::usage(
-        format!("options::parts {parts}: SLURM_ARRAY_TASK_ID={index} is no part, which are counted from 0"),
+        format!("options::parts {parts}: SLURM_ARRAY_TASK_ID={index} is not a valid part; parts are counted from 0"),
         format!("number the array from 0: sbatch --array=0-{}", parts - 1),
     ))
 }
 
-/// `--parts` and nobody who says both which and of how many.
+/// Returns the part for `--parts` if no launcher provides both the index and the number of parts.
 fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
-                format!("options::parts {parts}: PMIX_RANK={index} is no part, which are counted from 0"),
-                "options::parts is the number of processes that are started",
+                format!("options::parts {parts}: PMIX_RANK={index} is not a valid part; parts are counted from 0"),
+                "set options::parts to the number of processes that are started",
             ));
         }
         let by = format!("PMIX_RANK={index}, options::parts {parts}");
         return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
     match plain(env)? {
-        Some(told) if told.part.of == parts => Ok(told),
-        Some(told) => Err(Error::usage(
-            format!("options::parts {parts}, but the environment has {}", told.by),
-            "leave options::parts out, or say options::part, too",
+        Some(assigned) if assigned.part.of == parts => Ok(assigned),
+        Some(assigned) => Err(Error::usage(
+            format!("options::parts {parts}, but the environment has {}", assigned.by),
+            "omit options::parts, or add options::part",
         )),
         None => Err(Error::usage(
-            format!("options::parts {parts}: which of them this is is not said"),
+            format!("options::parts {parts}: the part of this process is unknown"),
             format!(
-                "say options::part K, from 0 to {}; srun, torchrun, mpirun and Slurm arrays say it by themselves",
+                "add options::part K, from 0 to {}; srun, torchrun, mpirun and Slurm arrays provide it automatically",
                 parts - 1
             ),
         )),
     }
 }
 
-/// What the environment alone says, where it says that there are several.
+/// Returns the part that the environment alone defines, if there are several parts.
 fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
-    if let Some(told) = told_by_launcher(env)? {
-        return Ok(Some(told));
+    if let Some(assigned) = told_by_launcher(env)? {
+        return Ok(Some(assigned));
     }
     let plain = plain(env)?.filter(is_one_of_several);
-    // Slurm's own servers of PMIx know the tasks of their step.
+    // The PMIx servers of Slurm know the tasks of their step.
     let started = slurm_step(env)?.is_some() || open_mpi(env)?.is_some() || pmi(env)?.is_some();
     match number(env, "PMIX_RANK")? {
         Some(rank) if plain.is_none() && !started => Err(Error::usage(
-            format!("PMIX_RANK={rank} in the environment, which does not have the number of processes"),
-            format!("say options::parts N, the number of processes that are started; {ALONE}"),
+            format!("PMIX_RANK={rank} is set, but the environment does not contain the number of processes"),
+            format!("add options::parts N, the number of processes that are started; {ALONE}"),
         )),
         _ => Ok(plain),
     }
 }
 
-fn is_one_of_several(told: &Told) -> bool {
-    !told.part.is_alone()
+fn is_one_of_several(assigned: &Told) -> bool {
+    !assigned.part.is_alone()
 }
 
-/// The innermost that started several processes, this one among them.
+/// Returns the part from the innermost launcher that started several processes, including this one.
 fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
-    if let Some(told) = torchrun(env)? {
-        // RANK is its own, and what started it started one agent a node.
-        return Ok(Some(told).filter(is_one_of_several));
+    if let Some(assigned) = torchrun(env)? {
+        // torchrun sets RANK itself, and the outer launcher started one agent on each node.
+        return Ok(Some(assigned).filter(is_one_of_several));
     }
     let step = slurm_step(env)?;
-    let told = match (open_mpi(env)?, pmi(env)?) {
-        // Its daemons may be tasks of a step, on more nodes than it uses.
-        (Some(told), _) => Some(told),
-        (None, Some(told)) => {
-            if let Some(step) = step.filter(|step| step.part.of > told.part.of) {
-                // A process manager starts its daemons as tasks, and each of those a process at least.
-                return Err(contradiction(&step, &told, "PMI_RANK and PMI_SIZE"));
+    let assigned = match (open_mpi(env)?, pmi(env)?) {
+        // The daemons of mpirun may be tasks of a step on more nodes than mpirun uses.
+        (Some(assigned), _) => Some(assigned),
+        (None, Some(assigned)) => {
+            if let Some(step) = step.filter(|step| step.part.of > assigned.part.of) {
+                // A process manager starts its daemons as tasks, and each daemon starts at least one process.
+                return Err(contradiction(&step, &assigned, "PMI_RANK and PMI_SIZE"));
             }
-            Some(told)
+            Some(assigned)
         }
         (None, None) => step,
     };
-    let told = told.filter(is_one_of_several);
-    told.iter().try_for_each(|told| agree_with_plain(told, env))?;
-    Ok(told)
+    let assigned = assigned.filter(is_one_of_several);
+    assigned.iter().try_for_each(|assigned| agree_with_plain(assigned, env))?;
+    Ok(assigned)
 }
 
-/// `RANK` and `WORLD_SIZE` are copied from what a launcher says, or they are of something else.
-fn agree_with_plain(told: &Told, env: Env<'_>) -> Result<()> {
+/// Checks that `RANK` and `WORLD_SIZE`, if set, match the launcher: otherwise they come from something else.
+fn agree_with_plain(assigned: &Told, env: Env<'_>) -> Result<()> {
     match plain(env)? {
-        Some(plain) if plain.part != told.part => Err(contradiction(told, &plain, "RANK and WORLD_SIZE")),
+        Some(plain) if plain.part != assigned.part => Err(contradiction(assigned, &plain, "RANK and WORLD_SIZE")),
         _ => Ok(()),
     }
 }
@@ -312,7 +314,7 @@ fn agree_with_plain(told: &Told, env: Env<'_>) -> Result<()> {
 fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
     Error::usage(
         format!(
-            "two say which part this is, and not the same: {} ({}) and {} ({})",
+            "two launchers assign different parts to this process: {} ({}) and {} ({})",
             one.launcher.name(),
             one.by,
             other.launcher.name(),

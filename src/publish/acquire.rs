@@ -1,8 +1,9 @@
-//! Acquiring a part of the work: what is found at the destination, and whether to join it, throw it away, wait or refuse.
+//! Acquiring a part of the work: finds out what exists at the destination, then joins it, deletes it, waits, or
+//! refuses.
 //!
-//! A process looks, acts on what it found, and looks again until it holds a lease. Every act (make the partial folder,
-//! take a lease, throw the folder away) is decided by the file system: of two processes that act on the same look, one
-//! finds that the other was faster.
+//! A process retries until it holds a lease: it reads the state of the folder, acts on it, and reads the state again.
+//! Every action (make the partial folder, take a lease, delete the folder) is decided by the file system: if two
+//! processes act on the same state, one of them finds that the other was faster.
 //!
 //! ```text
 //! nothing ------- make ------> partial folder -- take lease, look again --> Work
@@ -28,22 +29,22 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::lookup;
 
-/// Whether a process may work in a partial folder, by its leases.
+/// The decision whether a process may work in a partial folder, based on its leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// Takes this generation of the lease.
+    /// The process takes this generation of the lease.
     Join { generation: u32 },
-    /// As `Join`, but an earlier run ended here: only with `--resume`.
+    /// As `Join`, but an earlier run ended here: needs `--resume`.
     Resume { generation: u32 },
     /// Another process works on the same part, or on another division of the work.
     Conflict(LeaseName),
-    /// Leases have to be watched.
+    /// The leases have to be watched.
     Watch,
-    /// The folder is of another plan, or is to be thrown away, and nobody works in it.
+    /// The folder belongs to another plan, or is to be deleted, and no process works in it.
     Replace,
 }
 
-/// Decides about `part`. `joins` says that the folder is of the same plan and is not to be thrown away.
+/// Decides about `part`. `joins` is true if the folder has the same plan and is not to be deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
     let is_rival = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
@@ -71,7 +72,7 @@ fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState
     found.leases.iter().map(|seen| (seen.name, watch.state(seen, now))).collect()
 }
 
-/// Returns how a run would begin, by one look that changes nothing.
+/// Returns how a run would begin, from a single look that changes nothing.
 pub(super) fn preflight(
     path: &Path,
     shape: DestinationKind,
@@ -95,7 +96,7 @@ pub(super) fn preflight(
                 Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
             }
         }
-        // A process that was killed when it had published may have left the partial folder.
+        // A process killed right after publishing may have left the partial folder.
         FoundPartial::Nothing | FoundPartial::Partial(_)
             if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) =>
         {
@@ -124,13 +125,13 @@ pub(super) fn acquire(
     acquiring.refuse_restart_of_strangers()?;
     acquiring.destination.sweep(&[TRASH]);
     if !acquiring.destination.cached_for().is_zero() {
-        // An earlier run has used the same names.
+        // An earlier run has used the same names, so they may be cached.
         acquiring.destination.look_up();
     }
     let begun = acquiring.run();
     match &begun {
         Ok(Beginning::Work(_)) => {}
-        // A process that was killed may have left a folder that it had not renamed yet.
+        // A killed process may have left a folder that it had not renamed yet.
         Ok(Beginning::Done) => acquiring.destination.sweep(&[TMP]),
         Err(_) => acquiring.leave(),
     }
@@ -152,9 +153,9 @@ struct Acquiring<'a> {
 
 enum NextStep {
     Begun(Beginning),
-    /// Something was done, or another process was faster: look at once.
+    /// Something was done, or another process was faster: read the state immediately.
     Again,
-    /// Another process has to do something.
+    /// Another process has to act first.
     Later,
 }
 
@@ -171,7 +172,7 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Throws away a folder that this process made and nobody works in.
+    /// Deletes a folder that this process made and in which no process works.
     fn leave(&mut self) {
         self.destination.release();
         let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else {
@@ -213,7 +214,7 @@ impl Acquiring<'_> {
             return self.wait_for_first();
         }
         let plan = PlanFile::new(self.plan, self.claim);
-        // Noted first: a folder that was made and cannot be synced is to go, too.
+        // Recorded first: a folder that was made and cannot be synced must be deleted as well.
         self.made = Some(plan.id.clone());
         let is_made = self.destination.make(&plan, self.plan.about, self.claim.sync)?;
         Ok(if is_made { NextStep::Again } else { NextStep::Later })
@@ -223,17 +224,17 @@ impl Acquiring<'_> {
         let leases = states(&found, &mut self.watch);
         let is_quiet = leases.iter().all(|(_, state)| *state == LeaseState::Dead);
         if leases.iter().any(|(name, state)| name.role == LeaseRole::Restart && *state != LeaseState::Dead) {
-            // The folder is about to go.
+            // The folder is about to be deleted.
             return Ok(NextStep::Later);
         }
         if found.is_published {
-            // The process that published takes the folder away, or died before.
+            // The process that published deletes the folder, or has died before it could.
             return if is_quiet { self.throw_away(Some(&found)) } else { Ok(NextStep::Later) };
         }
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
         let joins = found.plan.is_of(self.plan) && (!self.claim.restart || is_ours);
-        // The maker is about to take its lease. Of two numbers of parts that start at once, the maker's is in force.
+        // The maker is about to take its lease. If two numbers of parts start at once, the maker's number applies.
         let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
         if joins && is_new && self.since.elapsed() < self.pace.dead_after {
             return Ok(NextStep::Later);
@@ -242,7 +243,7 @@ impl Acquiring<'_> {
         match admission {
             Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
             Admission::Watch => return Ok(NextStep::Later),
-            // A live process can be in the middle of a swap.
+            // A live process may be in the middle of a swap.
             _ if is_quiet => recover(&self.destination)?,
             _ => {}
         }
@@ -251,7 +252,7 @@ impl Acquiring<'_> {
             Admission::Replace => Err(self.destination.of_another(&found, self.plan, self.claim)),
             Admission::Resume { .. } if !self.claim.resume => Err(self.destination.unfinished(self.claim)),
             Admission::Join { generation } | Admission::Resume { generation } if self.is_free(&found)? => {
-                // A live process is of this run. Of the others that will show.
+                // A live process belongs to this run. For the others this is not known yet.
                 let is_alive = |seen: &&SeenLease| leases.contains(&(seen.name, LeaseState::Alive));
                 let stale = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
                 self.join(found, generation, StaleLeases::new(stale, self.claim))
@@ -290,7 +291,7 @@ impl Acquiring<'_> {
                 }
             }
             other => {
-                // Without this lease, the process that made the folder removes it.
+                // Without this lease, the process that made the folder deletes it.
                 lease.retract();
                 return other.map(|_| NextStep::Again);
             }
@@ -320,7 +321,7 @@ impl Acquiring<'_> {
         })))
     }
 
-    /// Returns whether a lease that was just taken is one on what was judged, where nobody else came meanwhile.
+    /// Returns whether a new lease is in the folder that was judged, and no conflicting process came in the meantime.
     fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &WorkLease) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(LeaseRole::Restart).map(|seen| seen.name);
@@ -339,7 +340,7 @@ impl Acquiring<'_> {
         }
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {
-            // All was done, and another process has published it.
+            // All work was done, and another process has published it.
             Err(Error::Storage(StorageError::Io { source, .. })) if is_gone(&source) => return Ok(false),
             beaten => beaten?,
         }
@@ -348,7 +349,7 @@ impl Acquiring<'_> {
         self.is_free(&found)
     }
 
-    /// Throws away a dead folder, where this process may.
+    /// Deletes a dead folder, if this process may.
     fn throw_away(&mut self, judged: Option<&Partial>) -> Result<NextStep> {
         let is_published = judged.is_some_and(|partial| partial.is_published);
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
@@ -368,17 +369,17 @@ impl Acquiring<'_> {
         }
         Err(Error::usage(
             format!("part 0 of {} has not started to write {}", self.claim.part.of, self.destination.path.display()),
-            "with options::restart the others wait for part 0, which throws away what is there: start it",
+            "start part 0: with options::restart, the other parts wait until it has deleted the earlier output",
         ))
     }
 
-    /// Parts without a launch cannot tell whether a sibling made what they find, or it is to be thrown away.
+    /// Refuses `--restart` for parts without a launch: they cannot know whether a sibling made the existing output.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
         if !self.claim.restart || self.claim.can_restart() {
             return Ok(());
         }
         Err(Error::usage(
-            "options::restart is for one process, or for several that a launcher starts together, not for options::parts",
+            "options::restart cannot be used with options::parts, unless a launcher starts all processes together",
             format!(
                 "remove {} first, then start the parts without options::restart",
                 self.destination.partial().display()
@@ -386,7 +387,7 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Returns whether `found` can be worked on. It cannot where what stands at the destination was published from it.
+    /// Returns whether `found` can be worked on: it cannot if the destination was published from it.
     fn is_free(&self, found: &Partial) -> Result<bool> {
         let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
         match FoundPartial::at(&self.destination.partial(), self.shape)? {
@@ -396,16 +397,16 @@ impl Acquiring<'_> {
     }
 }
 
-/// Checks that what stands at the destination may be replaced.
+/// Checks that the existing destination may be replaced.
 pub(super) fn check_destination(destination: &Destination, shape: DestinationKind, claim: &Claim) -> Result<()> {
     let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
-    // A swap that was rolled back may have brought a folder.
+    // Rolling back a swap may have restored a folder.
     refuse_folder(&destination.path, shape)?;
     let is_empty_folder = metadata.is_dir() && lookup::list(&destination.path)?.is_empty();
     if is_empty_folder || claim.overwrite { Ok(()) } else { Err(destination.is_taken(claim)) }
 }
 
-/// Refuses to write one file in the place of a folder, or of a name with a slash at its end.
+/// Refuses to write a single file over a folder, or to a path that ends in a slash.
 fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     let is = match shape {
         DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
@@ -413,12 +414,12 @@ fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
         DestinationKind::File | DestinationKind::Folder => return Ok(()),
     };
     Err(Error::usage(
-        format!("{} {is} a folder, and one file is to be written", path.display()),
-        format!("give it a name there, such as {}", path.join("model.pt").display()),
+        format!("{} {is} a folder, but the output is one file", path.display()),
+        format!("name a file in it, such as {}", path.join("model.pt").display()),
     ))
 }
 
-/// Errors of a run that cannot begin.
+/// The errors of a run that cannot begin.
 impl Destination {
     fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
         let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
@@ -435,51 +436,55 @@ impl Destination {
 
     fn in_doubt(&self) -> Error {
         Error::usage(
-            format!("{} is in the way, and a run on another node may be at work in it", self.partial().display()),
-            "a run watches it for some 20 seconds before it begins; options::resume goes on where nobody is",
+            format!("{} exists, and a run on another node may be working in it", self.partial().display()),
+            "a real run watches it for about 20 seconds first; use options::resume to continue it if no process works \
+             in it",
         )
     }
 
     fn in_the_way(&self, why: &str, hint: String) -> Error {
         let partial = self.partial();
-        Error::usage(format!("an earlier run did not finish: {} is in the way{why}", partial.display()), hint)
+        Error::usage(format!("an earlier run did not finish: {} exists{why}", partial.display()), hint)
     }
 
     fn unfinished(&self, claim: &Claim) -> Error {
-        self.in_the_way("", format!("options::resume goes on with what it has done, {}", self.start_again(claim)))
+        self.in_the_way("", format!("use options::resume to continue it, or {}", self.start_again(claim)))
     }
 
     fn of_another(&self, found: &Partial, plan: &WorkPlan<'_>, claim: &Claim) -> Error {
         let difference = found.plan.difference(plan, &self.partial());
         let hint = format!("{}; options::resume needs the same dtshard, SRC and options", self.start_again(claim));
-        self.in_the_way(&format!(", and cannot be gone on with: {difference}"), hint)
+        self.in_the_way(&format!(", and cannot be resumed: {difference}"), hint)
     }
 
     fn junk(&self, claim: &Claim) -> Error {
-        let hint = format!("{}; a options::resume needs what this version has begun", self.start_again(claim));
-        self.in_the_way(", and has no plan to go on with", hint)
+        let hint =
+            format!("{}; options::resume can only continue a run of this dtshard version", self.start_again(claim));
+        self.in_the_way(", and cannot be resumed: it has no valid plan", hint)
     }
 
     fn start_again(&self, claim: &Claim) -> String {
         if claim.can_restart() {
-            String::from("options::restart throws it away and starts again")
+            String::from("use options::restart to delete it and start again")
         } else {
-            format!("without {} all parts start again", self.partial().display())
+            format!("remove {} to start all parts again", self.partial().display())
         }
     }
 
-    /// A process that comes to go on, or late, hears what is known of the destination.
+    /// Returns the error for an existing destination, with what is known about it if the claim would accept finished
+    /// output.
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
         let (message, hint) = match plan_xattr::read(&self.path) {
             Some(_) if claim.takes_what_is_done() => (
-                format!("{destination} exists: it is finished, and of another source, or made with other options"),
+                format!("{destination} exists and is complete, but was made from another source or with other options"),
                 "choose another destination, or replace it with options::overwrite",
             ),
             None if claim.takes_what_is_done() => (
-                format!("{destination} exists, and nothing tells what it was made from"),
-                "if it may be finished, `dtshard verify` says whether it is sound, and compares it with SRC where that is \
-                 seen whole: some file systems keep no marks. options::overwrite replaces it",
+                format!("{destination} exists, but does not record what it was made from"),
+                "if it may be complete, check it with `dtshard verify`, also against SRC if one process sees all SRC: \
+                 some file systems do not store the attribute that records the plan. Use options::overwrite to \
+                 replace it",
             ),
             _ => (format!("{destination} exists"), "choose another destination, or replace it with options::overwrite"),
         };

@@ -1,10 +1,10 @@
-//! Throwing away a partial folder, and leaving none where nothing came of it.
+//! Deleting a partial folder, and leaving none if nothing was recorded.
 //!
-//! A process that throws a folder away takes a lease on that, in the very folder that was judged dead, and looks again. A
-//! process that comes meanwhile sees that lease, or is seen by its holder: one of them steps back, so a folder that is in
-//! use is never moved. A run that fails before anything is recorded leaves nothing, as it would only be in the way.
-//! Invariant: nothing that is recorded is thrown away after an error, nor a folder that a process works in or is still to
-//! come to, to hear why the others are gone.
+//! A process that deletes a folder takes a lease for that, in the folder that was judged dead, and looks again. A
+//! process that arrives meanwhile sees that lease, or its own lease is seen by the holder: one of the two steps back,
+//! so a folder that is in use is never moved. A run that fails before anything is recorded leaves nothing behind,
+//! because an empty partial folder would only block later runs. Invariant: after an error, a folder is not deleted if
+//! it contains records, if a process works in it, or if a process may still come to read why the others are gone.
 
 use std::time::Instant;
 
@@ -17,13 +17,14 @@ use crate::fault;
 use crate::launch::Part;
 
 impl Staging {
-    /// Leaves after an error. The last process takes away a folder that nothing is recorded in.
+    /// Leaves after an error. The last process deletes a folder without records.
     pub fn abandon(self) {
         let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
-        // Parts that do not wait need not hear why another one is gone.
+        // Parts that do not wait do not need the reason why another part is gone.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
-        // Of two that leave at once, each gives its lease up before it looks: one at least sees that both are gone.
+        // If two processes leave at once, each gives up its lease before it looks: at least one sees that both are
+        // gone.
         drop(self);
         let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&destination.partial(), shape) else { return };
         let mut watch = LeaseWatch::new(pace);
@@ -42,7 +43,7 @@ impl Staging {
 }
 
 impl Destination {
-    /// Renames junk, or what was judged if it is still that, to a trash name. Returns false where another process was
+    /// Renames junk, or the judged folder if it is unchanged, to a trash name. Returns false if another process was
     /// faster, or came to work in the folder.
     pub fn throw_away(&self, shape: DestinationKind, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
         let partial = self.partial();
@@ -83,7 +84,7 @@ impl Destination {
 }
 
 impl Partial {
-    /// Returns whether nobody has come since.
+    /// Returns whether no process has come since.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
             let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);

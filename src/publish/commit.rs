@@ -1,9 +1,9 @@
 //! Sealing and publishing: the rename of the output to the destination is the only commit.
 //!
-//! The process with the lease on sealing publishes. Should a second one come to it, because the first was thought dead,
-//! both write the same bytes, and of both renames one finds the output gone: that counts as success, since the result is
-//! identical. Replacing goes by identity (device, inode, time of birth): neither of two processes moves aside or deletes
-//! what the other has published. A swap that is cut short is finished or rolled back by the next run.
+//! The process with the lease on sealing publishes. If a second process takes over, because the first was thought to be
+//! dead, both write the same bytes; the second rename fails because the output is gone, and counts as success because
+//! the result is identical. Replacing compares identities (device, inode, time of birth): neither of two processes
+//! moves aside or deletes what the other has published. An interrupted swap is finished or rolled back by the next run.
 //!
 //! ```text
 //! --overwrite:  DST -> .DST.dtshard-old    data -> DST    .DST.dtshard-old -> backup, then trash
@@ -28,8 +28,9 @@ use crate::storage::AnchoredPath;
 
 type Check = dyn Fn(&Path) -> Result<()> + Send + Sync;
 
-/// Refuses a destination that may not be replaced. It runs right before the destination is moved aside, since anybody may
-/// have put a file there while the run was at work. The caller provides it, as publishing knows no formats.
+/// A check that refuses a destination which must not be replaced. It runs right before the destination is moved aside,
+/// since any user may have put a file there during the run. The caller provides it, because publishing does not know
+/// formats.
 #[derive(Clone)]
 pub struct ReplaceCheck(Arc<Check>);
 
@@ -45,22 +46,22 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal, as long as it is held.
+/// The right to seal, as long as this value is held.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,
     pub(super) lease: Lease,
 }
 
-/// How often other processes may replace the destination before that is an error.
+/// The number of times that other processes may replace the destination before this is an error.
 const MAX_TRIES: usize = 16;
 
 impl Staging {
-    /// Takes the right to seal. Returns `None` where another live process has it, or has published. Waits until that is
-    /// known: a process that leaves in doubt may leave the work unpublished.
+    /// Takes the right to seal. Returns `None` if another live process has it, or has published. Waits until that is
+    /// known: a process that left too early could leave the output unpublished.
     ///
     /// # Errors
-    /// `Io`, `Stopped`
+    /// `Io` if a lease cannot be written; `Stopped`.
     pub fn try_seal(&self, stop: &Stop) -> Result<Option<Seal<'_>>> {
         let mut nap = self.pace.nap();
         let generation = loop {
@@ -81,7 +82,7 @@ impl Staging {
         Ok(Some(Seal { staging: self, lease }))
     }
 
-    /// Does what is left once the output is at the destination. It may be done twice.
+    /// Does the remaining work after the output is at the destination. It may run twice.
     pub(super) fn tidy(&self, sync: bool) -> Result<()> {
         let folder = &self.destination.folder;
         if sync {
@@ -99,7 +100,7 @@ impl Staging {
         cleared
     }
 
-    /// Renames the output to the destination, and what is replaced out of its way.
+    /// Renames the output to the destination, after moving the replaced checkpoint aside.
     fn move_in(&self) -> Result<()> {
         let (destination, target) = (self.destination.path.display(), self.destination.target());
         for _ in 0..MAX_TRIES {
@@ -113,7 +114,7 @@ impl Staging {
             }
             match source.rename_new(&target) {
                 Ok(()) => return Ok(()),
-                // Another process has published, or something took the name.
+                // Another process has published, or another program took the name.
                 Err(error) if is_gone(&error) && !source.exists() => {}
                 Err(error) if self.claim.overwrite && is_taken(&error) => {}
                 Err(error) => {
@@ -122,7 +123,7 @@ impl Staging {
                     return Err(if is_taken(&error) {
                         Error::usage(
                             format!("{destination} appeared while it was being written"),
-                            "something else writes there; choose another destination",
+                            "another program writes there; choose another destination",
                         )
                     } else {
                         Error::io("publish", &self.destination.path)(error)
@@ -131,12 +132,12 @@ impl Staging {
             }
         }
         Err(Error::usage(
-            format!("{destination} is replaced again and again by something else"),
+            format!("{destination} was replaced repeatedly by another program"),
             "choose another destination",
         ))
     }
 
-    /// Moves aside what is to be replaced.
+    /// Moves the replaced checkpoint aside.
     fn make_way(&self, mine: FileIdentity) -> Result<()> {
         let (target, old) = (self.destination.target(), self.destination.old());
         self.clear_old(mine)?;
@@ -146,7 +147,7 @@ impl Staging {
         }
         (self.claim.replace_check.0)(target.path())?;
         match target.rename(&old) {
-            // Nothing is there any more, or another process replaces it.
+            // The destination is already gone, or another process replaces it.
             Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
             done => done.map_err(Error::io("rename", &target))?,
         }
@@ -160,11 +161,11 @@ impl Staging {
         Ok(())
     }
 
-    /// Deletes what was replaced, unless that is what was published.
+    /// Deletes the replaced checkpoint, unless it is the published one.
     fn clear_old(&self, mine: FileIdentity) -> Result<()> {
         let old = self.destination.old();
         let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
-        // What this process moved there is replaced, whoever owns it.
+        // This process moved it there, so it is replaced regardless of its owner.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
             old.own_entry().map_err(Error::io("look at", &old))?;
         }
@@ -177,10 +178,10 @@ impl Staging {
 }
 
 impl Seal<'_> {
-    /// Puts the finished work at the destination. It is a success, too, if another process has done so.
+    /// Publishes the finished output at the destination. Succeeds as well if another process has published it.
     ///
     /// # Errors
-    /// `Io` where a rename fails; the destination is then as it was.
+    /// `Io` if a rename fails; the destination is then unchanged.
     pub fn publish(self, sync: bool) -> Result<()> {
         let staging = self.staging;
         let found = output(&staging.work, staging.shape);
@@ -204,7 +205,7 @@ impl Seal<'_> {
         fault::point("commit-synced");
         staging.move_in()?;
         fault::point("commit-renamed");
-        // Whatever comes now, this is not undone.
+        // From here on the commit is final.
         staging.is_published.store(true, Ordering::Relaxed);
         let _ = self.lease.finish();
         staging.tidy(sync)
@@ -214,7 +215,7 @@ impl Seal<'_> {
 fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: DestinationKind) -> Result<()> {
     let synced = match shape {
         DestinationKind::Folder => output.sync_all(),
-        // Its bytes are synced already, its attribute is not.
+        // The bytes of the file are synced already, its attribute is not.
         DestinationKind::File => File::from(opened).sync_all(),
     };
     match synced {
@@ -237,7 +238,7 @@ pub(super) fn recover(destination: &Destination) -> Result<()> {
         if FileIdentity::of(&backup) == Some(replaced) {
             return destination.discard(&backup);
         }
-        // It is of a swap that has begun since, of which there is one at a time.
+        // It belongs to a swap that has begun since; only one runs at a time.
         return backup.rename_new(&old).map_err(Error::io("put back", &old));
     }
     match old.rename_new(&target) {

@@ -1,10 +1,11 @@
 //! The destination and the hidden names beside it, on the same file system.
 //!
-//! All that a run creates, renames or deletes outside its partial folder goes through [`Destination`]. Paths are anchored:
-//! no link is followed, and nothing of another user is deleted. A network file system may answer from a cache of names for
-//! up to a minute, so a look that finds an impossible state is repeated for that long; on a local file system this takes no
-//! time. Invariants: a partial folder appears and disappears by one rename, so nobody sees half of one. Everybody may
-//! delete what has a temporary name (`-new-`, `-gone-`) at any time. No two processes make the same [`unique`] name.
+//! Everything that a run creates, renames or deletes outside its partial folder goes through [`Destination`]. Paths are
+//! anchored: links are not followed, and files of other users are not deleted. A network file system may answer from a
+//! cache of names for up to a minute, so a look that finds an impossible state is repeated for that long; on a local
+//! file system this takes no time. Invariants: a partial folder appears and disappears by one rename, so no process
+//! sees half of one. Any process may delete temporary names (`-new-`, `-gone-`) at any time. No two processes make the
+//! same [`unique`] name.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -21,14 +22,14 @@ use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::storage::{AnchoredPath, filesystem, uncached};
 
-/// Partial folders that are being made.
+/// The prefix of partial folders that are being made.
 pub(super) const TMP: &str = "new-";
-/// Files and folders that are to be deleted.
+/// The prefix of files and folders that are to be deleted.
 pub(super) const TRASH: &str = "gone-";
-/// A replaced checkpoint, until it is known that it may be deleted.
+/// The prefix of a replaced checkpoint, until it may be deleted.
 pub(super) const BACKUP: &str = "aside-";
 
-/// The descriptors held in reserve: a removal has this many folders open at most.
+/// The number of descriptors held in reserve: a removal has at most this many folders open.
 const RESERVED_DESCRIPTORS: usize = 8;
 
 /// A destination and the names beside it.
@@ -41,20 +42,20 @@ pub(super) struct Destination {
     name: OsString,
     pace: Pace,
     reporter: WaitReporter,
-    /// True where the file system caches names; empty until that is known.
+    /// True if the file system caches names; empty until that is known.
     pub caches: OnceLock<bool>,
-    /// Descriptors to release before a cleanup: a process that has reached its limit of open files could not look into
-    /// its partial folder otherwise.
+    /// Descriptors to release before a cleanup: a process that has reached its limit of open files could not open its
+    /// partial folder otherwise.
     reserve: Arc<Mutex<Vec<OwnedFd>>>,
 }
 
 impl Destination {
-    /// Fails with `Usage` where the path has no name of its own.
+    /// Fails with `Usage` if the path does not end in a name.
     pub fn new(path: &Path, pace: Pace, reporter: WaitReporter) -> Result<Self> {
         let Some(name) = path.file_name() else {
             return Err(Error::usage(
                 format!("{} cannot be a destination", path.display()),
-                "give the destination a name of its own",
+                "choose a destination that ends in a file or folder name",
             ));
         };
         let parent = match path.parent() {
@@ -62,7 +63,7 @@ impl Destination {
             _ => PathBuf::from("."),
         };
         Ok(Self {
-            // Without a slash at the end, which would keep a file from being renamed to it.
+            // Without a trailing slash, which would prevent renaming a file to it.
             path: path.with_file_name(name),
             parent,
             folder: AnchoredPath::new(path.parent().unwrap_or(Path::new(""))),
@@ -74,18 +75,18 @@ impl Destination {
         })
     }
 
-    /// Returns the same destination for a look that creates nothing, and so cannot tell which user owns new files.
+    /// Returns the same destination for a look that creates nothing, and so cannot find out which user owns new files.
     pub fn for_a_look(self) -> Self {
         let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }
     }
 
-    /// The destination, as the target of a rename.
+    /// Returns the destination, as the target of a rename.
     pub fn target(&self) -> AnchoredPath {
         self.folder.join(&self.name)
     }
 
-    /// `.NAME.dtshard-SUFFIX`
+    /// Returns the path `.NAME.dtshard-SUFFIX`.
     fn beside(&self, suffix: &str) -> AnchoredPath {
         let mut hidden = OsString::from(".");
         hidden.push(&self.name);
@@ -98,7 +99,7 @@ impl Destination {
         self.beside("partial")
     }
 
-    /// The checkpoint that is being replaced, until its successor is at the destination.
+    /// Returns the path of the checkpoint that is being replaced, until the new one is at the destination.
     pub fn old(&self) -> AnchoredPath {
         self.beside("old")
     }
@@ -124,14 +125,14 @@ impl Destination {
         Ok(())
     }
 
-    /// Deletes what killed processes of this user have left under names of these kinds.
+    /// Deletes the files that killed processes of this user have left under names with these prefixes.
     pub fn sweep(&self, kinds: &[&str]) {
         let prefixes: Vec<OsString> = kinds.iter().map(|kind| self.beside(kind).file_name().to_owned()).collect();
         for name in self.folder.names().unwrap_or_default() {
             let is = |prefix: &OsString| name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
             let found = self.folder.join(&name);
             if prefixes.iter().any(is) && found.is_own() {
-                // Renamed first, so that nobody renames a half-deleted folder to the partial folder.
+                // Renamed first, so that no process renames a half-deleted folder to the partial folder.
                 let _ = self.discard(&found);
             }
         }
@@ -155,7 +156,7 @@ impl Destination {
         if caches { self.pace.cached_for } else { Duration::ZERO }
     }
 
-    /// Waits until the names beside the destination are those that the folder lists. Fails with `Stopped`.
+    /// Waits until the names beside the destination agree with the listing of the folder. Fails with `Stopped`.
     pub fn refresh(&self, stop: &Stop) -> Result<()> {
         // NFS asks the server for the names in a folder that is opened.
         let _ = self.folder.open_folder();
@@ -190,8 +191,8 @@ impl Destination {
         let _ = uncached::refresh_names(&self.folder, &names, self.unique(TRASH).file_name());
     }
 
-    /// Repeats `look` until it returns true, for as long as the file system may answer from a cache. `what` is reported as
-    /// `waiting for WHAT`. Fails with `Stopped` and the errors of `look`.
+    /// Repeats `look` until it returns true, for as long as the file system may answer from a cache. `what` is reported
+    /// as `waiting for WHAT`. Fails with `Stopped` and the errors of `look`.
     pub fn confirm(&self, stop: &Stop, what: &str, mut look: impl FnMut() -> Result<bool>) -> Result<bool> {
         let mut nap = self.pace.nap();
         let wait = Wait::begin(self.reporter.patience(self.cached_for()));
@@ -211,14 +212,14 @@ impl Destination {
     }
 }
 
-/// Returns a name that no other process makes, here or elsewhere.
+/// Returns a name that no other process makes, on this node or another.
 pub(super) fn unique() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
     blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
 }
 
-/// Returns whether an error says that a name does not exist (any more).
+/// Returns whether an error means that a name does not exist (any more).
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::StaleNetworkFileHandle)
 }
@@ -240,8 +241,8 @@ pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>
     Ok(bytes)
 }
 
-/// The identity of a file or folder, whatever name it has. Numbers of inodes are reused, so the time of birth counts
-/// where the file system knows it.
+/// The identity of a file or folder, independent of its name. Inode numbers are reused, so the time of birth is
+/// compared as well if the file system has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FileIdentity(u64, u64, Option<SystemTime>);
 

@@ -1,9 +1,10 @@
-//! Journals: what is finished, in a form that outlives the process.
+//! Journals: record the finished byte ranges, so that they survive the process.
 //!
-//! Each process has a journal of its own and only appends to it. A record is one line: what was finished since the record
-//! before, as JSON, and the CRC-32 of that. The data is on disk before the record says so; where nothing is synced, the
-//! record names the boot it was written on, since a node that goes down loses what it had not written back. Entries that
-//! the files contradict are invalidated, by a record in another journal. [`recovery`](super::recovery) reads all journals.
+//! Each process has its own journal and only appends to it. A record is one line: the ranges finished since the record
+//! before, as JSON, and the CRC-32 of the JSON. The data is on disk before the record is written. Without syncing, the
+//! record names the boot of the node, because a node that goes down loses the data that was not written back. Entries
+//! that contradict the files are invalidated by a record in another journal. [`recovery`](super::recovery) reads all
+//! journals.
 //!
 //! ```text
 //!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
@@ -13,8 +14,7 @@
 //!                              digest      offset
 //! ```
 //!
-//! Counts bytes. Invariant: a record is read back as a whole or not at all, and what stands behind a damaged one is not
-//! read.
+//! Counts bytes. Invariant: a record is read back completely or not at all, and nothing after a damaged record is read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -32,18 +32,18 @@ use crate::storage::AnchoredPath;
 /// The suffix of a journal's name.
 pub(super) const EXTENSION: &str = "journal";
 
-/// Entries and parts of spans that are worth a record, however short the time since the last one: some 10 MB of text.
+/// The number of entries and span parts that justify a record, however recent the last one: about 10 MB of text.
 const MAX_ITEMS: usize = 1 << 18;
 
-/// Neighbours are joined up to this: so much is done again where a byte of it is not what was written.
+/// The maximum length of joined neighbours: this much is done again if one byte of it is wrong.
 const MAX_JOINED_BYTES: u64 = 64 << 20;
 
-/// What was finished since the last record.
+/// The work finished since the last record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct JournalRecord {
     #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
     pub entries: Vec<FinishedRange>,
-    /// The numbers of carried files.
+    /// The indices of carried files.
     #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<u32>,
     #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
@@ -91,7 +91,7 @@ impl JournalRecord {
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns whether a record can be about these files and this many carried ones.
+    /// Returns whether the record is valid for these files and this number of carried files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
@@ -111,12 +111,12 @@ impl JournalRecord {
     }
 }
 
-/// An entry that does not count: the files contradict it. No two journals ever have the same name, so what is done again is
-/// not invalidated with it.
+/// An entry that does not count because the files contradict it. Journal names are unique, so repeated work is not
+/// invalidated with it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
 pub struct InvalidatedEntry {
-    /// The name of the journal that has the entry.
+    /// The name of the journal that contains the entry.
     pub journal: String,
     pub file: u32,
     pub start: u64,
@@ -134,10 +134,10 @@ impl From<InvalidatedEntry> for (String, u32, u64) {
     }
 }
 
-/// Records that entries do not count, in a journal beside the one of this process.
+/// Records invalidated entries, in a journal beside the journal of this process.
 ///
 /// # Errors
-/// `Io`
+/// `Io` if the journal cannot be written.
 pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) -> Result<()> {
     if doubts.is_empty() {
         return Ok(());
@@ -149,7 +149,8 @@ pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) 
     Ok(())
 }
 
-/// The boot that a record holds on; `None` if its data is synced, so that it holds on all. An empty name is of no boot.
+/// Returns the boot on which a record is valid; `None` if its data is synced, so that it is valid on all boots. An
+/// empty name matches no boot.
 pub(super) fn boot_of(sync: bool) -> Option<String> {
     (!sync).then(|| this_boot().unwrap_or_default())
 }
@@ -164,17 +165,17 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Creates a journal. Fails with `Io` where it exists.
+    /// Creates a journal. Fails with `Io` if it exists.
     pub fn create(path: &AnchoredPath) -> Result<Self> {
         let file = path.create_new(0o666).map_err(Error::io("create", path))?;
-        // The next run cannot find a journal without a name in its folder.
+        // The next run finds the journal only if its name is in the folder.
         let folder = path.folder();
         folder.sync().map_err(Error::io("sync", &folder))?;
         Ok(Self { path: path.clone(), file, len: 0 })
     }
 
-    /// Writes a record, in one call; where that fails, the next record takes its place. Its data is written, and on disk
-    /// unless it holds on one `boot` only.
+    /// Writes a record, in one call; if that fails, the next record overwrites it. The data of the record must be
+    /// written, and on disk unless the record is limited to one `boot`.
     pub fn append(&mut self, record: &JournalRecord, boot: Option<String>) -> Result<()> {
         let is_synced = boot.is_none();
         let line = to_line(record, boot);
@@ -202,7 +203,7 @@ fn to_line(record: &JournalRecord, boot: Option<String>) -> Vec<u8> {
     line
 }
 
-/// Returns the record of a line, and the boot it holds on; `None` where the line is damaged.
+/// Returns the record of a line, and the boot on which it is valid; `None` if the line is damaged.
 pub(super) fn of_line(line: &[u8]) -> Option<(JournalRecord, Option<String>)> {
     let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
     let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;

@@ -1,10 +1,12 @@
-//! Leases: which process works on what, whether that process is alive, and whether this process still holds its own.
+//! Leases: show which process works on a part, whether that process is alive, and whether this process still holds its
+//! own part.
 //!
-//! A lease is a file that one process links to its name, or creates with `O_EXCL`: the file system decides who holds it.
-//! The holder rewrites a record of fixed length every other second, through the handle that created the file, so it never
-//! creates the file again. The next generation takes over a dead lease. On the holder's node `/proc` tells whether the
-//! process lives. On other nodes a lease that does not change for 20 seconds of the watcher's own clock is dead. Clocks of
-//! two nodes are never compared; neither locks nor times of files are used, which network file systems have in name only.
+//! A lease is a file that one process links to its name, or creates with `O_EXCL`: the file system decides which
+//! process holds it. The holder rewrites a record of fixed length every other second, through the handle that created
+//! the file, so it never creates the file again. The next generation takes over a dead lease. On the holder's node
+//! `/proc` shows whether the process is alive. On other nodes a lease that does not change for 20 seconds of the
+//! watcher's own clock is dead. Clocks of two nodes are never compared; locks and file times are not used either,
+//! because network file systems do not implement them reliably.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -29,16 +31,16 @@ use crate::launch::Part;
 use crate::storage::AnchoredPath;
 use crate::threads;
 
-/// What a lease is for.
+/// The purpose of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum LeaseRole {
     Part(Part),
     Seal,
-    /// Throwing the partial folder away.
+    /// The right to delete the partial folder.
     Restart,
 }
 
-/// The name of a lease: `part-2-of-4.0`, `seal.0`. Its file ends in `.lease`.
+/// The name of a lease: `part-2-of-4.0`, `seal.0`. The name of its file ends in `.lease`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LeaseName {
     pub role: LeaseRole,
@@ -68,7 +70,7 @@ impl fmt::Display for LeaseName {
 impl FromStr for LeaseName {
     type Err = ();
 
-    /// Parses the name of a file.
+    /// Parses the file name of a lease.
     fn from_str(text: &str) -> Result<Self, ()> {
         let (role, generation) = text.strip_suffix(".lease").and_then(|text| text.rsplit_once('.')).ok_or(())?;
         let number = |text: &str| text.parse().map_err(drop);
@@ -79,21 +81,22 @@ impl FromStr for LeaseName {
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
-        // Nobody could take over the last generation. `+1` and `01` are numbers, too.
+        // The last generation is invalid: no process could take it over. `+1` and `01` parse as numbers and are refused
+        // as well.
         if name.generation < u32::MAX && name.file() == text { Ok(name) } else { Err(()) }
     }
 }
 
-/// How far the process is with the work that the lease is for.
+/// The progress of the process with the work of its lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum LeasePhase {
     Working,
-    /// The work is done, and the process waits for others.
+    /// The work is finished, and the process waits for others.
     Finished,
-    /// The process gave the lease up before the work was done.
+    /// The process gave the lease up before the work was finished.
     Stopped,
-    /// The process gave the lease up when the work was done.
+    /// The process gave the lease up after the work was finished.
     Left,
 }
 
@@ -112,14 +115,14 @@ impl LeasePhase {
 pub(super) struct LeaseRecord {
     #[serde(flatten)]
     pub process: Process,
-    /// Increases as long as the process lives.
+    /// A counter that increases as long as the process is alive.
     pub beat: u64,
     pub phase: LeasePhase,
     pub done_bytes: u64,
     /// The error that ended the process of a part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
-    /// The process that is gone first of those that have met. A record has this or a failure.
+    /// The process of the session that was gone first. A record has either this or a failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone: Option<PeerFailure>,
 }
@@ -127,7 +130,7 @@ pub(super) struct LeaseRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
     pub reason: String,
-    /// A digest of the name of the launch, where the launcher named it.
+    /// A digest of the name of the launch, if the launcher sets one.
     run: Option<String>,
 }
 
@@ -142,10 +145,10 @@ fn digest(run: &str) -> String {
     blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
 }
 
-/// A longer reason is cut. A byte of it takes six in JSON at most.
+/// The maximum length of a reason; longer ones are cut. One byte takes at most six bytes in JSON.
 const MAX_REASON_BYTES: usize = 400;
 
-/// All records have this length, so that a shorter one never leaves the end of a longer one behind.
+/// The length of every record, so that a shorter record overwrites a longer one completely.
 pub(super) const RECORD_BYTES: usize = 4096;
 
 impl LeaseRecord {
@@ -162,7 +165,7 @@ impl LeaseRecord {
 pub(super) struct SeenLease {
     pub name: LeaseName,
     pub bytes: Vec<u8>,
-    /// `None` where the record is not complete yet.
+    /// The record; `None` while it is incomplete.
     pub record: Option<LeaseRecord>,
 }
 
@@ -182,7 +185,7 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     let mut found = Vec::new();
     for name in latest_leases(folder)? {
         found.extend(match read_lease(folder, name)? {
-            // A lease that stays hidden has to be watched: a process holds it. One that is gone was retracted.
+            // A hidden lease has to be watched, because a process holds it. A lease that is gone was retracted.
             None if is_hidden(folder, &name.file())? => {
                 let hidden = SeenLease { name, bytes: Vec::new(), record: None };
                 Some(read_lease(folder, name)?.unwrap_or(hidden))
@@ -194,7 +197,7 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     Ok(found)
 }
 
-/// Returns `None` where the lease does not exist (any more).
+/// Reads a lease. Returns `None` if it does not exist (any more).
 pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
     match read_at_most(&folder.join(name.file()), RECORD_BYTES as u64) {
         Err(error) if is_gone(&error) => Ok(None),
@@ -202,7 +205,7 @@ pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<O
     }
 }
 
-/// A lease that this process holds. Dropping it records that it is given up.
+/// A lease that this process holds. Dropping it records that the lease is given up.
 #[derive(Debug)]
 pub(super) struct Lease {
     path: AnchoredPath,
@@ -219,7 +222,7 @@ struct SharedLease {
 }
 
 impl Lease {
-    /// Takes a lease. Returns `None` where another process was faster, or the folder is gone.
+    /// Takes a lease. Returns `None` if another process was faster, or the folder is gone.
     pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
         let record = LeaseRecord {
@@ -239,17 +242,17 @@ impl Lease {
         Ok(Some(Self { path, shared: Arc::new(SharedLease { file, record, given_up, done_bytes }), heart: None }))
     }
 
-    /// Shows others that this process stays.
+    /// Updates the lease, which shows others that this process is alive.
     pub fn beat(&self) -> Result<()> {
         self.shared.beat().map_err(Error::io("write", &self.path))
     }
 
-    /// Starts the heartbeat, which calls `look` each time.
+    /// Starts the heartbeat, which calls `look` at each beat.
     pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let beat = move || {
             while shared.sleep(every) {
-                // A lease that cannot be written looks dead to others, as it should.
+                // A lease that cannot be written looks dead to others, which is correct.
                 let _ = shared.beat();
                 look();
             }
@@ -262,17 +265,17 @@ impl Lease {
         &self.shared.done_bytes
     }
 
-    /// Records that the work is done.
+    /// Records that the work is finished.
     pub fn finish(&self) -> Result<()> {
         self.shared.write(|record| record.phase = LeasePhase::Finished).map_err(Error::io("write", &self.path))
     }
 
-    /// Records why this process is about to give the lease up, if that is possible.
+    /// Records why this process is about to give the lease up, if the file can be written.
     pub fn fail(&self, reason: &str, run: Option<&str>) {
         let _ = self.shared.write(|record| record.failure = Some(Failure::new(reason, run)));
     }
 
-    /// Returns a function that records which process is gone, if that is possible.
+    /// Returns a function that records which process is gone, if the file can be written.
     pub fn note(&self) -> impl Fn(PeerFailure) + Send + 'static + use<> {
         let shared = Arc::clone(&self.shared);
         move |PeerFailure { rank, why }| {
@@ -281,22 +284,22 @@ impl Lease {
         }
     }
 
-    /// Gives the lease up as if it had never been taken.
+    /// Removes the lease, as if it had never been taken.
     pub fn retract(self) {
         let _ = self.path.remove_file();
     }
 }
 
-/// Another process holds the name, or the folder is gone.
+/// Returns whether the error means that another process holds the name, or the folder is gone.
 fn is_lost(error: &io::Error) -> bool {
     is_gone(error) || error.kind() == io::ErrorKind::AlreadyExists
 }
 
-/// Creates a lease that names its process from the first moment: others would have to watch an empty one, should its
-/// process be killed. On a file system without links the lease is empty for a short moment.
+/// Creates a lease that names its process from the first moment: if its process were killed, others would have to watch
+/// an empty lease. On a file system without links the lease is empty for a short moment.
 fn create(path: &AnchoredPath, record: &LeaseRecord, role: LeaseRole) -> io::Result<File> {
     let tmp = path.with_file_name(format!(".lease-{}", unique()));
-    // Other nodes see nothing before the server does.
+    // Other nodes see the record only after the server has it.
     let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
     let file = tmp.create_new(0o666)?;
     let linked = write(&file).and_then(|()| {
@@ -344,11 +347,11 @@ impl SharedLease {
         change(&mut record);
         record.done_bytes = self.done_bytes.load(Ordering::Relaxed);
         self.file.write_all_at(&record.to_bytes(), 0)?;
-        // Other nodes see nothing before the server does.
+        // Other nodes see the record only after the server has it.
         self.file.sync_data()
     }
 
-    /// Returns false once the lease is given up.
+    /// Sleeps. Returns false once the lease is given up.
     fn sleep(&self, time: Duration) -> bool {
         let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.given_up.wait_timeout_while(record, time, |record| !record.phase.is_over());
@@ -360,11 +363,11 @@ impl SharedLease {
 pub(super) enum LeaseState {
     Alive,
     Dead,
-    /// Not known yet: the lease has to be watched.
+    /// Unknown yet: the lease has to be watched.
     Unsure,
 }
 
-/// Finds out whether the processes of leases live.
+/// Finds out whether the processes of leases are alive.
 #[derive(Debug)]
 pub(super) struct LeaseWatch {
     here: Process,
@@ -376,12 +379,12 @@ pub(super) struct LeaseWatch {
 struct Watched {
     bytes: Vec<u8>,
     looked: Instant,
-    /// How long the lease was watched and did not change.
+    /// The time for which the lease was watched without a change.
     unchanged: Duration,
     has_changed: bool,
 }
 
-/// Time between two looks that counts as watched at most: a file system may hang, and a watcher may be suspended.
+/// The maximum time between two looks that counts as watched: a file system may hang, and a watcher may be suspended.
 const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 
 impl LeaseWatch {
@@ -389,7 +392,7 @@ impl LeaseWatch {
         Self { here: Process::this(), pace, watched: HashMap::new() }
     }
 
-    /// Returns how long a lease was watched and did not change.
+    /// Returns how long a lease was watched without a change.
     pub fn unchanged(&self, name: LeaseName) -> Duration {
         self.watched.get(&name).map_or(Duration::ZERO, |last| last.unchanged)
     }
@@ -408,7 +411,7 @@ impl LeaseWatch {
         match seen.record.as_ref().and_then(|record| record.process.is_alive(&self.here)) {
             _ if is_over => LeaseState::Dead,
             Some(false) => LeaseState::Dead,
-            // A process that is suspended, or held by its file system.
+            // The process is suspended, or blocked by its file system.
             Some(true) if last.unchanged >= self.pace.stuck_after => LeaseState::Dead,
             Some(true) => LeaseState::Alive,
             None if last.unchanged >= self.pace.dead_after => LeaseState::Dead,
@@ -418,9 +421,9 @@ impl LeaseWatch {
     }
 }
 
-/// The leases that were there when this process took its own, and that were dead or in doubt. A lease that changes is of
-/// this run. One that stays the same is of an earlier run, whose part is about to be started again, unless it says that
-/// its process failed in this launch.
+/// The leases that existed when this process took its own, and that were dead or unsure. A lease that changes later
+/// belongs to this run. A lease that stays the same belongs to an earlier run, whose part is about to be restarted,
+/// unless it records that its process failed in this launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,
@@ -442,30 +445,30 @@ impl StaleLeases {
     }
 }
 
-/// Why a process must not go on with its work.
+/// The reason why a process must not continue its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeaseLost {
     TakenOver,
     Gone,
 }
 
-/// The part of the work that this process holds, as long as no other process has taken it over. A process that was
-/// suspended, or cut off from the file system, cannot know that without a look.
+/// The part of the work that this process holds, until another process takes it over. A process that was suspended, or
+/// cut off from the file system, has to look to find out.
 #[derive(Debug)]
 pub(super) struct WorkLease {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    /// The folder of output and journals.
+    /// The folder of the output and the journals.
     pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,
-    /// The leases that were there when this one was taken.
+    /// The leases that existed when this lease was taken.
     pub known: Vec<LeaseName>,
     pub dead_after: Duration,
 }
 
 impl WorkLease {
-    /// Returns whether another process has taken over, or the folder is gone. It reads names only, since every process
+    /// Returns whether another process has taken over, or the folder is gone. Reads only names, because every process
     /// looks every other second.
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
@@ -485,7 +488,7 @@ impl WorkLease {
         }
     }
 
-    /// Returns whether a lease is of a process that came later and divides the same output in another way.
+    /// Returns whether a lease belongs to a process that came later and divides the same output in another way.
     pub fn is_of_rival(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }
@@ -495,7 +498,7 @@ impl WorkLease {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);
-        // Before its first beat a process may still find out that it must not stay.
+        // A process that has not beaten yet may still find out that it must not stay.
         Ok(record.is_some_and(|record| record.beat > 0))
     }
 
@@ -504,7 +507,7 @@ impl WorkLease {
         Error::usage(message, hint)
     }
 
-    /// Returns the message and the hint.
+    /// Returns the message and the hint of the error.
     pub fn message(&self, lost: LeaseLost) -> (String, String) {
         let Part { index, of } = self.part;
         let (destination, partial) = (self.destination.display(), self.partial.display());
@@ -512,14 +515,14 @@ impl WorkLease {
             LeaseLost::TakenOver => (
                 format!("another run has taken over part {index} of {of} of {destination}"),
                 format!(
-                    "this process was not seen alive for {} s, or another one was started for its part; the others go \
-                     on in {partial}",
+                    "this process did not update its lease for {} s, or another process was started for its part; the \
+                     other processes continue in {partial}",
                     self.dead_after.as_secs(),
                 ),
             ),
             LeaseLost::Gone => (
-                format!("{partial} is gone, and {destination} was not published from it"),
-                "something else removed it while it was being written; start again".into(),
+                format!("{partial} was removed before {destination} was published"),
+                "another program removed it during the run; start again".into(),
             ),
         }
     }

@@ -1,10 +1,11 @@
-//! The log of a run: what it has to write, what of it is finished, and how that gets into its journal.
+//! The log of a run: the remaining work, the finished work, and the records of its journal.
 //!
-//! Strips are finished one by one, and their sources are checked a window at a time. A finished strip waits here until its
-//! window has been checked, then for the next record. A record is written every ten seconds, when the run stops, and at
-//! its end where others need it. A record that says too little costs work that is done again; none says too much.
+//! Strips are finished one by one, and their sources are checked one window at a time. A finished strip waits here
+//! until its window has been checked, then until the next record. A record is written every ten seconds, when the run
+//! stops, and at its end if other processes need it. A missing record only repeats work; no record claims work that was
+//! not done.
 //!
-//! Counts bytes. Invariant: what is recorded as synced has been synced.
+//! Counts bytes. Invariant: data that is recorded as synced has been synced.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -17,15 +18,15 @@ use crate::error::Result;
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Outputs, Stop, WorkLog, add_cast_losses};
 use crate::storage::AnchoredPath;
 
-/// Time between records: work that a killed run has to do again.
+/// The time between records: the work that a killed run has to repeat.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// Whether the end of a run is recorded.
+/// The choice whether the end of a run is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
-    /// What comes next is publishing, which takes no time.
+    /// Publishing follows immediately, so no record is needed.
     Nothing,
-    /// Other processes have to know, or much is to be done before the result is published.
+    /// Other processes need the record, or much work remains before the result is published.
     Record,
 }
 
@@ -36,15 +37,15 @@ pub struct Log<'a> {
     path: AnchoredPath,
     sync: bool,
     at_end: AtEnd,
-    /// What was finished in the current window.
+    /// The work finished in the current window.
     window: Mutex<JournalRecord>,
     state: Mutex<LogState>,
 }
 
 struct LogState {
-    /// What the next record will say.
+    /// The content of the next record.
     next: JournalRecord,
-    /// The parts of spans in all records, where this run writes everything.
+    /// The parts of spans in all records, if this run writes the entire output.
     sums: Vec<(u32, ChecksumPart)>,
     /// The values that casts lost in all of this run.
     lost: CastLosses,
@@ -53,7 +54,8 @@ struct LogState {
 }
 
 impl<'a> Log<'a> {
-    /// Creates the log of a run that has `todo` of these files to write. Its first record makes the journal at `path`.
+    /// Creates the log of a run that has `todo` of these files to write. Its first record creates the journal at
+    /// `path`.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
         let (next, sums, lost) = Default::default();
@@ -62,7 +64,7 @@ impl<'a> Log<'a> {
         Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
     }
 
-    /// Notes that a carried file has been copied.
+    /// Records that a carried file has been copied.
     pub fn carried(&self, number: u32) {
         self.window().carried.push(number);
     }
@@ -75,7 +77,7 @@ impl<'a> Log<'a> {
         self.state.lock().expect("no panic while the lock is held")
     }
 
-    /// What is in the window goes into the next record.
+    /// Moves the content of the window into the next record.
     fn close_window(&self) -> MutexGuard<'_, LogState> {
         let mut record = std::mem::take(&mut *self.window());
         record.compact(self.files);
@@ -97,7 +99,7 @@ impl<'a> Log<'a> {
         self.write(state, outputs)
     }
 
-    /// Write what the next record says, whose data lasts.
+    /// Writes the next record; its data is on disk already if it is synced.
     fn write(&self, state: &mut LogState, outputs: &Outputs) -> Result<()> {
         state.recorded = Instant::now();
         if state.next.is_empty() {
@@ -164,7 +166,7 @@ impl WorkLog for Log<'_> {
         if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
     }
 
-    /// Records what has been checked. What cannot be recorded is done again by the next run.
+    /// Records the checked work. Work that cannot be recorded is repeated by the next run.
     fn stop(&self, outputs: &Outputs) {
         let mut state = self.state();
         let _ = self.record(&mut state, outputs);

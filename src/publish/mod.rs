@@ -1,10 +1,11 @@
-//! Publishing: nothing stands at the destination until it is complete, however many processes write it and whichever of
-//! them die.
+//! Publishing: the destination appears only when the output is complete, however many processes write it and whichever
+//! of them die. PyTorch's counterpart is the rename of `.metadata.tmp` at the end of `FileSystemWriter`.
 //!
-//! Work goes to `.NAME.dtshard-partial` beside the destination, on the same file system. One process or many may write it,
-//! each with a `lease` on its part; no process leads. `acquire` decides whether a process may work. Finished byte
-//! ranges go to a [`journal`] per process, so that later runs do not repeat them. A process that has finished its part
-//! `wait`s for the others; the one that seals renames the output to the destination, which is the only `commit`.
+//! The output is written to `.NAME.dtshard-partial` beside the destination, on the same file system. One or many
+//! processes may write it, each with a `lease` on its part; no process leads. `acquire` decides whether a process may
+//! work. Finished byte ranges are recorded in a [`journal`] per process, so that later runs do not repeat them. A
+//! process that has finished its part `wait`s for the others; the process that seals renames the output to the
+//! destination, which is the only `commit`.
 //!
 //! ```text
 //! .NAME.dtshard-partial/
@@ -24,8 +25,8 @@
 //!    +---- throw away (--restart; nothing recorded) ----+
 //! ```
 //!
-//! Invariant: only links, creation with `O_EXCL` and renames decide anything, as nothing else does on a network file
-//! system.
+//! Invariant: all decisions are made by links, creation with `O_EXCL` and renames, the only operations that are atomic
+//! on a network file system.
 
 mod acquire;
 mod cleanup;
@@ -65,7 +66,7 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// What is published.
+/// The kind of output that is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationKind {
     /// The data folder becomes the destination.
@@ -74,40 +75,41 @@ pub enum DestinationKind {
     File,
 }
 
-/// What a process wants to do at a destination, and what it does about things in its way.
+/// The intent of a process at a destination, and its options for existing files.
 #[derive(Clone, Debug)]
 pub struct Claim {
-    /// Replace an existing destination, which `replace_check` has to pass.
+    /// True to replace an existing destination, which `replace_check` has to accept.
     pub overwrite: bool,
     pub replace_check: ReplaceCheck,
-    /// Throw away what an earlier run left behind.
+    /// True to delete the output of an earlier run.
     pub restart: bool,
-    /// Go on with what an earlier run left behind.
+    /// True to continue the output of an earlier run.
     pub resume: bool,
     pub part: Part,
     /// The name that a launcher gave to all processes of one launch.
     pub run: Option<String>,
-    /// What is written lasts through the loss of the node.
+    /// True if the output is synced, so that it survives the loss of the node.
     pub sync: bool,
-    /// The other parts run at the same time, so that they can be waited for.
+    /// True if the other parts run at the same time, so that this process can wait for them.
     pub parts_wait: bool,
-    /// Reports what is waited for.
+    /// Reports what this process waits for.
     pub reporter: WaitReporter,
 }
 
 impl Claim {
-    /// A part that does not wait for others may come when all is done, since it had nothing to do, or is started again.
+    /// Returns whether a finished destination is accepted. A part that does not wait for others may start after all
+    /// work is done, because its share was empty or because it is restarted.
     fn takes_what_is_done(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
 
-    /// Returns whether this process, or the first one of its launch, may throw away what is there.
+    /// Returns whether this process, or the first process of its launch, may delete existing output.
     fn can_restart(&self) -> bool {
         self.part.is_alone() || self.run.is_some() && self.parts_wait
     }
 }
 
-/// What is to be written.
+/// The output to write.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkPlan<'a> {
     pub fingerprint: Fingerprint,
@@ -119,41 +121,41 @@ pub struct WorkPlan<'a> {
 #[derive(Debug)]
 pub enum Beginning {
     Work(Staging),
-    /// The destination is there, from the same plan, and the claim accepts that.
+    /// The destination exists, was made from the same plan, and the claim accepts that.
     Done,
 }
 
-/// How a run would begin.
+/// The way in which a run would begin.
 #[derive(Debug)]
 pub enum Preflight {
     Fresh,
-    /// With what other processes do at this moment, or did.
+    /// The run would continue the work of other processes, which may be running.
     Resumes,
-    /// Not at all: the destination is there, from the same plan.
+    /// The run would do nothing: the destination exists and was made from the same plan.
     Done,
-    /// A run has to watch what is there before it knows. Most probably it is refused with this error.
+    /// Only a run that watches the leases can decide. It would most likely fail with this error.
     Unsure(Error),
 }
 
-/// How long things take.
+/// The time limits and intervals of publishing.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
-    /// Between two beats of a lease.
+    /// The interval between two beats of a lease.
     beat: Duration,
-    /// From the last change of a lease until it is dead, seen from another node.
+    /// The time after which an unchanged lease is dead, seen from another node.
     dead_after: Duration,
-    /// From the last change of a lease until it is dead though its process is there.
+    /// The time after which an unchanged lease is dead although its process exists.
     stuck_after: Duration,
-    /// Until a part that has not started is given up.
+    /// The time after which a part that has not started is given up.
     start_within: Duration,
-    /// From the end of a process until its part is given up: whatever ended it may be about to end this one as well, or to
-    /// start it again.
+    /// The time from the end of a process until its part is given up: the same cause may be about to end this process
+    /// as well, or the process may be restarted.
     stopped_after: Duration,
-    /// From when all parts are done until another than the first one seals.
+    /// The time from the end of all parts until a process other than the first one seals.
     seal_after: Duration,
-    /// How long a network file system may answer from a cache.
+    /// The time for which a network file system may answer from a cache.
     cached_for: Duration,
-    /// Between two looks at what others do: at first, and at most.
+    /// The delay between two looks at the other processes: the first one, and the maximum.
     look: (Duration, Duration),
 }
 
@@ -164,12 +166,12 @@ const PACE: Pace = Pace {
     start_within: Duration::from_mins(5),
     stopped_after: Duration::from_secs(2),
     seal_after: Duration::from_secs(5),
-    // NFS: 60 seconds for folders (acdirmax), and some for what it takes.
+    // NFS caches folders for 60 seconds (acdirmax); the rest is a margin.
     cached_for: Duration::from_secs(75),
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// For tests that kill a process before its lease names it, or wait for one that never starts.
+/// The limits for tests that kill a process before its lease names it, or wait for a process that never starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
@@ -182,8 +184,8 @@ fn pace() -> Pace {
     if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
-/// A wait between looks that doubles each time: a small job ends soon, and many processes that wait for long do not keep
-/// a metadata server busy.
+/// A delay between looks that doubles each time: a small job ends soon, and many processes that wait for long do not
+/// overload a metadata server.
 struct Backoff {
     next: Duration,
     longest: Duration,
@@ -203,7 +205,7 @@ impl Backoff {
     }
 }
 
-/// A destination that is being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
+/// A destination that is being written. Dropped unpublished, it leaves the output for a resumed run, or nothing.
 #[derive(Debug)]
 pub struct Staging {
     destination: Destination,
@@ -218,7 +220,7 @@ pub struct Staging {
     work: AnchoredPath,
     data: AnchoredPath,
     journal: AnchoredPath,
-    /// `None` once dropped.
+    /// The lease, until this value is dropped.
     lease: Option<Lease>,
     lost: Arc<OnceLock<LeaseLost>>,
     watch: Mutex<LeaseWatch>,
@@ -227,20 +229,22 @@ pub struct Staging {
     /// The file or folder that this process moved away from the destination.
     replaced: Mutex<Option<FileIdentity>>,
     stale: StaleLeases,
-    /// Parts that are not waited for any more, by their index.
+    /// The indices of the parts that this process no longer waits for.
     settled: Mutex<BTreeSet<u32>>,
-    /// Since when the others are waited for.
+    /// The time at which this process began to wait for the others.
     waiting: OnceLock<Instant>,
-    /// The partial folder is gone and nothing was published from it, longer than any cache lasts.
+    /// True once the partial folder has been missing, unpublished, for longer than any cache lasts.
     is_gone: AtomicBool,
     is_published: AtomicBool,
 }
 
 impl Staging {
-    /// Claims a part of the work on `path`. Waits where others have to be watched to know whether they live.
+    /// Claims a part of the work on `path`. Waits if other processes have to be watched to find out whether they are
+    /// alive.
     ///
     /// # Errors
-    /// `Usage` where it exists and may not be replaced, or where another run works or worked on it; `Stopped`; `Io`.
+    /// `Usage` if the destination exists and may not be replaced, or if another run works or worked on it; `Stopped`;
+    /// `Io`.
     pub fn begin(
         path: &Path,
         shape: DestinationKind,
@@ -251,19 +255,19 @@ impl Staging {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
-    /// Returns what [`Staging::begin`] would do, as far as one look can tell. Changes nothing.
+    /// Returns what [`Staging::begin`] would do, as far as a single look can determine. Changes nothing.
     ///
     /// # Errors
-    /// As [`Staging::begin`]; `Usage` where others would have to be watched.
+    /// The errors of [`Staging::begin`]; `Usage` if other processes would have to be watched.
     pub fn preflight(path: &Path, shape: DestinationKind, claim: &Claim, plan: &WorkPlan<'_>) -> Result<Preflight> {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
 
-    /// Refuses a destination that exists and is not to be replaced, before it is known what is to be written. A claim that
-    /// accepts what an earlier run made leaves that to [`Staging::begin`].
+    /// Refuses a destination that exists and must not be replaced, before the plan is known. A claim that accepts the
+    /// output of an earlier run leaves this check to [`Staging::begin`].
     ///
     /// # Errors
-    /// As [`Staging::begin`].
+    /// The errors of [`Staging::begin`].
     pub fn refuse_taken(path: &Path, shape: DestinationKind, claim: &Claim) -> Result<()> {
         if claim.takes_what_is_done() {
             return Ok(());
@@ -273,52 +277,54 @@ impl Staging {
         acquire::check_destination(&destination, shape, claim)
     }
 
-    /// The folder to write into.
+    /// Returns the folder to write into.
     #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.data
     }
 
-    /// The folder with the journals of all parts, `*.journal`.
+    /// Returns the folder with the journals of all parts, `*.journal`.
     #[must_use]
     pub fn journals(&self) -> &AnchoredPath {
         &self.work
     }
 
-    /// The folder that is left beside the destination, where one is kept.
+    /// Returns the folder that is left beside the destination for a resumed run.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
     }
 
-    /// The journal that only this process writes. Close it before this is dropped.
+    /// Returns the path of the journal that only this process writes. Close the journal before this value is dropped.
     #[must_use]
     pub fn journal(&self) -> &AnchoredPath {
         &self.journal
     }
 
-    /// Returns whether an error or a signal leaves what was done, for `--resume`.
+    /// Returns whether the finished work is kept for `--resume` after an error or a signal.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.claim.resume || !self.claim.part.is_alone()
     }
 
-    /// The bytes that this process has done; others see them with the next beat.
+    /// Returns the counter of the bytes that this process has finished; others see its value at the next beat.
     #[must_use]
     pub fn done_bytes(&self) -> &AtomicU64 {
         self.lease().done_bytes()
     }
 
+    /// Checks that this process still holds its part.
+    ///
     /// # Errors
-    /// `Usage` where another process has taken this part over, or the partial folder is gone.
+    /// `Usage` if another process has taken this part over, or the partial folder is gone.
     pub fn check(&self) -> Result<()> {
         self.lost.get().map_or(Ok(()), |lost| Err(self.holding.error(*lost)))
     }
 
-    /// Records that this part is done.
+    /// Records that this part is finished.
     ///
     /// # Errors
-    /// As [`Staging::check`], `Io`.
+    /// The errors of [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
         if let Some(identity) =
@@ -329,8 +335,8 @@ impl Staging {
         self.lease().finish()
     }
 
-    /// Leaves the reason why this part will not finish, for those that wait for it. A part that a signal stops is to be
-    /// started again.
+    /// Records why this part will not finish, for the processes that wait for it. A part stopped by a signal records
+    /// nothing: it may be restarted.
     pub fn tell(&self, error: &Error) {
         if !matches!(error, Error::Stopped(_)) {
             self.lease().fail(&error.to_string(), self.claim.run.as_deref());
@@ -354,16 +360,16 @@ impl Drop for Staging {
     fn drop(&mut self) {
         self.destination.release();
         let is_published = self.is_published.load(Ordering::Relaxed);
-        // Looked at again: this process may just have been woken up, before its first beat.
+        // Checked again: a suspended process may have been resumed just now, before its next beat.
         let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));
         if !is_published && !self.is_kept() && is_ours() {
             let _ = self.destination.rename_away(&self.partial, TRASH);
         }
-        // Held until here, so that it is one on the folder that is thrown away. Network file systems keep a deleted file
-        // for as long as it is open.
+        // The lease is held until here, so that the trash contains it. Network file systems keep a deleted file for as
+        // long as it is open.
         drop(self.lease.take());
-        // A temporary folder beside a partial one is of a process that was slower. If it lives, it makes another. Deleting
-        // trash may take long, and a process that is stopped leaves that to the next one.
+        // A temporary folder beside a partial folder belongs to a slower process; if that process is alive, it makes
+        // another one. Deleting trash may take long; a process that is to be resumed leaves it to the next run.
         let is_kept = self.is_kept() && !is_published;
         self.destination.sweep(if is_kept { &[TMP] } else { &[TMP, TRASH] });
     }

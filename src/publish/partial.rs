@@ -1,7 +1,7 @@
-//! The partial folder: how it is made, its plan, its leases, and whether its output has been published.
+//! The partial folder: its creation, its plan, its leases, and whether its output has been published.
 //!
 //! Invariant: the folder appears complete, by one rename. Its plan and its data folder are never made again, so output
-//! that was there and is not there any more has been published.
+//! that has disappeared has been published.
 
 use std::io::{self, Write};
 
@@ -20,21 +20,21 @@ pub(super) const DATA: &str = "data";
 const PLAN: &str = "plan.json";
 const ABOUT: &str = "about.json";
 
-/// The longest plan.
+/// The maximum length of a plan.
 const MAX_PLAN_BYTES: u64 = 1 << 16;
 const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
-/// The content of `plan.json`: what is being written. It never changes.
+/// The content of `plan.json`: the output to write. It never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PlanFile {
     pub version: String,
-    /// In hexadecimal digits.
+    /// The fingerprint of the plan, in hexadecimal digits.
     pub fingerprint: String,
-    /// The launch that made the folder, where the launcher named it.
+    /// The launch that made the folder, if the launcher sets a name.
     pub run: Option<String>,
     /// The number of parts of the process that made the folder.
     pub parts: u32,
-    /// Random: no other folder has ever had this id.
+    /// A random id: no other folder has ever had it.
     pub id: String,
 }
 
@@ -49,8 +49,8 @@ impl PlanFile {
         }
     }
 
-    /// The folder of output and journals, in the partial folder. The id is in its name, so a process that slept while the
-    /// partial folder was thrown away and made again finds nothing there that it could write to.
+    /// Returns the name of the folder of the output and the journals, in the partial folder. It contains the id, so a
+    /// process that slept while the partial folder was deleted and made again cannot write into the new one.
     pub fn work(&self) -> String {
         format!("work-{}", self.id)
     }
@@ -62,15 +62,15 @@ impl PlanFile {
     /// Describes how this plan differs from `plan`. `folder` is the partial folder of this plan.
     pub fn difference(&self, plan: &WorkPlan<'_>, folder: &AnchoredPath) -> String {
         if self.version != plan.version {
-            return format!("dtshard {} made it, and this is {}", self.version, plan.version);
+            return format!("dtshard {} wrote it, but this is {}", self.version, plan.version);
         }
         let about = read_at_most(&folder.join(ABOUT), MAX_ABOUT_BYTES).ok();
         let about: Option<PlanDescription> = about.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let difference = about.and_then(|about| about.difference(plan.about));
-        difference.unwrap_or_else(|| "it is of another source, or of other options".to_owned())
+        difference.unwrap_or_else(|| "it has another source or other options".to_owned())
     }
 
-    /// Returns `None` where there is no valid plan (any more).
+    /// Reads the plan. Returns `None` if there is no valid plan (any more).
     fn read(folder: &AnchoredPath) -> io::Result<Option<Self>> {
         let is_id = |id: &str| id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
         match read_at_most(&folder.join(PLAN), MAX_PLAN_BYTES) {
@@ -82,7 +82,7 @@ impl PlanFile {
 }
 
 impl Destination {
-    /// Makes the partial folder, with its plan and an empty data folder. Returns false where another process was faster,
+    /// Makes the partial folder, with its plan and an empty data folder. Returns false if another process was faster,
     /// or deleted the temporary folder as a leftover.
     pub fn make(&self, plan: &PlanFile, about: &PlanDescription, sync: bool) -> Result<bool> {
         let tmp = self.unique(TMP);
@@ -90,7 +90,7 @@ impl Destination {
         fault::point("begin-draft");
         let made = fill(&tmp, plan, about, sync).and_then(|()| {
             fault::point("begin-planned");
-            // An existing partial folder is not empty, so no rename replaces it.
+            // An existing partial folder is not empty, so a rename never replaces it.
             tmp.rename(&self.partial())
         });
         let Err(error) = made else {
@@ -127,10 +127,10 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     Ok(())
 }
 
-/// What is at the name of the partial folder.
+/// The object at the name of the partial folder.
 pub(super) enum FoundPartial {
     Nothing,
-    /// A file, or a folder without a plan: another version made it, or somebody else.
+    /// A file, or a folder without a plan: another version or another program made it.
     Junk,
     /// A listed name cannot be opened: it is being deleted, or the file system answers from a cache.
     Unclear,
@@ -140,7 +140,7 @@ pub(super) enum FoundPartial {
 pub(super) struct Partial {
     pub plan: PlanFile,
     pub leases: Vec<SeenLease>,
-    /// The output is at the destination.
+    /// True if the output is at the destination.
     pub is_published: bool,
 }
 
@@ -175,7 +175,7 @@ impl FoundPartial {
         }
         let without = |name: &str| {
             if FileIdentity::of(folder) != before {
-                // Another folder by now.
+                // Another folder has taken the name.
                 return Ok(Self::Nothing);
             }
             Ok(if is_hidden(folder, name)? { Self::Unclear } else { Self::Junk })
@@ -185,17 +185,17 @@ impl FoundPartial {
         if !work.exists() {
             return without(&plan.work());
         }
-        // In this order: once there is a lease on sealing, only publishing takes the output away.
+        // In this order: once a lease on sealing exists, only publishing moves the output away.
         let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
         let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == LeaseRole::Seal);
         let (mut leases, mut is_away) = look()?;
         if is_away && !has_sealer(&leases) {
-            // There is no output yet, or it was sealed and published since the leases were read.
+            // The output does not exist yet, or was sealed and published after the leases were read.
             (leases, is_away) = look()?;
         }
         let is_published = is_away && has_sealer(&leases);
         if FileIdentity::of(folder) != before {
-            // Some leases may have been missed, as the folder was taken away.
+            // Some leases may have been missed, because the folder was moved away.
             return Ok(Self::Nothing);
         }
         Ok(Self::Partial(Partial { plan, leases, is_published }))

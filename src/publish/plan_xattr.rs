@@ -1,7 +1,7 @@
-//! The plan that a result was made from, as the extended attribute `user.dtshard.plan`: a finished run is recognised by it.
+//! The plan of a result, as the extended attribute `user.dtshard.plan`: identifies the result of a finished run.
 //!
-//! Not every file system has attributes, and not every copy keeps them. Invariant: the attribute says "this is from the
-//! same plan"; its absence says nothing.
+//! Some file systems have no attributes, and some copies drop them. Invariant: the attribute proves that the result is
+//! from the same plan; a missing attribute proves nothing.
 
 use std::os::fd::AsFd;
 use std::path::Path;

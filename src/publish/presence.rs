@@ -1,9 +1,9 @@
-//! Presence: which processes of a run are there, by leases in a folder that all of them see.
+//! Presence: shows which processes of a run are alive, by leases in a folder that all processes see.
 //!
-//! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches all
-//! others, and the others watch process 0, which passes on in its own lease which process is gone, and why: so the number of
-//! files that are read grows with the number of processes and not with its square. Invariant: the first failure stays, as
-//! others follow from it.
+//! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
+//! all others. The others watch process 0, which copies into its own lease which process is gone, and why: the number
+//! of files to read grows with the number of processes and not with its square. Invariant: the first failure is kept,
+//! because later failures follow from it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,44 +20,44 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// The time between two beats of a lease, and between two looks at the others.
+/// The interval between two beats of a lease, and between two looks at the other processes.
 const BEAT: Duration = Duration::from_secs(1);
 const HURRIED_BEAT: Duration = Duration::from_millis(100);
 
-/// The time after which nobody waits for a process that is there and does not move.
+/// The limit in tests after which a process that exists and does not update its lease is given up.
 const HURRIED_STUCK: Duration = Duration::from_secs(15);
 
 fn beat() -> Duration {
     if cfg!(test) { HURRIED_BEAT } else { fault::wait_time(BEAT, HURRIED_BEAT) }
 }
 
-/// Returns the time after which nobody waits for a process that is there and whose lease does not change.
+/// Returns the time after which a process that exists and does not update its lease is given up.
 #[must_use]
 pub fn stuck_after() -> Duration {
     fault::wait_time(pace().stuck_after, HURRIED_STUCK)
 }
 
-/// The lease of a part, as another process finds it.
+/// The lease of a part, as another process sees it.
 #[derive(Clone, Debug)]
 pub struct FoundLease {
     pub index: u32,
-    /// Counts the processes that have held the lease of this part.
+    /// The number of processes that have held the lease of this part before.
     pub generation: u32,
     pub state: PeerState,
     pub process: Option<Process>,
     pub(crate) failure: Option<PeerFailure>,
 }
 
-/// Whether the process of a lease is there.
+/// The state of the process that holds a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerState {
     Alive,
     Ended,
-    /// It has to be watched.
+    /// The lease has to be watched before its state is known.
     Unsure,
 }
 
-/// Looks at the leases in a folder.
+/// Reads the leases in a folder.
 #[derive(Debug)]
 pub struct Observer {
     folder: AnchoredPath,
@@ -84,10 +84,10 @@ impl Observer {
         Ok(names.filter_map(generation).collect())
     }
 
-    /// Returns the state of a lease, `None` where there is no such lease.
+    /// Returns the state of a lease, `None` if the lease does not exist.
     ///
     /// # Errors
-    /// `Io` where it cannot be read.
+    /// `Io` if the lease cannot be read.
     pub fn look(&mut self, index: u32, generation: u32) -> Result<Option<FoundLease>> {
         let name = self.name(index, generation);
         let seen = match read_lease(&self.folder, name) {
@@ -108,10 +108,11 @@ impl Observer {
         LeaseName { role: LeaseRole::Part(Part { index, of: self.of }), generation }
     }
 
-    /// Returns why a process is gone that holds a lease; `None` where it is there, or has left when all was done.
+    /// Returns why the process that holds a lease is gone; `None` if it is present, or has left after all work was
+    /// done.
     fn gone(&mut self, index: u32, generation: u32) -> Option<PeerFailure> {
         let name = self.name(index, generation);
-        // Where a network file system fails for a moment, the next look tells.
+        // If a network file system fails for a moment, the next look decides.
         let seen = read_lease(&self.folder, name).ok()??;
         let state = self.watch.state(&seen, Instant::now());
         let because = |why: &str| Some(PeerFailure { rank: index, why: why.into() });
@@ -120,14 +121,14 @@ impl Observer {
             SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Left, .. }), .. } => None,
             SeenLease { record: Some(LeaseRecord { phase: LeasePhase::Stopped, .. }), .. } => because(DROPPED),
             _ if self.watch.unchanged(name) >= stuck_after() => {
-                because(&format!("has not moved for {} s", stuck_after().as_secs()))
+                because(&format!("has made no progress for {} s", stuck_after().as_secs()))
             }
             _ if state == LeaseState::Dead => because(ENDED),
             _ => None,
         }
     }
 
-    /// Returns whether a process has left that holds a lease.
+    /// Returns whether the process that holds a lease has left.
     fn has_left(&self, index: u32, generation: u32) -> bool {
         let seen = read_lease(&self.folder, self.name(index, generation));
         let record = seen.ok().flatten().and_then(|seen| seen.record);
@@ -135,7 +136,7 @@ impl Observer {
     }
 }
 
-/// Returns whether a process may be at work that holds a lease in a folder.
+/// Returns whether a process that holds a lease in a folder may still be working.
 #[must_use]
 pub fn is_in_use(folder: &AnchoredPath) -> bool {
     const DAY: Duration = Duration::from_hours(24);
@@ -145,14 +146,14 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
         let is_over = record
             .as_ref()
             .is_some_and(|record| record.phase.is_over() || record.process.is_alive(&here) == Some(false));
-        // A process on another node that lives writes its lease all the time.
+        // A live process on another node rewrites its lease continuously.
         let modified = folder.join(format!("{name}.lease")).metadata().and_then(|metadata| metadata.modified());
         let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
         !is_over && !is_old
     };
     match latest_leases(folder) {
         Ok(mut names) => names.any(is_alive),
-        // A folder that cannot be looked at may be in use.
+        // A folder that cannot be listed may be in use.
         Err(error) => !is_gone(&error),
     }
 }
@@ -168,7 +169,7 @@ pub struct Presence {
     members: Arc<Mutex<Members>>,
 }
 
-/// The processes that have met, by the generations of their leases; none before that.
+/// The processes of the session, by the generations of their leases; empty before the session exists.
 #[derive(Debug)]
 struct Members {
     observer: Observer,
@@ -176,10 +177,10 @@ struct Members {
 }
 
 impl Presence {
-    /// Takes a lease of a part. `None` where another process was faster.
+    /// Takes the lease of a part. Returns `None` if another process was faster.
     ///
     /// # Errors
-    /// `Io` where it cannot be written.
+    /// `Io` if the lease cannot be written.
     pub fn take(folder: &AnchoredPath, part: Part, generation: u32) -> Result<Option<Self>> {
         let name = LeaseName { role: LeaseRole::Part(part), generation };
         let Some(mut lease) = Lease::take(folder, name)? else { return Ok(None) };
@@ -219,14 +220,16 @@ impl Presence {
         lock(&self.members).generations = generations;
     }
 
+    /// Checks that all processes are present.
+    ///
     /// # Errors
-    /// `Comm` naming the process that is gone, `Stopped` where a signal stopped it.
+    /// `Comm` naming the process that is gone, `Stopped` if a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.fate.check(op)
     }
 
-    /// Looks now whether a process is gone that is waited for, instead of waiting for the next beat. A process that has left
-    /// is gone, too.
+    /// Checks now whether a process that this one waits for is gone, instead of waiting for the next beat. A process
+    /// that has left counts as gone.
     pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;
@@ -235,8 +238,8 @@ impl Presence {
         members.observer.gone(index, generation).or(left)
     }
 
-    /// Returns the process that holds the lease of a part, and for how long that lease was watched and did not change;
-    /// `None` where it cannot be read.
+    /// Returns the process that holds the lease of a part, and how long that lease was watched without a change; `None`
+    /// if the lease cannot be read.
     #[must_use]
     pub fn lease_of(&self, index: u32) -> Option<(Process, Duration)> {
         let members = lock(&self.members);
@@ -245,19 +248,19 @@ impl Presence {
         Some((record.process, members.observer.watch.unchanged(name)))
     }
 
-    /// Tells the others that a process is gone: this one or another.
+    /// Notifies the other processes that a process is gone: this process or another.
     pub(crate) fn give_up(&self, gone: PeerFailure) {
         self.fate.seal(gone.clone());
         let first = self.fate.gone().cloned().unwrap_or(gone);
         self.lease.note()(first);
     }
 
-    /// Tells the others that this process ends because of an error.
+    /// Notifies the other processes that this process ends because of an error.
     pub fn fail(&self, error: &Error) {
         self.give_up(PeerFailure::because_of(error, self.part.index));
     }
 
-    /// Leaves as a process whose work is done.
+    /// Leaves the run after the work of this process is complete.
     pub fn leave(&self) {
         let _ = self.lease.finish();
         lock(&self.members).generations.clear();
@@ -265,7 +268,7 @@ impl Presence {
 }
 
 impl Members {
-    /// Returns the first process that is gone, as the process of `part` sees it.
+    /// Returns the first process that is gone, from the view of the process of `part`.
     fn first_gone(&mut self, part: Part) -> Option<PeerFailure> {
         let watched = if part.index == 0 { 1..self.generations.len() } else { 0..self.generations.len().min(1) };
         let all: Vec<PeerFailure> = watched
@@ -274,7 +277,7 @@ impl Members {
                 self.observer.gone(rank, self.generations[index])
             })
             .collect();
-        // A process that ended without a word may have ended because of another.
+        // A process that ended without a reason may have ended because of another process.
         let is_dropped = |gone: &&PeerFailure| gone.why == DROPPED.into();
         all.iter().find(|gone| !is_dropped(gone)).or(all.first()).cloned()
     }

@@ -1,10 +1,10 @@
-//! Recovery: what the journals of all processes say together, and whether the files bear it out.
+//! Recovery: combines the journals of all processes, and checks them against the files.
 //!
-//! Journals come from processes that were killed, and from nodes that went down. A truncated journal is valid up to its
-//! last complete record. Work that is recorded and cannot be believed is done again.
+//! Some journals were written by killed processes, or on nodes that went down. A truncated journal is valid up to its
+//! last complete record. Recorded work that cannot be validated is repeated.
 //!
-//! Counts bytes. Invariant: `done` lies within the files, no stretch of it was taken from two entries, and `sums` lie in
-//! `done`, each in one span.
+//! Counts bytes. Invariant: `done` is within the files, no byte range of it comes from two entries, and `sums` are
+//! within `done`, each in one span.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read};
@@ -21,26 +21,26 @@ use crate::exec::digest::{Digest, for_each_block};
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Reporter, Stop, add_cast_losses};
 use crate::storage::{AnchoredPath, uncached};
 
-/// A longer line is damaged: it has more parts of spans than fit memory.
+/// The maximum length of a line. A longer line is damaged: it has more span parts than fit in memory.
 const MAX_LINE_BYTES: u64 = 256 << 20;
 
-/// What is finished.
+/// The completed work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompletedWork {
     pub done: Extents,
-    /// By file, ascending: the parts of spans whose sum is not in the file yet.
+    /// The parts of spans whose sum is not in the file yet, by file, ascending.
     pub sums: BTreeMap<u32, Vec<ChecksumPart>>,
-    /// The values that casts lost on the way.
+    /// The values that casts lost.
     pub lost: CastLosses,
-    /// The numbers of carried files.
+    /// The indices of carried files.
     pub carried: BTreeSet<u32>,
-    /// The entries that `done` was taken from.
+    /// The entries from which `done` was taken.
     pub taken: Vec<RecordedRange>,
-    /// Entries about some of the same bytes, such as those of a process that was taken for dead.
+    /// Entries that overlap others, for example from a process that was thought to be dead.
     spare: Vec<RecordedRange>,
 }
 
-/// A stretch that is recorded as finished, and the journal that has it.
+/// A byte range that is recorded as finished, and the journal that contains it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedRange {
     journal: Arc<str>,
@@ -50,7 +50,7 @@ pub struct RecordedRange {
 }
 
 impl RecordedRange {
-    /// The number of bytes. No stretch is empty.
+    /// Returns the number of bytes. No range is empty.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.range.end - self.range.start
@@ -62,11 +62,11 @@ impl RecordedRange {
 }
 
 impl CompletedWork {
-    /// Reads every journal of `folder`, about these files and this many carried ones. With `sync`, what is finished is to
-    /// be on disk, so that records that hold on one boot only do not count.
+    /// Reads every journal of `folder`, for these files and this number of carried files. With `sync`, the completed
+    /// work must be on disk, so records that are valid on one boot only do not count.
     ///
     /// # Errors
-    /// `Io` where the folder or a journal cannot be read.
+    /// `Io` if the folder or a journal cannot be read.
     pub fn read(folder: &AnchoredPath, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
         let here = boot_of(sync).filter(|boot| !boot.is_empty());
@@ -105,7 +105,7 @@ impl CompletedWork {
                 continue;
             }
             if self.done.overlaps(file, &range) {
-                // Sums and counts belong to all of an entry or to nothing.
+                // Sums and counts belong to an entire entry, so a partial entry cannot use them.
                 self.spare.push(taken);
                 continue;
             }
@@ -119,7 +119,7 @@ impl CompletedWork {
         self.carried.extend(record.carried);
     }
 
-    /// Returns how many of the finished bytes each journal has.
+    /// Returns how many of the finished bytes each journal contains.
     #[must_use]
     pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
         let mut lengths = HashMap::new();
@@ -129,7 +129,8 @@ impl CompletedWork {
         lengths
     }
 
-    /// Returns the doubts after which none of these bytes counts as done, whichever processes have recorded them.
+    /// Returns the invalidated entries that remove all of these bytes from the completed work, whichever processes have
+    /// recorded them.
     #[must_use]
     pub fn doubts(&self, doubted: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
@@ -139,15 +140,15 @@ impl CompletedWork {
     }
 }
 
-/// Returns whether nothing is recorded in a folder.
+/// Returns whether a folder has no records.
 ///
 /// # Errors
-/// `Io` where the folder cannot be read.
+/// `Io` if the folder cannot be read.
 pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
     journals(folder).map(|journals| journals.is_empty())
 }
 
-/// Returns the journals of a folder by name, so that every process reads the same.
+/// Returns the journals of a folder by name, so that every process reads them in the same order.
 fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     let mut names = folder.names().map_err(Error::io("list", folder))?;
     names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));
@@ -155,14 +156,14 @@ fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     Ok(names.into_iter().map(|name| folder.join(name)).collect())
 }
 
-/// A recorded stretch whose bytes are not those that were written.
+/// A recorded byte range whose bytes have changed since they were written.
 #[derive(Clone, Debug)]
 pub struct ChangedRange {
     pub taken: RecordedRange,
     pub found: u32,
 }
 
-/// Returns the recorded stretches that reach into `own` and are not what was written to `folder`.
+/// Returns the recorded ranges that overlap `own` and whose bytes in `folder` have changed.
 ///
 /// # Errors
 /// `Io`, `Stopped`.

@@ -1,8 +1,9 @@
-//! Sealing: the finished ranges of all runs become a checkpoint.
+//! Sealing: turns the finished ranges of all runs into a checkpoint.
 //!
-//! What is left to write are checksums of spans that several runs wrote, or that a run wrote before it was stopped.
+//! The remaining writes are the checksums of spans that several runs wrote, or that an interrupted run wrote.
 //!
-//! Counts bytes. Invariant: sealing twice does the same as sealing once, so a run may seal what another one began to seal.
+//! Counts bytes. Invariant: sealing twice has the same effect as sealing once, so a run may finish the sealing of
+//! another.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::ErrorKind;
@@ -27,7 +28,7 @@ pub fn is_complete(known: &CompletedWork, files: &[OutputFile], carried: usize) 
 /// Writes checksums into the files in `folder`, whose data is complete. `known` was read from `journals`.
 ///
 /// # Errors
-/// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
+/// `Usage` if a file has the wrong length, `Malformed` if journals contradict each other, `Io`.
 pub fn seal(
     folder: &AnchoredPath,
     files: &[OutputFile],
@@ -39,7 +40,7 @@ pub fn seal(
     let misfit = |path: &Path, len: u64, found: &str| {
         Err(Error::usage(
             format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
-            "something else changed what was written; options::resume writes it again",
+            "another program changed the output; use options::resume to write it again",
         ))
     };
     if let Some((index, found)) = misfits_of_all(folder, files)?.first_key_value() {
@@ -60,10 +61,10 @@ pub fn seal(
     outputs.close()
 }
 
-/// Returns whether all files in `folder` are as long as they should be.
+/// Returns whether all files in `folder` have their expected lengths.
 ///
 /// # Errors
-/// `Io` where one cannot be looked at.
+/// `Io` if a file cannot be examined.
 pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFile]) -> Result<bool> {
     for file in carried {
         if !is_copied(file, folder, false)? {
@@ -73,17 +74,17 @@ pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFi
     Ok(misfits_of_all(folder, files)?.is_empty())
 }
 
-/// Checks that `folder` has the files of the result and nothing else: regular files of this user, each with one name.
-/// Whoever may write to the folder can have put another file there.
+/// Checks that `folder` contains exactly the files of the result: regular files of this user, each with one link.
+/// Another user who may write to the folder can have put a file there.
 ///
 /// # Errors
-/// `Usage` that names another file, `Io`.
+/// `Usage` naming an unexpected file, `Io`.
 pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFile]) -> Result<()> {
     let all = || files.iter().map(|file| file.path.as_path()).chain(carried.iter().map(|file| file.to.as_path()));
     let parents = all().flat_map(|path| path.ancestors().skip(1)).collect();
     let checked = ExpectedNames { files: all().collect(), parents }.check(folder, Path::new(""));
     match checked {
-        // Another process that has sealed the same was faster.
+        // Another process that has sealed the same output was faster.
         Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(()),
         checked => checked,
     }
@@ -103,11 +104,8 @@ impl ExpectedNames<'_> {
             let (path, relative) = (held.join(name), below.join(name));
             let foreign = || {
                 Error::usage(
-                    format!(
-                        "{} is not part of the result, and something else put it there",
-                        folder.join(name).display()
-                    ),
-                    "move it away, then go on with options::resume",
+                    format!("{} is not part of the output; another program put it there", folder.join(name).display()),
+                    "move it away, then continue with options::resume",
                 )
             };
             // A link and a file of another user are errors.
@@ -134,12 +132,12 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
     misfits(folder, files, &all)
 }
 
-/// Returns the files among these that are not as long as they should be, and what was found instead.
+/// Returns the files among these whose lengths are wrong, and what was found instead.
 ///
 /// # Errors
-/// `Io` where one cannot be looked at.
+/// `Io` if a file cannot be examined.
 pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
-    // Every look would open the same folders again.
+    // Keeps the folders open, which every look would open again otherwise.
     let held = folder.as_anchor().unwrap_or_else(|_| folder.clone());
     let look = |index: &u32| -> Result<Option<(u32, String)>> {
         let file = &files[*index as usize];
@@ -149,7 +147,7 @@ pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Re
         };
         Ok(Some((*index, found)))
     };
-    // A network file system takes its time for each.
+    // Runs in parallel, because a network file system takes some time for each file.
     let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
     found.into_iter().filter_map(Result::transpose).collect()
 }

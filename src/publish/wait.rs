@@ -1,9 +1,9 @@
 //! Waiting for the other parts, and for the process that publishes.
 //!
-//! A process that has finished its part looks at the leases of the others, again and again, until the checkpoint is
-//! published, all are done and nobody seals, or some parts will not finish. Nobody waits without bound: a part that has
-//! not started is given up after five minutes, one whose process is dead after two seconds, in which it may be started
-//! again.
+//! A process that has finished its part reads the leases of the others repeatedly, until the checkpoint is published,
+//! until all parts are finished and no process seals, or until some parts will not finish. Every wait is bounded: a
+//! part that has not started is given up after five minutes, a part whose process is dead after two seconds, during
+//! which it may be restarted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
@@ -20,14 +20,14 @@ use crate::exec::Stop;
 use crate::launch::Part;
 use crate::name_list::numbered;
 
-/// How far another part is, by its lease.
+/// The progress of another part, according to its lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OtherState {
     NotStarted,
     Working,
-    /// The part is done. Its process may have left.
+    /// The part is finished. Its process may have left.
     Finished,
-    /// The process is gone, or does not move any more, and the part was not done.
+    /// The process is gone, or makes no progress any more, and the part was not finished.
     Stopped,
 }
 
@@ -36,36 +36,36 @@ pub enum OtherState {
 pub struct OtherPart {
     pub part: Part,
     pub state: OtherState,
-    /// Bytes done in this run.
+    /// The bytes finished in this run.
     pub done_bytes: u64,
-    /// The name of the part's journal; `None` where no process of this run was seen at it.
+    /// The name of the part's journal; `None` if no process of this run has worked on the part.
     pub journal: Option<String>,
     /// The error that ended the part's last process.
     pub failure: Option<String>,
 }
 
-/// How waiting ends.
+/// The end of a wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// The destination is there.
+    /// The destination exists.
     Published,
-    /// All parts are done, and no live process seals.
+    /// All parts are finished, and no live process seals.
     NobodySeals,
     /// These parts will not finish.
     Without(MissingParts),
 }
 
-/// Parts that will not finish. They may have recorded all that they had to do.
+/// Parts that will not finish. They may have recorded all of their work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingParts {
     pub parts: Vec<u32>,
     has_started: bool,
 }
 
-/// The longest time from the first to the last step of publishing, as others see them.
+/// The maximum time from the first to the last step of publishing, as other processes see it.
 const PUBLISHING: Duration = Duration::from_secs(1);
 
-/// What to do after a look at the others.
+/// The decision after a look at the other parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     Wait,
@@ -73,7 +73,7 @@ pub(super) enum Decision {
     GiveUp(MissingParts),
 }
 
-/// Decides by the states of the others. `is_sealing` says that a live process seals.
+/// Decides by the states of the other parts. `is_sealing` is true if a live process seals.
 pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     let of_state = |state: OtherState| -> Vec<u32> {
         others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
@@ -92,12 +92,12 @@ pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     }
 }
 
-/// Since when each look has found the same thing.
+/// Measures for how long consecutive looks have found the same condition.
 #[derive(Default)]
 struct UnchangedSince(Option<Instant>);
 
 impl UnchangedSince {
-    /// Notes one more look. Returns for how long it has been so.
+    /// Records one more look. Returns for how long the condition has held.
     fn note(&mut self, is_so: bool) -> Duration {
         if !is_so {
             self.0 = None;
@@ -108,24 +108,25 @@ impl UnchangedSince {
 }
 
 impl Staging {
-    /// Returns the other parts, as their leases have them.
+    /// Returns the other parts, according to their leases.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io` if the leases cannot be read.
     pub fn others(&self) -> Result<Vec<OtherPart>> {
         Ok(self.find()?.map_or_else(Vec::new, |found| self.others_of(&found)))
     }
 
-    /// Waits until another process has published, or until this one should try to. Call it when this part is finished.
+    /// Waits until another process has published, or until this process should try to publish. Call it after this part
+    /// is finished.
     ///
     /// # Errors
-    /// `Usage` where the partial folder is gone; `Stopped`; `Io`.
+    /// `Usage` if the partial folder is gone; `Stopped`; `Io`.
     pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[OtherPart])) -> Result<Waited> {
         let begun = *self.waiting.get_or_init(Instant::now);
         let [mut gone, mut done, mut stopped] = [(); 3].map(|()| UnchangedSince::default());
         let mut nap = self.pace.nap();
         loop {
-            // That the partial folder is gone is no reason to stop: this is what is waited for.
+            // A missing partial folder is no reason to stop: publishing removes it.
             stop.check_signal()?;
             self.destination.refresh(stop)?;
             let found = self.find()?;
@@ -139,7 +140,7 @@ impl Staging {
                 let stopped_for = stopped.note(matches!(&decision, Decision::GiveUp(missing) if missing.has_started));
                 match decision {
                     Decision::Wait => {}
-                    // The first part seals if it lives, as it reports what all have done.
+                    // The first part seals if it is alive, because it reports the totals.
                     Decision::Seal => {
                         if self.claim.part.index == 0 || done.note(true) >= self.pace.seal_after {
                             return Ok(Waited::NobodySeals);
@@ -157,7 +158,7 @@ impl Staging {
                     }
                 }
             } else if !self.has_landed() {
-                // Network file systems may show the one rename before the other.
+                // Network file systems may show one rename before the other.
                 if gone.note(true) >= self.pace.dead_after && self.is_gone_for_good(stop, || self.has_landed())? {
                     return Err(self.holding.error(LeaseLost::Gone));
                 }
@@ -172,12 +173,12 @@ impl Staging {
         }
     }
 
-    /// Counts parts as finished: all that they had to do is recorded.
+    /// Counts parts as finished: all of their work is recorded.
     pub fn settle(&self, missing: MissingParts) {
         self.settled().extend(missing.parts);
     }
 
-    /// Returns the error that there is no result without these parts.
+    /// Returns the error that the output cannot be completed without these parts.
     #[must_use]
     pub fn without(&self, missing: &MissingParts) -> Error {
         let (parts, destination) = (&missing.parts, self.destination.path.display());
@@ -186,19 +187,19 @@ impl Staging {
             format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
-        // Where the launcher chose the number of parts, the user may not know it.
+        // The launcher may have chosen the number of parts, so the user may not know it.
         let alone = if self.claim.run.is_some() {
-            "; options::part 0 options::parts 1 does all of the work in one process"
+            "; use options::part 0 options::parts 1 to do all of the work in one process"
         } else {
             ""
         };
         let how_to_go_on = format!(
-            "what was done is kept in {}: the same command with options::resume goes on with it{alone}",
+            "the completed work is kept in {}: run the same command with options::resume to continue{alone}",
             self.partial.display()
         );
         if !missing.has_started {
             let message = format!("{} {has} not started to write {destination}", named(parts));
-            return Error::usage(message, format!("start what is missing; {how_to_go_on}"));
+            return Error::usage(message, format!("start the missing parts; {how_to_go_on}"));
         }
         let found = self.find().ok().flatten();
         let others = found.as_ref().map_or_else(Vec::new, |found| self.others_of(found));
@@ -221,13 +222,13 @@ impl Staging {
         }
         let minutes = self.pace.stuck_after.as_secs() / 60;
         Error::usage(
-            format!("{} {has} not moved for {minutes} minutes ({})", named(parts), stuck.join("; ")),
-            format!("a process that is stopped, or that its file system holds, has to be ended first; {how_to_go_on}"),
+            format!("{} {has} made no progress for {minutes} minutes ({})", named(parts), stuck.join("; ")),
+            format!("first end each process that is suspended or blocked by its file system; {how_to_go_on}"),
         )
     }
 
-    /// Returns whether another process has put the output at the destination. The partial folder is gone then, or the
-    /// process that published takes it away; where that one has died, this one does.
+    /// Returns whether another process has published the output at the destination. The publishing process then removes
+    /// the partial folder; if that process has died, this one removes it.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || plan_xattr::is(&self.destination.path, self.fingerprint);
@@ -242,11 +243,11 @@ impl Staging {
                 Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
                 found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
             };
-            // The process that seals is between its steps, or this node has not seen all of them.
+            // The sealing process is between its steps, or this node has not seen all of them.
             let is_late = is_stopped || begun.elapsed() >= PUBLISHING;
             if is_out && (is_left || is_late || is_sealer_dead) && is_marked() {
                 if is_sealer_dead {
-                    // The next run would do it as well.
+                    // If this fails, the next run repeats it.
                     let _ = self.tidy(self.claim.sync);
                 }
                 self.see_published();
@@ -259,13 +260,13 @@ impl Staging {
         }
     }
 
-    /// Notes that another process has published: this one takes away what that one leaves.
+    /// Records that another process has published: this process removes the leftovers.
     pub fn see_published(&self) {
         self.is_published.store(true, Ordering::Relaxed);
     }
 
-    /// Repeats a look at what other processes have written until it returns true, for as long as the file system may
-    /// answer from a cache.
+    /// Repeats a look at files that other processes have written until it returns true, for as long as the file system
+    /// may answer from a cache.
     ///
     /// # Errors
     /// `Stopped`, and the errors of `look`.
@@ -274,8 +275,8 @@ impl Staging {
         self.destination.confirm(stop, &what, look)
     }
 
-    /// Returns whether the partial folder and the output are gone for longer than caches last, so that another program
-    /// has removed them.
+    /// Returns whether the partial folder and the output have been missing for longer than caches last, so that another
+    /// program must have removed them.
     fn is_gone_for_good(&self, stop: &Stop, has_landed: impl Fn() -> bool) -> Result<bool> {
         if self.is_gone.load(Ordering::Relaxed) || self.destination.cached_for().is_zero() {
             return Ok(true);
@@ -317,7 +318,7 @@ impl Staging {
             let seen = leases.get(&LeaseRole::Part(part)).copied();
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
-            // What an earlier run did is known from its journal.
+            // The journal contains the work of an earlier run.
             let now = seen.filter(|seen| !self.stale.contains(seen));
             if state != OtherState::Working && settled.contains(&index) {
                 state = OtherState::Finished;

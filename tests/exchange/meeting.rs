@@ -101,7 +101,7 @@ fn unshared_destination_is_refused() {
     for (outcome, other) in outcomes.iter().zip([1, 0]) {
         outcome.assert_refused(&[
             &format!("process {other} of 2: meet: did not come within 10 s"),
-            "hint: start all processes at the same time, with the same DST on a file system that all of them share",
+            "hint: start all processes at the same time, with the same DST on a shared file system",
         ]);
     }
     for rank in 0..2 {

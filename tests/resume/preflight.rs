@@ -56,7 +56,7 @@ fn dry_run_warns_of_an_existing_destination() {
         job.clear();
         if kind == FILE {
             fs::create_dir(job.target()).unwrap();
-            assert_warns(&job, "", &[REFUSED, "is a folder, and one file is to be written"]);
+            assert_warns(&job, "", &[REFUSED, "is a folder, but the output is one file"]);
         } else {
             fs::write(job.target(), "mine").unwrap();
             assert_warns(&job, "--overwrite", &[REFUSED, "holds no checkpoint, so --overwrite does not replace it"]);
@@ -70,7 +70,7 @@ fn dry_run_warns_of_an_interrupted_run() {
     for left in ["--resume", "--parts 3 --part 1 --no-wait"] {
         job.clear();
         assert_eq!(job.run(left, Some("record-after")).signal, Some(9));
-        let hint = "--resume goes on with what it has done, --restart throws it away and starts again";
+        let hint = "use --resume to continue it, or use --restart to delete it and start again";
         assert_warns(&job, "", &[REFUSED, "an earlier run did not finish: ", hint]);
         assert_warns(&job, "--resume --dtype bf16", &[REFUSED, "--dtype was not given, now bf16"]);
         assert_warns(&job, "--resume", &["a run would go on with what is done of "]);
@@ -81,7 +81,7 @@ fn dry_run_warns_of_an_interrupted_run() {
     }
     job.clear();
     fs::write(job.partial(), "mine").unwrap();
-    assert_warns(&job, "--resume", &[REFUSED, "has no plan to go on with"]);
+    assert_warns(&job, "--resume", &[REFUSED, "has no valid plan"]);
     assert_warns(&job, "--restart", &[]);
 }
 
@@ -124,7 +124,11 @@ fn dry_run_warns_of_a_run_on_another_node() {
         assert_warns(
             &job,
             more,
-            &[REFUSED, "a run on another node may be at work in it", "--resume goes on where nobody is"],
+            &[
+                REFUSED,
+                "a run on another node may be working in it",
+                "use --resume to continue it if no process works in it",
+            ],
         );
     }
 }

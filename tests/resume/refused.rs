@@ -33,8 +33,8 @@ fn interrupted_run_is_refused_without_resume() {
     let job = Job::new(FOLDER);
     let words = [
         "an earlier run did not finish: ",
-        "desk/.out.dtshard-partial is in the way",
-        "hint: --resume goes on with what it has done, --restart throws it away and starts again",
+        "desk/.out.dtshard-partial exists",
+        "hint: use --resume to continue it, or use --restart to delete it and start again",
     ];
     for left in ["", "--parts 3 --part 1 --no-wait"] {
         interrupt(&job, left);
@@ -52,8 +52,8 @@ fn resume_with_another_source_or_options_is_refused() {
     interrupt(&job, "");
     let assert_resume_refused = |job: &Job, more: &str, what: &str| {
         let message = format!("an earlier run did not finish: {}", job.partial().display());
-        let what = format!("is in the way, and cannot be gone on with: {what}\n");
-        let hint = "hint: --restart throws it away and starts again; --resume needs the same dtshard, SRC and options";
+        let what = format!("exists, and cannot be resumed: {what}\n");
+        let hint = "hint: use --restart to delete it and start again; --resume needs the same dtshard, SRC and options";
         assert_refused(job, more, &[&message, &what, hint]);
     };
     assert_resume_refused(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, now bf16");
@@ -74,9 +74,9 @@ fn resume_with_another_source_or_options_is_refused() {
     let middle = content.len() / 2;
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
-    job.run("--resume", None).assert_refused(&["cannot be gone on with: __1_0.distcp has changed: same length, newer"]);
+    job.run("--resume", None).assert_refused(&["cannot be resumed: __1_0.distcp has changed: same length, newer"]);
     fs::write(&file, [&content[..], &[0]].concat()).unwrap();
-    job.run("--resume", None).assert_refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, now "]);
+    job.run("--resume", None).assert_refused(&["cannot be resumed: __1_0.distcp was ", " bytes, now "]);
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
     fs::File::open(&file).unwrap().set_modified(modified).unwrap();
@@ -95,7 +95,7 @@ fn resume_of_another_version_is_refused() {
     assert_refused(
         &job,
         "--resume",
-        &["cannot be gone on with: dtshard 0.0.7 made it, and this is ", version, "--restart"],
+        &["cannot be resumed: dtshard 0.0.7 wrote it, but this is ", version, "--restart"],
     );
     fs::write(&plan, &text).unwrap();
     job.run("--resume", None).assert_succeeded();
@@ -106,7 +106,7 @@ fn resume_of_another_version_is_refused() {
 #[test]
 fn foreign_partial_folder_is_refused_without_restart() {
     let job = Job::new(FILE);
-    let words = ["is in the way, and has no plan to go on with", "hint: --restart throws it away"];
+    let words = ["exists, and cannot be resumed: it has no valid plan", "hint: use --restart to delete it"];
     let cases: [(&str, Change); 4] = [
         ("a file", |partial| fs::write(partial, "mine").unwrap()),
         ("a folder", |partial| {
@@ -128,7 +128,7 @@ fn foreign_partial_folder_is_refused_without_restart() {
         make(&job.partial());
         assert_refused(&job, "--resume", &words);
         assert_refused(&job, "", &words);
-        assert_refused(&job, "--parts 2 --part 0 --no-wait", &[words[0], "all parts start again"]);
+        assert_refused(&job, "--parts 2 --part 0 --no-wait", &[words[0], "start all parts again"]);
         job.run("--restart", None).assert_succeeded();
         job.assert_done(what);
     }
@@ -189,11 +189,8 @@ fn destination_without_a_plan_mark_is_refused() {
         skip("no attributes on this file system");
         return;
     }
-    let words = [
-        "out.pt exists, and nothing tells what it was made from",
-        "`dtshard verify` says whether it is sound",
-        "--overwrite",
-    ];
+    let words =
+        ["out.pt exists, but does not record what it was made from", "check it with `dtshard verify`", "--overwrite"];
     assert_refused(&job, "--resume", &words);
     assert_refused(&job, "--parts 2 --part 0 --no-wait", &words);
     job.run("--resume --overwrite", None).assert_succeeded();
@@ -201,7 +198,8 @@ fn destination_without_a_plan_mark_is_refused() {
     job.run("--resume", None).assert_succeeded().assert_mentions(&["is there already"]);
     // The output of another plan is refused as well.
     job.run("--overwrite --exclude layers.01.weight", None).assert_succeeded();
-    let words = ["out.pt exists: it is finished, and of another source, or made with other options", "--overwrite"];
+    let words =
+        ["out.pt exists and is complete, but was made from another source or with other options", "--overwrite"];
     assert_refused(&job, "--resume", &words);
 }
 

@@ -151,7 +151,7 @@ fn parts_without_waiting_publish_in_any_order() {
                     again.assert_refused(&[
                         "an earlier run did not finish",
                         "--resume goes on",
-                        "all parts start again",
+                        "start all parts again",
                     ]);
                     job.run(&format!("--parts 3 --part {index} --no-wait --resume"), None).assert_succeeded();
                 }

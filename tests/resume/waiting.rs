@@ -49,9 +49,13 @@ fn run_without_the_third(kind: Kind) -> Job {
     for (index, task) in tasks.into_iter().enumerate() {
         let ended = wait(task);
         let name = format!("[{index}/3] error: part 2 of 3 has not started to write ");
-        ended.assert_refused(&[&name, "hint: start what is missing; what was done is kept in ", ".dtshard-partial"]);
+        ended.assert_refused(&[
+            &name,
+            "hint: start the missing parts; the completed work is kept in ",
+            ".dtshard-partial",
+        ]);
         ended.assert_mentions(&[
-            "the same command with --resume goes on",
+            "the same command with --resume to continue",
             "--part 0 --parts 1 does all of the work in one process",
         ]);
         // One task prints which part it waits for.
@@ -111,7 +115,7 @@ fn restart_without_the_first_part_is_refused() {
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
     let before = names(&job.dst_folder());
     for task in [1, 2].map(|index| task(&job, index, 3, "--restart", "none")) {
-        let words = ["error: part 0 of 3 has not started to write ", "hint: with --restart the others wait for part 0"];
+        let words = ["error: part 0 of 3 has not started to write ", "hint: start part 0: with --restart"];
         wait(task).assert_refused(&words);
     }
     assert_eq!(names(&job.dst_folder()), before);
@@ -128,9 +132,9 @@ fn killed_part_ends_the_others_and_resume_completes() {
     // A part that was killed before the other started has not started, as far as the other can see.
     let has_seen_it = !waiting.err.contains("has not started to write");
     let died =
-        ["[0/2] error: part 1 of 2 stopped: its process is gone", "out.pt is not complete", "hint: what was done"];
-    waiting.assert_refused(if has_seen_it { &died } else { &["hint: start what is missing; what was done"] });
-    waiting.assert_mentions(&["is kept in ", "with --resume goes on"]);
+        ["[0/2] error: part 1 of 2 stopped: its process is gone", "out.pt is not complete", "hint: the completed work"];
+    waiting.assert_refused(if has_seen_it { &died } else { &["hint: start the missing parts; the completed work"] });
+    waiting.assert_mentions(&["is kept in ", "with --resume to continue"]);
     assert!(!job.target().exists());
     assert_all_tasks_succeed(&job, 2, "--resume");
     job.assert_done("both again");
@@ -172,7 +176,7 @@ fn run_failing_task(job: &Job, start: impl Fn() -> Child) {
 fn failed_part_ends_a_later_part_with_its_error() {
     let job = Job::new(FILE);
     run_failing_task(&job, || task(&job, 1, 2, "--check-crc --resume", "none"));
-    let words = ["[0/2] error: part 1 of 2 failed: ", "CRC-32", "out.pt is not complete", "with --resume goes on"];
+    let words = ["[0/2] error: part 1 of 2 failed: ", "CRC-32", "out.pt is not complete", "with --resume to continue"];
     let other = wait(task(&job, 0, 2, "--check-crc --resume", "none"));
     other.assert_refused(&words);
     assert!(!other.err.contains("waiting for"), "{other:?}");

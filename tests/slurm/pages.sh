@@ -56,5 +56,5 @@ failed_array_is_not_verified() {
     mkdir .step-1000-dp3.dtshard-partial
     touch .step-1000-dp3.dtshard-partial/precious
     submitted 'array=$(' CANCELLED
-    grep 'is in the way, and has no plan' array.2.log
+    grep 'exists, and cannot be resumed: it has no valid plan' array.2.log
 }

@@ -1,6 +1,6 @@
-//! What every communicator does, whatever its memory and its wires.
+//! Tests that every communicator must pass, independent of its memory and its network.
 //!
-//! A [`Fleet`] makes the ranks; each case runs one thread a rank, for the ranks that are in this process. Nothing here waits
+//! A [`Fleet`] creates the ranks; each case runs one thread per rank, for the ranks in this process. No case waits
 //! longer than [`PATIENCE`].
 
 use std::ops::Range;
@@ -12,18 +12,18 @@ use std::time::{Duration, Instant};
 use crate::comm::{Communicator, Traffic};
 use crate::error::{CommError, Error, Result, Stopped};
 
-/// Ranks of one kind, and how a test sees into their memory.
+/// Ranks of one kind, and access to their memory for tests.
 pub(crate) trait Fleet: Send + Sync + 'static {
     type Rank: Communicator + Send + 'static;
 
-    /// Called in the thread of each rank, at the same time for all.
+    /// Called in the thread of each rank, on all ranks at the same time.
     fn rank(&self, rank: u32, size: u32) -> Self::Rank;
 
     fn memory(&self, rank: &Self::Rank, bytes: &[u8]) -> <Self::Rank as Communicator>::Memory;
 
     fn bytes(&self, rank: &Self::Rank, memory: &<Self::Rank as Communicator>::Memory) -> Vec<u8>;
 
-    /// The ranks of so many that this process runs. Called at the beginning of each case.
+    /// Returns which of `size` ranks this process runs. Called at the beginning of each case.
     fn ranks(&self, size: u32) -> Vec<u32> {
         (0..size).collect()
     }
@@ -33,21 +33,21 @@ pub(crate) trait Fleet: Send + Sync + 'static {
         outcomes
     }
 
-    /// Whether lengths that do not agree are found where they do not.
+    /// Returns whether mismatched lengths are detected.
     fn checks_lengths(&self) -> bool {
         true
     }
 }
 
-/// Longer than anything takes.
+/// An upper bound for the duration of each case.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
-/// All that is asked of a communicator.
+/// Runs all tests of a communicator.
 pub(crate) fn conforms<F: Fleet>(fleet: F) {
     conform_all(&Arc::new(fleet));
 }
 
-/// As [`conforms`], of a fleet that is needed afterwards.
+/// Runs [`conforms`] for a fleet that is used afterwards.
 pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     for size in [1, 2, 5] {
         exchanges_in_order(fleet, size);
@@ -73,7 +73,7 @@ pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     }
 }
 
-/// What is asked of a communicator that moves words only.
+/// Runs the tests of a communicator that passes only small messages.
 pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
     let fleet = Arc::new(fleet);
     for size in [1, 2, 5] {
@@ -90,7 +90,7 @@ pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
     }
 }
 
-/// Run a story in a thread for each rank that is in this process; all that they return, in the order of ranks.
+/// Runs a closure in a thread for each rank of this process, and returns the results in rank order.
 pub(crate) fn run<F: Fleet, T: Send + 'static>(
     fleet: &Arc<F>,
     size: u32,
@@ -102,21 +102,22 @@ pub(crate) fn run<F: Fleet, T: Send + 'static>(
     for &rank in &ranks {
         let (fleet, story, sender) = (Arc::clone(fleet), Arc::clone(&story), sender.clone());
         thread::spawn(move || {
-            let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| story(&fleet, fleet.rank(rank, size))));
-            let _ = sender.send((rank, told.ok()));
+            let results =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| story(&fleet, fleet.rank(rank, size))));
+            let _ = sender.send((rank, results.ok()));
         });
     }
-    let mut told: Vec<Option<T>> = (0..size).map(|_| None).collect();
+    let mut results: Vec<Option<T>> = (0..size).map(|_| None).collect();
     let until = Instant::now() + PATIENCE;
     for _ in ranks {
         let left = until.saturating_duration_since(Instant::now());
         let (rank, what) = receiver.recv_timeout(left).expect("a rank waits for ever");
-        told[rank as usize] = what;
+        results[rank as usize] = what;
     }
-    told
+    results
 }
 
-/// As [`run`], with what the ranks of all processes return.
+/// Runs a closure as [`run`] does, with the results of the ranks of all processes.
 fn outcomes<F: Fleet>(
     fleet: &Arc<F>,
     size: u32,
@@ -125,7 +126,7 @@ fn outcomes<F: Fleet>(
     fleet.share(run(fleet, size, story))
 }
 
-/// As [`run`] where no rank may end otherwise.
+/// Runs a closure as [`run`] does, and fails if a rank ends abnormally.
 fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + Send + Sync + 'static) {
     let outcomes = outcomes(fleet, size, move |fleet, rank| {
         story(fleet, &rank);
@@ -135,17 +136,17 @@ fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + 
     assert!(outcomes.iter().all(Option::is_some), "a rank panicked");
 }
 
-/// Bytes that tell from whom, to whom and when they are.
+/// Returns bytes that identify the sender, the receiver and the round.
 fn bytes_of(from: u32, to: u32, round: usize, length: usize) -> Vec<u8> {
     let first = from as usize * 83 + to as usize * 31 + round * 7;
-    // Of a prime length, so that nothing that is out of place by a round number of bytes looks right.
+    // The period is prime, so bytes shifted by a round number do not match.
     let pattern: Vec<u8> = (0..251).map(|at| u8::try_from((first + at) % 256).unwrap()).collect();
     let mut bytes = pattern.repeat(length.div_ceil(pattern.len()));
     bytes.truncate(length);
     bytes
 }
 
-/// One behind the other, with a gap between, as a buffer has them.
+/// Returns consecutive ranges with a gap between them, as in a buffer.
 fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     let mut end = 3;
     let ranges = lengths.iter().map(|length| {
@@ -156,7 +157,8 @@ fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     (ranges.collect(), end)
 }
 
-/// One all-to-all whose lengths `length(from, to)` says; checks all bytes, and that no others were touched.
+/// Runs one all-to-all with lengths from `length(from, to)`; checks all received bytes, and that no other bytes
+/// changed.
 fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl Fn(u32, u32) -> usize) -> Result<()> {
     let (this, size) = (rank.rank(), rank.size());
     let length = |from, to| if from == to { 0 } else { length(from, to) };
@@ -178,7 +180,7 @@ fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl
 fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
         for round in 0..30 {
-            // Uneven, with pairs that have nothing to say, and rounds in which some or all have nothing.
+            // Uneven lengths, with pairs that send nothing, and rounds in which some or all ranks send nothing.
             let length = |from: u32, to: u32| match (from as usize * 5 + to as usize * 3 + round) % 4 {
                 0 => 0,
                 _ if round % 10 == 9 => 0,
@@ -189,7 +191,7 @@ fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// What each sends and receives, and no words; an all-gather as it goes round.
+/// Checks that sent and received tensor bytes are counted, without small messages; all-gathers are counted as a ring.
 fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
         let (this, size) = (rank.rank(), rank.size());
@@ -213,7 +215,7 @@ fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// More than any buffer of a socket holds, both ways at once.
+/// More bytes than a socket buffer holds, in both directions at once.
 fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| {
         let length = |from: u32, to: u32| if (from, to) == (1, 0) { 1 } else { (9 << 20) + 4099 * from as usize + 1 };
@@ -222,8 +224,8 @@ fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     });
 }
 
-/// One all-gather of these lengths, the ranges of later ranks before those of earlier ones where it is `turned`; checks
-/// all bytes, and that no others were touched.
+/// Runs one all-gather of these lengths; if `turned`, later ranks have earlier ranges. Checks all bytes, and that no
+/// other bytes changed.
 fn all_gather_once<F: Fleet>(fleet: &F, rank: &F::Rank, turned: bool, lengths: &[usize]) -> Result<()> {
     let mut lengths = lengths.to_vec();
     if turned {
@@ -260,14 +262,14 @@ fn all_gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
         gather(&|_| 1000);
         gather(&|_| (1 << 20) + 1);
         for round in 0..size {
-            // Uneven, some empty, and all from one.
+            // Uneven lengths, some empty, and all bytes from one rank.
             gather(&|rank| (rank + round) % 3 * 1001);
             gather(&|rank| usize::from(rank == round) * ((3 << 20) + 17));
         }
     });
 }
 
-/// Equally long and none between, as the parts of one tensor.
+/// Equal lengths without gaps, as the shards of one tensor.
 fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     const LENGTH: usize = 70_000;
     run_well(fleet, size, |fleet, rank| {
@@ -282,7 +284,7 @@ fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Far more than any buffer of a socket holds, from all at once.
+/// Far more bytes than a socket buffer holds, from all ranks at once.
 fn all_gathers_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| all_gather_once(fleet, rank, false, &[9 << 20, 0, (20 << 20) + 4099]).unwrap());
 }
@@ -294,7 +296,7 @@ fn gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
             let expected: Vec<_> = (0..rank.size()).map(said).collect();
             assert!(rank.gather(&said(rank.rank())).unwrap() == expected);
         }
-        // A barrier: nobody is through before the last one has come.
+        // A barrier: no rank passes before the last rank arrives.
         let begun = Instant::now();
         let late = Duration::from_millis(150);
         if rank.rank() + 1 == rank.size() {
@@ -311,7 +313,7 @@ fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
         rank.vote(Ok(())).unwrap();
         let last = rank.size() - 1;
         for words in ["no space", ""] {
-            // The first of several is named.
+            // The first failing rank is named.
             let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
             match rank.vote(mine).unwrap_err() {
                 Error::Comm(CommError { rank, detail, .. }) => {
@@ -358,12 +360,12 @@ impl Operation {
 enum End {
     Dropped,
     Failed,
-    /// By a signal.
+    /// A signal stops the rank.
     Stopped,
     Panicked,
 }
 
-/// One of three ends after some rounds, and the others are in the middle of the next.
+/// One of three ranks ends after some rounds, while the others are in the next round.
 fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
     let case = format!("{operation:?}, rank {gone} {end:?}");
     let names_it = {
@@ -387,7 +389,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
                 thread::sleep(Duration::from_millis(20));
                 match end {
                     End::Dropped => {}
-                    // Words that look like those of a signal are words.
+                    // A message that looks like the message of a signal is an ordinary message.
                     End::Failed => rank.fail(&Error::usage("stopped by TERM", "")),
                     End::Stopped => {
                         rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }))
@@ -412,9 +414,9 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
 }
 
 fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
-    // What rank 1 sends to rank 0, and what that expects.
+    // The length that rank 1 sends to rank 0, and the length that rank 0 expects.
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
-        let told = outcomes(fleet, 3, move |fleet, rank| {
+        let results = outcomes(fleet, 3, move |fleet, rank| {
             let length = match rank.rank() {
                 0 => expected,
                 _ => sent,
@@ -426,28 +428,28 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
             rank.fail(&error);
             error.to_string()
         });
-        let told: Vec<_> = told.into_iter().flatten().collect();
-        assert!(told[0].contains("process 1: exchange"), "{told:?}");
+        let results: Vec<_> = results.into_iter().flatten().collect();
+        assert!(results[0].contains("process 1: exchange"), "{results:?}");
         for number in [sent, expected] {
-            assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
+            assert!(results.iter().all(|results| results.contains(&number.to_string())), "{results:?}");
         }
     }
 }
 
-/// Rank 1 has more or less than the others expect.
+/// Rank 1 has more or fewer bytes than the other ranks expect.
 fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
-        let told = outcomes(fleet, 3, move |fleet, rank| {
+        let results = outcomes(fleet, 3, move |fleet, rank| {
             let length = if rank.rank() == 1 { sent } else { expected };
             let error = (0..1000).find_map(|_| all_gather_once(fleet, &rank, false, &[9, length, 11]).err());
             let error = error.expect("an error in the end");
             rank.fail(&error);
             error.to_string()
         });
-        let told: Vec<_> = told.into_iter().flatten().collect();
-        assert!(told.iter().any(|told| told.starts_with("process 1: all-gather: expected")), "{told:?}");
+        let results: Vec<_> = results.into_iter().flatten().collect();
+        assert!(results.iter().any(|results| results.starts_with("process 1: all-gather: expected")), "{results:?}");
         for number in [sent, expected] {
-            assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
+            assert!(results.iter().all(|results| results.contains(&number.to_string())), "{results:?}");
         }
     }
 }

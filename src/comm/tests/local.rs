@@ -3,7 +3,7 @@ use std::sync::Mutex;
 use super::conformance::{Fleet, conforms};
 use crate::comm::Local;
 
-/// Fleets that are being handed out, rank by rank.
+/// Fleets whose ranks are handed out one by one.
 #[derive(Default)]
 pub(crate) struct Threads(Mutex<Vec<Option<Local>>>);
 

@@ -1,4 +1,4 @@
-//! Communicators, each by the same cases.
+//! Runs the same tests on every communicator.
 
 pub(crate) mod conformance;
 pub(crate) mod local;

@@ -1,6 +1,7 @@
-//! MPI with a process for each rank. `ci/mpi` runs this test binary under mpirun; without a launcher these tests do nothing.
+//! MPI tests with a process for each rank. `ci/mpi` runs this test binary under mpirun; without a launcher these tests
+//! do nothing.
 //!
-//! A process initialises MPI once, so one test has all cases.
+//! A process can initialise MPI only once, so one test runs all cases.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -16,10 +17,10 @@ use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
 use crate::error::{Error, Stopped};
 use crate::launch::{launch, process_environment};
 
-/// An operation, and the rank that is killed while the others are in it.
+/// An operation, and the rank that is killed while the other ranks are in it.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
 
-/// All processes of the world. Each case has tags of its own.
+/// All processes of the world. Each case has its own tags.
 struct Processes {
     world: Mpi,
     case: AtomicI32,
@@ -35,7 +36,7 @@ impl Processes {
         })
     }
 
-    /// This process as one rank of a case, if it is one.
+    /// Returns this process as a rank of a case, if it takes part.
     fn of_case(&self, size: u32) -> Option<Mpi> {
         self.ranks(size).pop().map(|rank| self.rank(rank, size))
     }
@@ -90,7 +91,7 @@ fn processes_conform() {
     stops_where_one_is_stopped(&processes);
     refuses_ranges_beyond_the_memory(&processes);
     let cases = conforms_counted(processes);
-    // In one piece, as all processes write to one terminal.
+    // Written at once, as all processes write to one terminal.
     let line = format!("\nrank {rank} of {size} conforms: {cases} cases, by {}\n", Mpi::library());
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
@@ -129,7 +130,7 @@ fn names_a_rank_that_leaves_early(processes: &Processes) {
     }
 }
 
-/// One rank is stopped by a signal while it waits for another one. Both go through the operation, and all stop after it.
+/// A signal stops one rank while it waits for another rank. Both complete the operation, and all ranks stop after it.
 fn stops_where_one_is_stopped(processes: &Processes) {
     for stopped in 0..3 {
         let Some(rank) = processes.of_case(3) else { continue };
@@ -165,7 +166,7 @@ fn refuses_ranges_beyond_the_memory(processes: &Processes) {
     rank.leave().unwrap();
 }
 
-/// Works until a rank kills itself. The launcher is to end the others.
+/// Works until a rank kills itself. The launcher must end the other ranks.
 #[test]
 fn killed() {
     let Ok(told) = std::env::var(KILLED) else { return };
@@ -191,7 +192,7 @@ fn killed() {
             "all-gather" => rank.all_gather(&mut memory, &shared),
             "gather" => rank.gather(&[1; 5000]).map(drop),
             "barrier" => rank.barrier(),
-            // Long work of its own.
+            // Long local work.
             "nothing" => {
                 thread::sleep(Duration::from_millis(5));
                 rank.check()

@@ -1,4 +1,4 @@
-//! How ranks exchange in a test, and what goes between them.
+//! The ways in which ranks exchange in tests, and counters of the bytes they move.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,29 +7,29 @@ use crate::comm::{Communicator, Local, Traffic};
 use crate::error::{Error, Result};
 use crate::exchange::{HostShuffle, Shuffle};
 
-/// How ranks exchange.
+/// A way in which ranks exchange bytes.
 pub(crate) trait Means: Sync {
-    /// What a rank has for it.
+    /// The state that a rank needs.
     type Seat: Send;
     type Rank: Communicator;
 
-    /// Called in the thread of each rank, at the same time for all.
+    /// Called in the thread of each rank, on all ranks at the same time.
     fn seat(&self, rank: Local) -> Self::Seat;
 
     fn rank(seat: &Self::Seat) -> &Self::Rank;
 
     fn shuffle(seat: &Self::Seat) -> impl Shuffle;
 
-    /// Bytes that the rank has sent and received, where they are counted.
+    /// Returns the bytes that the rank has sent and received, if they are counted.
     fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
         None
     }
 
-    /// Leaves when all ranks are done.
+    /// Leaves when all ranks are finished.
     fn leave(seat: Self::Seat);
 }
 
-/// In host memory.
+/// Exchange in host memory.
 pub(super) struct Host;
 
 impl Means for Host {
@@ -57,7 +57,7 @@ impl Means for Host {
     }
 }
 
-/// A rank whose bytes are counted; what all others are given counts once for who gives it.
+/// A rank that counts its bytes; bytes sent to all other ranks are counted once at the sender.
 pub(crate) struct Counted {
     rank: Local,
     sent: AtomicU64,
@@ -105,8 +105,8 @@ impl Communicator for Counted {
         self.rank.traffic()
     }
 
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.rank.gather(said)
+    fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.rank.gather(message)
     }
 
     fn check(&self) -> Result<()> {

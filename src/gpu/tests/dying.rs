@@ -27,22 +27,22 @@ fn killed(settings: &[(&str, &str)]) {
     one_is_killed("dying::rank", settings);
 }
 
-/// Who frees memory asks nobody, and waits for the device, which waits for the peer.
+/// Freeing memory waits for the device, which waits for the peer, and cannot check the notes.
 #[test]
 fn memory_is_freed_where_a_peer_is_gone_stand_in() {
-    for told in ["", "silent"] {
-        one_is_killed("dying::freeing", &[("GPU_STAND_IN_LOST_PEERS", told)]);
+    for lost_peers in ["", "silent"] {
+        one_is_killed("dying::freeing", &[("GPU_STAND_IN_LOST_PEERS", lost_peers)]);
     }
 }
 
 #[test]
 fn process_that_leaves_does_not_wait_for_a_killed_peer_stand_in() {
-    for told in ["", "silent"] {
-        one_is_killed("dying::leaving", &[("GPU_STAND_IN_LOST_PEERS", told)]);
+    for lost_peers in ["", "silent"] {
+        one_is_killed("dying::leaving", &[("GPU_STAND_IN_LOST_PEERS", lost_peers)]);
     }
 }
 
-/// Two processes that run a test, of which one ends at once.
+/// Runs a test in two processes, one of which ends immediately.
 fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {
@@ -118,7 +118,7 @@ fn rank() {
     let error = exchange().unwrap_err();
     assert_eq!(error.to_string(), "process 1: exchange: its process ended");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // Nothing is usable after that, and nothing waits.
+    // After an abort no operation works, and none waits.
     assert_eq!(exchange().unwrap_err().to_string(), "process 1: exchange: its process ended");
     assert!(peers.barrier().is_err());
 }

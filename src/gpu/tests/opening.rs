@@ -112,7 +112,7 @@ fn shared_device_is_an_error_unless_allowed() {
     for refused in meet(Sharing::Refused) {
         let message = usage_error_text(refused.unwrap_err());
         assert!(
-            message.contains("processes 0 and 1 have one GPU") && message.contains("DTSHARD_SHARE_GPU"),
+            message.contains("processes 0 and 1 use the same GPU") && message.contains("DTSHARD_SHARE_GPU"),
             "{message}"
         );
     }

@@ -1,18 +1,18 @@
-//! What cannot all be true is an error that names it.
+//! Contradicting variables and options are an error that names them.
 
 use super::*;
 
 #[test]
-fn the_command_line_and_a_launcher() {
+fn options_that_contradict_a_launcher_are_an_error() {
     let (procid, tasks) = ("SLURM_PROCID=2", "SLURM_STEP_NUM_TASKS=4");
     refused(
         start(Some(0), Some(4), &[STEP]),
-        &["options::part 0 options::parts 4", "srun", procid, tasks, "leave options::part and options::parts"],
+        &["options::part 0 options::parts 4", "srun", procid, tasks, "omit options::part and options::parts"],
     );
     refused(start(Some(2), Some(8), &[STEP]), &["options::part 2 options::parts 8", procid, tasks]);
     refused(
         start(None, Some(8), &[STEP]),
-        &["options::parts 8", procid, tasks, "leave options::parts out", "options::parts 1"],
+        &["options::parts 8", procid, tasks, "omit options::parts", "options::parts 1"],
     );
     refused(start(Some(0), Some(8), &[TORCHRUN]), &["torchrun", "RANK=5", "WORLD_SIZE=8"]);
     refused(start(None, Some(2), &[OPEN_MPI]), &["Open MPI", "OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=6"]);
@@ -20,7 +20,7 @@ fn the_command_line_and_a_launcher() {
 }
 
 #[test]
-fn ranks_by_hand_and_a_launcher() {
+fn rank_variables_that_contradict_a_launcher_are_an_error() {
     let by_hand = "RANK=0 WORLD_SIZE=8";
     let words = ["RANK=0", "WORLD_SIZE=8", "unset RANK and WORLD_SIZE"];
     refused(start(None, None, &[STEP, by_hand]), &[&words[..], &["SLURM_PROCID=2", "SLURM_STEP_NUM_TASKS=4"]].concat());
@@ -34,13 +34,13 @@ fn ranks_by_hand_and_a_launcher() {
 
 /// `srun --mpi=none` within a shell that PMI started.
 #[test]
-fn fewer_processes_than_daemons() {
+fn fewer_processes_than_step_tasks_is_an_error() {
     let leftover = "PMI_RANK=0 PMI_SIZE=1";
     refused(start(None, None, &[STEP, leftover]), &["SLURM_PROCID=2", "PMI_RANK=0", "PMI_SIZE=1", "unset PMI_RANK"]);
 }
 
 #[test]
-fn halves_and_no_numbers() {
+fn missing_or_invalid_numbers_are_an_error() {
     refused(start(None, None, &["OMPI_COMM_WORLD_RANK=3"]), &["OMPI_COMM_WORLD_RANK=3", "no OMPI_COMM_WORLD_SIZE"]);
     refused(start(None, None, &["PMI_SIZE=3"]), &["PMI_SIZE=3", "no PMI_RANK"]);
     refused(start(None, None, &["SLURM_STEP_NUM_TASKS=4"]), &["SLURM_STEP_NUM_TASKS=4", "no SLURM_PROCID"]);

@@ -1,4 +1,4 @@
-//! Environments as the launchers make them.
+//! Environments as the launchers set them, as input for tests.
 
 mod contradictions;
 mod launchers;
@@ -10,7 +10,7 @@ use super::cpus::cpus;
 use super::{Launch, Launcher, Part, launch};
 use crate::error::{Error, Result, UsageError};
 
-/// `A=1 B=2`, later ones in place of earlier ones, as what is started inside sees them.
+/// Builds an environment from `A=1 B=2`; later values replace earlier ones, as in nested launchers.
 fn environment(variables: &[&str]) -> HashMap<String, String> {
     let words = variables.iter().flat_map(|text| text.split_whitespace());
     words.map(|word| word.split_once('=').expect("NAME=value")).map(|(k, v)| (k.into(), v.into())).collect()
@@ -26,13 +26,13 @@ fn is(launch: &Result<Launch>, index: u32, of: u32, launcher: Launcher) {
     assert_eq!((launch.part, launch.launcher), (Part { index, of }, launcher), "{launch:?}");
 }
 
-/// An error that says all this, and has a hint.
+/// Checks that the error contains all these words and has a hint.
 fn refused(launch: Result<Launch>, words: &[&str]) {
     let error = launch.unwrap_err();
     assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
-    let said = format!("{error} / {}", error.hint().unwrap());
+    let message = format!("{error} / {}", error.hint().unwrap());
     for word in words {
-        assert!(said.contains(word), "{word}: {said}");
+        assert!(message.contains(word), "{word}: {message}");
     }
 }
 

@@ -10,7 +10,7 @@ use crate::catalog::{ChecksumSpan, Dtype, OutputFile};
 use crate::exec::CastLosses;
 use crate::exec::cast::LossCounts;
 
-/// Two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second none.
+/// Returns two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second has none.
 fn files() -> Vec<OutputFile> {
     let file = |name: &str| {
         let mut file = OutputFile::new(name);
@@ -23,7 +23,7 @@ fn files() -> Vec<OutputFile> {
     files
 }
 
-/// What the first file holds.
+/// Returns the content of the first file.
 fn content() -> Vec<u8> {
     (0..1000_u32).map(|at| u8::try_from(at * 7 % 251).unwrap()).collect()
 }
@@ -33,13 +33,13 @@ fn part(range: Range<usize>) -> ChecksumPart {
     ChecksumPart { offset: range.start as u64, len: range.len() as u64, crc }
 }
 
-/// The parts of spans of the first file that lie in a range.
+/// Returns the parts of the spans of the first file within a range.
 fn parts(range: &Range<usize>) -> Vec<ChecksumPart> {
     let clipped = [100..300, 300..900].map(|span: Range<usize>| span.start.max(range.start)..span.end.min(range.end));
     clipped.into_iter().filter(|range| !range.is_empty()).map(part).collect()
 }
 
-/// With the digest of what the first file holds.
+/// Returns an entry with the digest of the first file's content.
 fn entry(file: u32, range: Range<u64>, sums: Vec<ChecksumPart>) -> FinishedRange {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
@@ -74,7 +74,7 @@ fn done(folder: &Path) -> Vec<(u32, Range<u64>)> {
 }
 
 #[test]
-fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
+fn records_of_any_process_give_the_same_completed_work() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(
         CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(),
@@ -95,7 +95,7 @@ fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
 }
 
 #[test]
-fn a_line_has_few_words() {
+fn full_record_has_the_compact_line_format() {
     let line = to_line(&full_record(), None);
     let crcs = (part(100..300).crc, part(300..400).crc);
     let json = format!(
@@ -109,7 +109,7 @@ fn a_line_has_few_words() {
 }
 
 #[test]
-fn a_damaged_byte_hides_its_record_and_those_behind_it() {
+fn damaged_byte_drops_its_record_and_all_later_ones() {
     let folder = tempfile::tempdir().unwrap();
     let records = [0, 1, 2].map(|nth| record(vec![entry(1, nth * 20..nth * 20 + 10, vec![])]));
     let path = write(folder.path(), "a.journal", &records);
@@ -128,7 +128,7 @@ fn a_damaged_byte_hides_its_record_and_those_behind_it() {
 }
 
 #[test]
-fn a_record_that_cannot_be_is_damage() {
+fn impossible_record_is_dropped_as_damaged() {
     let at = |offset, len| ChecksumPart { offset, len, crc: 7 };
     let wrong = [
         record(vec![entry(2, 0..10, vec![])]),
@@ -136,7 +136,8 @@ fn a_record_that_cannot_be_is_damage() {
         record(vec![entry(1, 10..10, vec![])]),
         #[expect(clippy::reversed_empty_ranges)]
         record(vec![entry(1, 20..10, vec![])]),
-        // Out of its range, out of any span, over the end of one, empty, twice, beyond all numbers.
+        // Parts outside the entry, outside any span, across the end of a span, empty, duplicate, and with overflowing
+        // numbers.
         record(vec![entry(0, 0..200, vec![at(150, 60)])]),
         record(vec![entry(0, 200..300, vec![at(150, 60)])]),
         record(vec![entry(0, 0..200, vec![at(90, 20)])]),
@@ -155,10 +156,10 @@ fn a_record_that_cannot_be_is_damage() {
 }
 
 #[test]
-fn entries_are_taken_as_a_whole_and_never_twice() {
+fn overlapping_entries_count_once_and_completely() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
-    // Nor is what casts met in it counted twice.
+    // The values lost by casts are not counted twice either.
     let again = FinishedRange { cast_losses: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
     write(
         folder.path(),
@@ -172,7 +173,7 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
 }
 
 #[test]
-fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
+fn invalidated_entry_counts_only_after_repeated_work() {
     let folder = tempfile::tempdir().unwrap();
     let entries =
         vec![FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
@@ -185,7 +186,7 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
         doubt(&at, Vec::new(), true).unwrap();
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
-        // Whoever does it again may be doubted as well.
+        // Repeated work may be invalidated as well.
         let again = FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
         let name = format!("c{round}.journal");
         write(folder.path(), &name, &[record(vec![again])]);
@@ -199,10 +200,10 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
 }
 
 #[test]
-fn what_is_doubted_is_done_by_nobody_else_either() {
+fn invalidation_covers_overlapping_entries_of_all_journals() {
     let folder = tempfile::tempdir().unwrap();
     let known = || CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
-    // One that was taken for dead, and those that took over: all have recorded some of the same bytes.
+    // A process that was thought to be dead, and the processes that took over, have recorded some of the same bytes.
     write(folder.path(), "a.journal", &[record(vec![entry(1, 0..40, vec![]), entry(1, 40..60, vec![])])]);
     write(folder.path(), "b.journal", &[record(vec![entry(1, 30..50, vec![]), entry(1, 50..55, vec![])])]);
     let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
@@ -213,7 +214,7 @@ fn what_is_doubted_is_done_by_nobody_else_either() {
 }
 
 #[test]
-fn what_was_not_synced_holds_on_its_boot_only() {
+fn unsynced_record_is_valid_only_on_its_boot() {
     let boots = [("other", "another boot".to_owned()), ("unknown", String::new()), ("ours", this_boot().unwrap())];
     let folder = tempfile::tempdir().unwrap();
     for (at, (name, boot)) in (0_u64..).zip(boots) {
@@ -223,14 +224,14 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     }
     assert_eq!((boot_of(false), boot_of(true)), (this_boot(), None));
     assert_eq!(done(folder.path()), [(1, 20..25)]);
-    // Whoever publishes what is on disk cannot take it from there.
+    // A sealing process that needs synced data cannot use these entries.
     assert_eq!(
         CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(),
         CompletedWork::default()
     );
 }
 
-/// The whole of 0..1000 in pieces, in any order.
+/// Generates a split of 0..1000 into pieces, in any order.
 fn pieces() -> impl Strategy<Value = Vec<Range<usize>>> {
     let cuts = proptest::collection::btree_set(1_usize..1000, 0..20);
     let pieces = cuts.prop_map(|cuts| {
@@ -244,7 +245,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn strips_in_any_order_and_batches_come_together(pieces in pieces(), records in 1_usize..5) {
+    fn shuffled_ranges_in_any_batches_cover_the_file(pieces in pieces(), records in 1_usize..5) {
         let folder = tempfile::tempdir().unwrap();
         let mut journal = Journal::create(&in_folder(folder.path(), "a.journal")).unwrap();
         let mut batch = JournalRecord::default();
@@ -268,7 +269,7 @@ proptest! {
     }
 
     #[test]
-    fn lines_of_anything_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200), json in any::<bool>()) {
+    fn arbitrary_lines_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), json in any::<bool>()) {
         let folder = tempfile::tempdir().unwrap();
         let mut line = if json { br#"{"r":{"e":[[0,"#.iter().chain(&bytes).copied().collect() } else { bytes };
         line.extend(format!(" {:08x}\n", crc32fast::hash(&line)).bytes());

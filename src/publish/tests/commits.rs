@@ -1,8 +1,8 @@
-//! Publishing by more than one.
+//! Publishing by more than one process.
 
 use super::*;
 
-/// Two processes whose work is done and of which each thinks that it seals, as after a false alarm.
+/// Returns two processes that have finished their work and both believe that they seal, as after a false alarm.
 fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
     write(&first.folder().path().join("out"), "new");
@@ -11,7 +11,7 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     (first, second)
 }
 
-/// The second one takes the seal over while the first one holds it.
+/// Makes the second process take over the seal that the first one holds.
 fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
@@ -19,7 +19,7 @@ fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
 }
 
 #[test]
-fn one_seals_and_the_other_waits() {
+fn second_process_waits_while_the_first_seals() {
     let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
     assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
@@ -37,7 +37,7 @@ fn one_seals_and_the_other_waits() {
 }
 
 #[test]
-fn a_seal_that_is_given_up_is_taken_by_another() {
+fn dropped_seal_is_taken_by_another_process() {
     let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
     drop(first.try_seal(&Stop::default()).unwrap().unwrap());
@@ -46,9 +46,9 @@ fn a_seal_that_is_given_up_is_taken_by_another() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
-/// On another node, it may be dead: who went away in doubt could leave all of it unpublished.
+/// The sealing process is on another node and may be dead: leaving early could leave the output unpublished.
 #[test]
-fn one_that_seals_elsewhere_is_watched() {
+fn seal_lease_of_another_node_is_watched() {
     let env = TestEnv::new(DestinationKind::Folder);
     let (first, second) = two_seals(&env);
     let name = LeaseName { role: LeaseRole::Seal, generation: 0 };
@@ -71,7 +71,7 @@ fn one_that_seals_elsewhere_is_watched() {
 }
 
 #[test]
-fn of_two_that_publish_both_succeed() {
+fn concurrent_publishers_both_succeed() {
     for round in 0..60 {
         let overwrite = round % 2 == 0;
         let shape = if round % 3 == 0 { DestinationKind::Folder } else { DestinationKind::File };
@@ -97,7 +97,7 @@ fn of_two_that_publish_both_succeed() {
     }
 }
 
-/// A file that somebody else put into the folder of the output is never published in the place of the output.
+/// A file that another user put into the output folder is never published in place of the output.
 #[test]
 fn file_beside_the_one_output_is_not_published() {
     let env = TestEnv::new(DestinationKind::File);
@@ -108,9 +108,10 @@ fn file_beside_the_one_output_is_not_published() {
     assert!(!env.out().exists());
 }
 
-/// What died after its commit is tidied up by whoever comes, and not mistaken for work that is left.
+/// A process that died after its commit leaves a folder that the next process removes and does not mistake for
+/// unfinished work.
 #[test]
-fn a_published_partial_is_no_work() {
+fn leftover_of_a_published_run_is_removed() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {
         let mut env = TestEnv::new(shape);
         env.claim.resume = true;
@@ -118,7 +119,7 @@ fn a_published_partial_is_no_work() {
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
         let output = partial::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
         fs::rename(output.path(), env.out()).unwrap();
-        // The sealer lives: it is waited for.
+        // The sealing process is alive, so the others wait for it.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
         drop(seal);
         assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
@@ -146,10 +147,10 @@ fn a_published_partial_is_no_work() {
 }
 
 #[test]
-fn somebody_elses_result_is_not_ours() {
+fn result_of_another_program_is_not_counted_as_published() {
     let env = TestEnv::new(DestinationKind::Folder);
     let (first, _second) = two_seals(&env);
     fs::remove_dir_all(env.partial()).unwrap();
     fs::create_dir(env.out()).unwrap();
-    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["gone", "not published"]);
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["was removed before"]);
 }

@@ -1,9 +1,9 @@
-//! Processes that are killed, at every point where something is decided.
+//! Processes that are killed at every point where a decision is made.
 
 use super::*;
 use crate::fault;
 
-/// Not a test: what [`TestEnv::in_child`] runs.
+/// Not a test: the code that [`TestEnv::in_child`] runs.
 #[test]
 fn the_child() {
     let Ok(task) = std::env::var("STAGING_TEST") else { return };
@@ -45,14 +45,14 @@ fn put_old(env: &TestEnv) {
 }
 
 #[test]
-fn a_killed_process_is_dead_at_once() {
+fn killed_process_on_this_node_is_dead_immediately() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     let mut child = env.in_child("hang", "");
     in_time(|| env.data().join("out").exists().then_some(()));
     env.claim.resume = true;
     env.refused(&["another run is writing", &child.id().to_string()]);
     child.kill().unwrap();
-    // Before anybody has waited for it, too: it is a zombie then.
+    // The process is a zombie until its parent waits for it, and counts as dead by then.
     std::thread::sleep(Duration::from_millis(100));
     let begun = std::time::Instant::now();
     env.begin().unwrap();
@@ -60,9 +60,9 @@ fn a_killed_process_is_dead_at_once() {
     child.wait().unwrap();
 }
 
-/// It had not seen that another one was faster, and was killed before it could.
+/// A process was killed before it noticed that another process had made the folder first.
 #[test]
-fn a_draft_that_came_late_goes_with_whoever_goes() {
+fn late_temporary_folder_is_swept_on_exit() {
     for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
         let mut env = TestEnv::new(DestinationKind::Folder);
         env.claim.part = part;
@@ -74,9 +74,10 @@ fn a_draft_that_came_late_goes_with_whoever_goes() {
     }
 }
 
-/// Old or new is at the destination or comes back to it, nothing is ever half, and one more run ends it all.
+/// The destination has the old or the new output, or gets it back, never a partial output; one more run cleans up
+/// everything.
 #[test]
-fn killed_at_every_point() {
+fn kill_at_every_fault_point_leaves_old_or_new_output() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {
         for (what, is_there) in [("resume", false), ("resume overwrite", true), ("restart overwrite", true)] {
             for point in fault::POINTS {
@@ -96,7 +97,7 @@ fn killed_at_every_point() {
                 let is_aside = found.is_none() && is_there && point == "commit-moved-old";
                 assert!(found == old || found.as_deref() == Some("new") || is_aside, "{at}: {found:?}");
 
-                // One that is refused brings back what a swap had moved aside.
+                // A run that is refused restores the output that a swap had moved aside.
                 if is_there {
                     env.refused(&[]);
                     assert!(content(&env).is_some(), "{at}");

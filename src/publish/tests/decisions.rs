@@ -1,4 +1,4 @@
-//! What is decided, without files and waiting.
+//! Decisions that need neither files nor waiting.
 
 use std::time::Instant;
 
@@ -10,15 +10,15 @@ use super::*;
 const ME: Part = Part { index: 1, of: 4 };
 
 #[test]
-fn who_may_join() {
+fn admission_depends_on_lease_states() {
     use LeaseState::{Alive, Dead, Unsure};
     let verdict = |leases: &[(LeaseName, LeaseState)]| admission(leases, ME, true);
     assert_eq!(verdict(&[]), Admission::Join { generation: 0 });
-    // Siblings, however they are.
+    // Siblings, in any state.
     for life in [Alive, Dead, Unsure] {
         assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Admission::Join { generation: 0 });
     }
-    // My own part.
+    // The same part.
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });
@@ -33,7 +33,7 @@ fn who_may_join() {
 }
 
 #[test]
-fn what_to_do_while_waiting() {
+fn wait_decision_depends_on_other_parts() {
     use OtherState::{Finished, NotStarted, Stopped, Working};
     let decided = |sealer, states: &[OtherState]| {
         let other = |(index, state): (u32, &OtherState)| OtherPart {
@@ -59,7 +59,7 @@ fn what_to_do_while_waiting() {
 }
 
 #[test]
-fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
+fn remote_lease_is_watched_and_local_process_is_looked_up() {
     let here = Process::this();
     let record = |process: &Process, beat, phase| {
         let record = LeaseRecord { process: process.clone(), beat, phase, done_bytes: 0, failure: None, gone: None };
@@ -79,7 +79,7 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     assert_eq!(life(&record(&no_such, 0, LeasePhase::Working), 0), LeaseState::Dead);
 
     let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
-    // Somebody looks every second.
+    // The lease is read every second.
     let mut looked = 0;
     let mut life = |seen: &SeenLease, at: u32| {
         (looked + 1..at).for_each(|between| _ = watch.state(seen, begun + between * second));
@@ -97,15 +97,15 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
     assert_eq!(life(&torn, 70), LeaseState::Dead);
 
-    // A system that does not tell its boot is like no other, not even like itself.
+    // A system without a boot id is like no other system, not even like itself.
     let nameless = Process { boot: String::new(), ..here };
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 71), LeaseState::Alive);
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 91), LeaseState::Dead);
 }
 
-/// A look that takes long, or comes late, shows no more than another one.
+/// A look that takes long, or comes late, proves no more than any other look.
 #[test]
-fn time_without_a_look_says_nothing() {
+fn unwatched_time_does_not_count() {
     let second = Duration::from_secs(1);
     let process = Process { boot: "another".into(), ..Process::this() };
     let record = LeaseRecord { process, beat: 1, phase: LeasePhase::Working, done_bytes: 0, failure: None, gone: None };
@@ -114,7 +114,7 @@ fn time_without_a_look_says_nothing() {
     for at in [0, 25, 1000, 5000] {
         assert_eq!(watch.state(&seen, begun + at * second), LeaseState::Unsure, "{at}");
     }
-    // Three seconds count of each time between looks.
+    // At most three seconds count between two looks.
     for more in 1..=10 {
         assert_eq!(watch.state(&seen, begun + (5000 + more) * second), LeaseState::Unsure, "{more}");
     }
@@ -122,7 +122,7 @@ fn time_without_a_look_says_nothing() {
 }
 
 #[test]
-fn names_of_leases() {
+fn lease_names_round_trip_and_invalid_names_are_refused() {
     for name in ["part-2-of-4.0.lease", "part-0-of-1.17.lease", "seal.3.lease"] {
         let parsed: LeaseName = name.parse().unwrap();
         assert_eq!(format!("{parsed}.lease"), name);

@@ -1,10 +1,10 @@
-//! What is left, and what is not, where a run ends with an error.
+//! The files that remain after a run ends with an error.
 
 use super::*;
 
-/// It would be in the way of who does without `--resume`.
+/// An empty partial folder would block later runs without `--resume`.
 #[test]
-fn what_nothing_is_recorded_in_is_taken_away() {
+fn failed_run_without_records_leaves_nothing() {
     for shape in [DestinationKind::File, DestinationKind::Folder] {
         let mut env = TestEnv::new(shape);
         env.claim.resume = true;
@@ -16,14 +16,14 @@ fn what_nothing_is_recorded_in_is_taken_away() {
         write(staging.journal().path(), "something");
         staging.abandon();
         assert_eq!(env.names(), [".out.dtshard-partial"]);
-        // Also what another one recorded.
+        // Records of another process are kept as well.
         env.begin().unwrap().abandon();
         assert_eq!(env.names(), [".out.dtshard-partial"]);
     }
 }
 
 #[test]
-fn the_last_part_that_leaves_takes_it_away() {
+fn last_part_to_leave_removes_the_partial_folder() {
     for waits in [true, false] {
         let mut env = TestEnv::new(DestinationKind::Folder);
         env.claim.parts_wait = waits;
@@ -31,11 +31,11 @@ fn the_last_part_that_leaves_takes_it_away() {
         first.abandon();
         assert!(env.partial().exists(), "one is at work");
         second.abandon();
-        // What waits for others wants to know why they are gone.
+        // A part that waits for others needs the reason why they are gone.
         assert_eq!(env.partial().exists(), waits);
         env.claim.resume = true;
         env.part(2, 3).unwrap().abandon();
-        // Those that have been there are to come back.
+        // Parts that have started before are expected to come back.
         assert_eq!(env.partial().exists(), waits);
         let all = [0, 1, 2].map(|index| env.part(index, 3).unwrap());
         all.into_iter().for_each(Staging::abandon);
@@ -43,9 +43,9 @@ fn the_last_part_that_leaves_takes_it_away() {
     }
 }
 
-/// What an earlier run left is no sign that they have come to this one.
+/// Leases of an earlier run do not prove that its parts have come to this run.
 #[test]
-fn those_that_come_back_hear_why_a_part_is_gone() {
+fn resumed_parts_get_the_reason_of_a_failed_part() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     (0..2).for_each(|index| env.leave_behind(Part { index, of: 2 }));
     (env.claim.resume, env.claim.run) = (true, Some("job".into()));
@@ -55,14 +55,14 @@ fn those_that_come_back_hear_why_a_part_is_gone() {
     let first = env.part(0, 2).unwrap();
     let others = first.others().unwrap();
     assert_eq!((others[0].state, others[0].failure.as_deref()), (OtherState::Stopped, Some("no space is left")));
-    // All of this launch have come.
+    // All parts of this launch have come.
     first.abandon();
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// Somebody elsewhere, who does not say that he is gone.
+/// A process on another node has not recorded that it left.
 #[test]
-fn nothing_is_taken_from_who_may_live() {
+fn folder_of_a_possibly_live_process_is_kept() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.parts_wait = false;
     for phase in [LeasePhase::Working, LeasePhase::Finished] {
@@ -78,9 +78,9 @@ fn nothing_is_taken_from_who_may_live() {
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// Who comes is never without the folder that it has come to, and the last one leaves nothing.
+/// A process that joins always keeps its folder, and the last process leaves nothing behind.
 #[test]
-fn comings_and_goings() {
+fn concurrent_joins_and_exits_leave_nothing() {
     const OF: u32 = 4;
     let mut env = TestEnv::new(DestinationKind::Folder);
     (env.claim.resume, env.claim.parts_wait) = (true, false);

@@ -1,4 +1,4 @@
-//! Processes are threads here where all of them live, and children where one is killed.
+//! Tests of publishing: live processes are threads, killed processes are child processes.
 
 mod commits;
 mod deaths;
@@ -18,7 +18,7 @@ use super::*;
 use crate::comm::Process;
 use crate::error::Error;
 
-/// As in earnest, faster.
+/// The production limits, but shorter.
 const FAST: Pace = Pace {
     beat: Duration::from_millis(10),
     dead_after: Duration::from_millis(300),
@@ -30,7 +30,7 @@ const FAST: Pace = Pace {
     look: (Duration::from_millis(5), Duration::from_millis(10)),
 };
 
-/// A folder with a destination, and one who wants to write it.
+/// A folder with a destination, and the claim of a process that writes it.
 struct TestEnv {
     root: tempfile::TempDir,
     shape: DestinationKind,
@@ -60,7 +60,7 @@ impl TestEnv {
         self.root.path().join(".out.dtshard-partial")
     }
 
-    /// The only one.
+    /// Returns the only work folder.
     fn work(&self) -> PathBuf {
         let names = fs::read_dir(self.partial()).into_iter().flatten().map(|entry| entry.unwrap().file_name());
         let work = names.map(|name| name.into_string().unwrap()).find(|name| name.starts_with("work-"));
@@ -100,7 +100,7 @@ impl TestEnv {
         names(self.root.path())
     }
 
-    /// A lease of a process on another node, which does nothing.
+    /// Creates a lease of an inactive process on another node.
     fn foreign_lease(&self, name: LeaseName, phase: LeasePhase) {
         let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
         let record = LeaseRecord { process, beat: 3, phase, done_bytes: 5, failure: None, gone: None };
@@ -109,7 +109,7 @@ impl TestEnv {
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
     }
 
-    /// What a process leaves that lets go of its part and can be resumed.
+    /// Leaves a partial folder as after a process that gave up its part and can be resumed.
     fn leave_behind(&self, part: Part) {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());
@@ -117,7 +117,7 @@ impl TestEnv {
         write(&staging.folder().path().join(name), "half");
     }
 
-    /// Do something in a process of its own, which is killed at a fault point where one is given.
+    /// Runs an action in a child process, which is killed at a fault point if `point` is set.
     fn in_child(&self, what: &str, point: &str) -> std::process::Child {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "publish::tests::deaths::the_child"])
@@ -166,7 +166,7 @@ fn publish(staging: &Staging) {
     }
 }
 
-/// What a process finds out when its lease beats.
+/// Repeats a look until it finds the result of a heartbeat.
 fn in_time<T>(look: impl Fn() -> Option<T>) -> T {
     let begun = std::time::Instant::now();
     loop {

@@ -1,11 +1,11 @@
-//! Several parts, and those who come for the same one.
+//! Several parts, and several processes for the same part.
 
 use std::sync::Barrier;
 use std::thread;
 
 use super::*;
 
-/// All at once, each with its own index.
+/// Runs `act` in `count` threads at once, each with its own index.
 fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     thread::scope(|scope| {
@@ -21,7 +21,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// What a process does from its beginning to its end. A machine with much else to do may start the others late.
+/// Runs a process from beginning to end. A busy machine may start the others late.
 fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
     let plan = WorkPlan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
@@ -29,7 +29,7 @@ fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
-        // Another one may have published between the look and the lease.
+        // Another process may have published between the look and the lease.
         let is_all_there =
             || fs::read_dir(staging.folder().path()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
         match staging.try_seal(&Stop::default())? {
@@ -45,7 +45,7 @@ fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
 }
 
 #[test]
-fn all_parts_at_once_make_one_result() {
+fn concurrent_parts_publish_one_result() {
     for _ in 0..20 {
         let env = TestEnv::new(DestinationKind::Folder);
         let run = |index| whole_run(&env, &Claim { part: Part { index, of: 4 }, ..claim() });
@@ -60,7 +60,7 @@ fn all_parts_at_once_make_one_result() {
 }
 
 #[test]
-fn of_two_for_one_part_one_wins() {
+fn two_processes_for_one_part_admit_one() {
     for _ in 0..50 {
         let env = TestEnv::new(DestinationKind::Folder);
         let begun = at_once(2, |_| env.part(1, 2));
@@ -71,7 +71,7 @@ fn of_two_for_one_part_one_wins() {
 }
 
 #[test]
-fn of_two_that_take_over_one_wins() {
+fn two_takeovers_of_one_part_admit_one() {
     for _ in 0..20 {
         let mut env = TestEnv::new(DestinationKind::Folder);
         env.leave_behind(Part { index: 1, of: 2 });
@@ -83,7 +83,7 @@ fn of_two_that_take_over_one_wins() {
     }
 }
 
-/// Refused, both or one of them, but never both at work.
+/// Both or one of them is refused, but they never work at the same time.
 #[test]
 fn two_divisions_of_the_work_exclude_each_other() {
     for _ in 0..50 {
@@ -99,7 +99,7 @@ fn two_divisions_of_the_work_exclude_each_other() {
 }
 
 #[test]
-fn parts_join_and_others_are_refused() {
+fn matching_part_joins_and_conflicting_part_is_refused() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     let first = env.part(0, 2).unwrap();
     let second = env.part(1, 2).unwrap();
@@ -118,20 +118,20 @@ fn parts_join_and_others_are_refused() {
 }
 
 #[test]
-fn another_number_of_parts_goes_on_when_nobody_lives() {
+fn different_part_count_resumes_a_dead_run() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 0, of: 2 });
     says(&env.part(0, 3).unwrap_err(), &["did not finish", "options::resume"]);
     env.claim.resume = true;
     let staging = env.part(2, 3).unwrap();
     assert_eq!(names(staging.folder().path()), ["a"]);
-    // A sibling needs no --resume to come to it.
+    // A sibling joins the run without --resume.
     env.claim.resume = false;
     env.part(1, 3).unwrap();
 }
 
 #[test]
-fn what_others_do_is_seen() {
+fn progress_of_other_parts_is_visible() {
     let env = TestEnv::new(DestinationKind::Folder);
     let first = env.part(0, 3).unwrap();
     let second = env.part(1, 3).unwrap();
@@ -150,7 +150,7 @@ fn what_others_do_is_seen() {
 }
 
 #[test]
-fn one_that_was_taken_over_is_told() {
+fn process_that_was_taken_over_gets_an_error() {
     let env = TestEnv::new(DestinationKind::Folder);
     for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
         let stop = Stop::default();
@@ -159,7 +159,7 @@ fn one_that_was_taken_over_is_told() {
         staging.check().unwrap();
         env.foreign_lease(rival, LeasePhase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
-        // Workers see it between strips.
+        // Workers check this between strips.
         says(&in_time(|| stop.check().err()), &words);
         says(&staging.check().unwrap_err(), &words);
         assert!(staging.finish().is_err());
@@ -170,7 +170,7 @@ fn one_that_was_taken_over_is_told() {
 }
 
 #[test]
-fn a_lease_from_another_node_is_watched_first() {
+fn unsure_lease_of_another_node_is_watched_before_takeover() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 2 });
     env.foreign_lease(lease_of(1, 2, 1), LeasePhase::Working);
@@ -180,12 +180,12 @@ fn a_lease_from_another_node_is_watched_first() {
     assert!(begun.elapsed() >= FAST.dead_after);
     assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
     drop(staging);
-    // One that says goodbye is not waited for.
+    // A lease that was given up is not watched.
     env.foreign_lease(lease_of(1, 2, 3), LeasePhase::Stopped);
     let begun = std::time::Instant::now();
     env.part(1, 2).unwrap();
     assert!(begun.elapsed() < FAST.dead_after);
-    // And one that beats is alive.
+    // A lease that changes is alive.
     env.foreign_lease(lease_of(1, 2, 5), LeasePhase::Working);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -197,7 +197,7 @@ fn a_lease_from_another_node_is_watched_first() {
 }
 
 #[test]
-fn watching_lasts_until_something_is_known() {
+fn watching_continues_until_the_lease_state_is_known() {
     let env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part::alone());
     env.foreign_lease(lease_of(0, 1, 1), LeasePhase::Working);
@@ -215,7 +215,7 @@ fn watching_lasts_until_something_is_known() {
 }
 
 #[test]
-fn restart_of_a_launch() {
+fn restart_of_a_launch_deletes_earlier_output() {
     for _ in 0..10 {
         let env = TestEnv::new(DestinationKind::Folder);
         for index in 0..4 {
@@ -234,7 +234,7 @@ fn restart_of_a_launch() {
 }
 
 #[test]
-fn restart_without_a_launch_or_its_first_part() {
+fn restart_without_a_launch_or_part_0_is_an_error() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 2 });
     env.claim.restart = true;
@@ -246,9 +246,9 @@ fn restart_without_a_launch_or_its_first_part() {
     assert_eq!(names(&env.data()), ["a"]);
 }
 
-/// Of many that throw away the same thing, one works at a time, and what lives is never thrown away.
+/// If several processes delete the same folder, one works at a time, and live work is never deleted.
 #[test]
-fn restarts_at_once() {
+fn concurrent_restarts_never_delete_live_work() {
     for _ in 0..20 {
         let mut env = TestEnv::new(DestinationKind::Folder);
         env.leave_behind(Part::alone());
@@ -264,9 +264,9 @@ fn restarts_at_once() {
     }
 }
 
-/// What sleeps while its folder is thrown away and made anew has no name for anything in the new one.
+/// A process that sleeps while its folder is deleted and made again has no path into the new folder.
 #[test]
-fn a_sleeper_finds_nothing_of_its_successor() {
+fn resumed_sleeper_cannot_write_into_the_new_folder() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let sleeper = env.begin().unwrap();
@@ -280,9 +280,9 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 
-/// Of two numbers of parts that start at once one is in force, and all of its parts work.
+/// If two numbers of parts start at once, one of them applies, and all of its parts work.
 #[test]
-fn two_numbers_of_parts_at_once() {
+fn concurrent_part_counts_admit_only_one() {
     let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
     for round in 0..40 {
         let env = TestEnv::new(DestinationKind::Folder);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_folder_is_published_whole_or_not_at_all() {
+fn folder_is_published_complete_or_not_at_all() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("deep/out");
     let plan = WorkPlan { fingerprint: Fingerprint([7; 32]), version: "1", about: &PlanDescription::default() };
@@ -23,7 +23,7 @@ fn a_folder_is_published_whole_or_not_at_all() {
 }
 
 #[test]
-fn ending_is_not_delayed_by_a_beat() {
+fn drop_does_not_wait_for_the_next_beat() {
     let env = TestEnv::new(DestinationKind::Folder);
     let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let staging = Staging::begin(&env.out(), DestinationKind::Folder, &env.claim, &plan, &Stop::default());
@@ -33,7 +33,7 @@ fn ending_is_not_delayed_by_a_beat() {
 }
 
 #[test]
-fn an_existing_destination_is_kept_unless_overwrite_is_given() {
+fn existing_destination_without_overwrite_is_an_error() {
     let mut env = TestEnv::new(DestinationKind::File);
     write(&env.out(), "old");
     env.refused(&["out exists", "options::overwrite"]);
@@ -47,9 +47,9 @@ fn an_existing_destination_is_kept_unless_overwrite_is_given() {
     assert_eq!(env.names(), ["out"]);
 }
 
-/// Anybody may put a file into the destination while a run is at work.
+/// Any user may put a file into the destination during a run.
 #[test]
-fn a_destination_that_may_no_longer_be_replaced_stays() {
+fn destination_that_fails_the_replace_check_is_kept() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.overwrite = true;
     env.claim.replace_check = ReplaceCheck::new(|destination| {
@@ -69,7 +69,7 @@ fn a_destination_that_may_no_longer_be_replaced_stays() {
 }
 
 #[test]
-fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
+fn overwrite_replaces_a_file_and_a_full_folder() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.overwrite = true;
     write(&env.out(), "old");
@@ -83,7 +83,7 @@ fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
 }
 
 #[test]
-fn an_empty_folder_may_become_a_folder_but_not_a_file() {
+fn empty_folder_accepts_a_folder_but_not_a_file() {
     let mut env = TestEnv::new(DestinationKind::File);
     fs::create_dir(env.out()).unwrap();
     env.claim.overwrite = true;
@@ -97,7 +97,7 @@ fn an_empty_folder_may_become_a_folder_but_not_a_file() {
 }
 
 #[test]
-fn what_appears_meanwhile_is_not_replaced() {
+fn file_that_appears_during_the_run_is_kept() {
     let env = TestEnv::new(DestinationKind::File);
     let staging = env.begin().unwrap();
     write(&staging.folder().path().join("out"), "new");
@@ -109,22 +109,22 @@ fn what_appears_meanwhile_is_not_replaced() {
 }
 
 #[test]
-fn an_interrupted_swap_is_finished_or_rolled_back() {
+fn interrupted_swap_is_finished_or_rolled_back() {
     let env = TestEnv::new(DestinationKind::Folder);
     let old = env.root.path().join(".out.dtshard-old");
-    // Killed between the renames: the old one comes back, and is then refused as any existing destination.
+    // Killed between the renames: the old output is restored, and then refused like any existing destination.
     fs::create_dir(&old).unwrap();
     write(&old.join("a"), "old");
     env.refused(&["exists"]);
     assert_eq!(names(&env.out()), ["a"]);
-    // Killed before the old one was deleted: it is deleted now.
+    // Killed before the old output was deleted: it is deleted now.
     fs::create_dir(&old).unwrap();
     env.refused(&["exists"]);
     assert_eq!(env.names(), ["out"]);
 }
 
 #[test]
-fn dead_and_live_partials_are_told_apart() {
+fn live_partial_is_refused_and_dead_partial_is_resumable() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     let live = env.begin().unwrap();
     for (restart, resume) in [(false, false), (true, false), (false, true)] {
@@ -144,7 +144,7 @@ fn dead_and_live_partials_are_told_apart() {
 }
 
 #[test]
-fn what_is_no_partial_of_this_version_is_only_thrown_away() {
+fn invalid_partial_folder_can_only_be_restarted() {
     let old_version = |path: &Path| {
         fs::create_dir(path).unwrap();
         write(&path.join(".lock"), "");
@@ -155,7 +155,7 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
         fs::create_dir(path).unwrap();
         write(&path.join("plan.json"), "{");
     };
-    // Nor does a plan name what lies elsewhere.
+    // A plan cannot name a folder outside the partial folder.
     let straying = |path: &Path| {
         fs::create_dir_all(path.join("work-/x/data")).unwrap();
         let plan = r#"{"version":"1","fingerprint":"07","run":null,"parts":1,"id":"/x"}"#;
@@ -166,12 +166,12 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
         make(&env.partial());
         env.refused(&["did not finish", ".out.dtshard-partial", "options::restart"]);
         env.claim.resume = true;
-        env.refused(&["no plan", "options::restart"]);
+        env.refused(&["no valid plan", "options::restart"]);
         env.claim = Claim { restart: true, ..claim() };
         publish(&env.begin().unwrap());
         assert_eq!(env.names(), ["out"]);
     }
-    // Nothing is lost with an empty folder.
+    // An empty folder can be replaced without losing data.
     let env = TestEnv::new(DestinationKind::Folder);
     fs::create_dir(env.partial()).unwrap();
     publish(&env.begin().unwrap());
@@ -179,17 +179,17 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
 }
 
 #[test]
-fn a_partial_of_another_plan_is_not_gone_on_with() {
+fn resume_of_another_plan_is_an_error() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part::alone());
     env.claim.resume = true;
     env.version = "2";
-    env.refused(&["dtshard 1 made it, and this is 2", "options::restart"]);
+    env.refused(&["dtshard 1 wrote it, but this is 2", "options::restart"]);
     env.version = "1";
     env.fingerprint = Fingerprint([8; 32]);
-    env.refused(&["cannot be gone on with: it is of another source, or of other options", "options::restart"]);
+    env.refused(&["cannot be resumed: it has another source or other options", "options::restart"]);
     env.about.options.insert("options::dtype".into(), "bf16".into());
-    env.refused(&["cannot be gone on with: options::dtype was not given, now bf16", "options::restart"]);
+    env.refused(&["cannot be resumed: options::dtype was not given, now bf16", "options::restart"]);
     assert_eq!(names(&env.data()), ["a"]);
     env.claim = Claim { restart: true, ..claim() };
     publish(&env.begin().unwrap());
@@ -197,7 +197,7 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
 }
 
 #[test]
-fn resume_goes_on_starts_fresh_or_is_done() {
+fn resume_continues_or_starts_fresh_or_is_done() {
     let mut env = TestEnv::new(DestinationKind::File);
     env.claim.resume = true;
     let first = env.begin().unwrap();
@@ -213,12 +213,12 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     drop(second);
     assert_eq!(env.names(), ["out"]);
     if !plan_xattr::is(&env.out(), env.fingerprint) {
-        return; // No attributes there.
+        return; // The file system has no attributes.
     }
     assert!(matches!(env.begin_as(&env.claim), Ok(Beginning::Done)));
     env.fingerprint = Fingerprint([8; 32]);
     env.refused(&[
-        "out exists: it is finished, and of another source, or made with other options",
+        "out exists and is complete, but was made from another source or with other options",
         "options::overwrite",
     ]);
     env.claim.resume = false;
@@ -226,12 +226,12 @@ fn resume_goes_on_starts_fresh_or_is_done() {
 }
 
 #[test]
-fn one_that_is_kept_knows_when_it_was_thrown_away() {
+fn removed_partial_folder_is_an_error() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let staging = env.begin().unwrap();
     staging.check().unwrap();
     fs::remove_dir_all(env.partial()).unwrap();
-    says(&in_time(|| staging.check().err()), &[".out.dtshard-partial is gone", "start again"]);
-    says(&staging.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone"]);
+    says(&in_time(|| staging.check().err()), &[".out.dtshard-partial was removed", "start again"]);
+    says(&staging.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["was removed"]);
 }

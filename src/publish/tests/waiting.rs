@@ -1,4 +1,4 @@
-//! Waiting for others, and what comes of those who do not come.
+//! Waiting for other parts, and the outcome if they do not come.
 
 use std::thread;
 
@@ -12,7 +12,7 @@ fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[OtherPart])) -> Error {
 }
 
 #[test]
-fn a_part_that_does_not_come_or_goes_is_named() {
+fn missing_or_stopped_parts_are_named_in_the_error() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.run = Some("job".into());
     let first = env.part(0, 4).unwrap();
@@ -24,14 +24,14 @@ fn a_part_that_does_not_come_or_goes_is_named() {
     drop(env.part(2, 4).unwrap());
     let error = in_vain(&first, &mut |_| ());
     says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "options::resume"]);
-    // Nothing is lost with it.
+    // The folder has no records, so dropping it loses nothing.
     drop(first);
     assert!(env.data().exists());
 }
 
-/// One that failed before the others came will not be back, unless it is of an earlier run.
+/// A part that failed before the others came will not come back, unless it belongs to an earlier run.
 #[test]
-fn a_part_that_failed_leaves_word() {
+fn failed_part_reports_its_reason_to_others() {
     for (run, resume, is_final) in
         [(None, false, true), (None, true, false), (Some("job"), true, true), (Some("job"), false, true)]
     {
@@ -47,7 +47,7 @@ fn a_part_that_failed_leaves_word() {
         assert_eq!(seen[0].failure.as_deref(), Some("no space is left"));
         let words = if is_final { "part 1 of 2 failed: no space is left; " } else { "part 1 of 2 has not started" };
         says(&error, &[words, "with options::resume goes on"]);
-        // It may be started again all the same.
+        // The failed part may be restarted nevertheless.
         env.claim.resume = true;
         let again = env.part(1, 2).unwrap();
         let others = first.others().unwrap();
@@ -57,9 +57,9 @@ fn a_part_that_failed_leaves_word() {
     }
 }
 
-/// As a job that is queued again has the same command.
+/// A requeued job has the same command.
 #[test]
-fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
+fn failure_of_an_earlier_launch_is_ignored() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     (env.claim.run, env.claim.resume) = (Some("job.0".into()), true);
     let failing = env.part(1, 2).unwrap();
@@ -72,9 +72,9 @@ fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
 }
 
-/// However long, and of a launch whose name is as long as that.
+/// The reason is long, and so is the name of the launch.
 #[test]
-fn a_long_word_is_cut() {
+fn long_failure_reason_is_cut() {
     for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
         let mut env = TestEnv::new(DestinationKind::Folder);
         (env.claim.resume, env.claim.run) = (true, Some("\u{2}".repeat(5000)));
@@ -90,9 +90,9 @@ fn a_long_word_is_cut() {
     }
 }
 
-/// Of tasks that are started again one after the other, the first finds what the others left when they were ended.
+/// If tasks are restarted one after the other, the first one finds the leases of the others from before.
 #[test]
-fn leases_of_an_earlier_run_say_nothing() {
+fn leases_of_an_earlier_run_count_as_not_started() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 4 });
     let left = env.part(2, 4).unwrap();
@@ -108,18 +108,19 @@ fn leases_of_an_earlier_run_say_nothing() {
     let (second, third) = (env.part(1, 4).unwrap(), env.part(2, 4).unwrap());
     third.finish().unwrap();
     assert_eq!(states()[..2], [OtherState::Working, OtherState::Finished]);
-    // What died of this run has stopped.
+    // A process of this run that died counts as stopped.
     drop(second);
     assert_eq!(states()[0], OtherState::Stopped);
-    // It is in doubt for a while whether the one elsewhere lives; it does not.
+    // It is unsure for a while whether the process on the other node is alive; it is not.
     in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
     env.foreign_lease(lease_of(3, 4, 1), LeasePhase::Finished);
     assert_eq!(states()[2], OtherState::Finished);
 }
 
-/// From another node it takes a beat to see that a process lives. What one did that never moves was done before.
+/// From another node, a beat has to be seen before a process counts as alive. A lease that never changes is from an
+/// earlier run.
 #[test]
-fn what_moves_elsewhere_is_of_this_run() {
+fn changing_lease_of_another_node_belongs_to_this_run() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.leave_behind(Part { index: 1, of: 4 });
     env.leave_behind(Part { index: 2, of: 4 });
@@ -131,7 +132,7 @@ fn what_moves_elsewhere_is_of_this_run() {
     let first = env.part(0, 4).unwrap();
     let journals = || first.others().unwrap().into_iter().map(|other| (other.journal, other.done_bytes));
     let here = (Some(String::from("part-3-of-4.0.journal")), 0);
-    // Nothing has been looked at since this one began.
+    // This run has not looked at any lease yet.
     env.foreign_lease(lease_of(1, 4, 0), LeasePhase::Finished);
     let moved = (Some(String::from("part-1-of-4.0.journal")), 5);
     assert_eq!(journals().collect::<Vec<_>>(), [moved.clone(), (None, 0), here.clone()]);
@@ -140,9 +141,9 @@ fn what_moves_elsewhere_is_of_this_run() {
     drop(third);
 }
 
-/// TERM comes to one a moment before it comes to the other, and what was ended may be started again.
+/// TERM may arrive at one process before the other, and a stopped process may be restarted.
 #[test]
-fn one_that_stops_is_given_a_moment() {
+fn stopped_part_is_given_time_to_restart() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.resume = true;
     let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
@@ -157,7 +158,7 @@ fn one_that_stops_is_given_a_moment() {
     drop(env.part(1, 2).unwrap());
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 stopped"]);
     assert!(begun.elapsed() >= FAST.stopped_after);
-    // Where all of it is recorded, nobody has to come back for it.
+    // If all of its work is recorded, no process has to be restarted.
     let Waited::Without(missing) = first.wait_published(&Stop::default(), &mut |_| ()).unwrap() else { panic!() };
     first.settle(missing);
     assert_eq!(first.others().unwrap()[0].state, OtherState::Finished);
@@ -166,7 +167,7 @@ fn one_that_stops_is_given_a_moment() {
 
 /// The cache of this node hides the partial folder for longer than other processes are watched.
 #[test]
-fn a_partial_folder_that_a_cache_hides_is_waited_for() {
+fn cached_missing_partial_folder_is_waited_for() {
     let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
     let count = Arc::clone(&said);
     let tell = move |_: &str| *count.lock().unwrap() += 1;
@@ -188,7 +189,7 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
     assert_eq!(*said.lock().unwrap(), 1);
     let begun = Instant::now();
     fs::rename(env.partial(), &hidden).unwrap();
-    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone", "not published"]);
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["was removed before"]);
     assert!(begun.elapsed() >= FAST.cached_for);
     // The second look does not wait again.
     assert!(!first.was_published(&Stop::default()));
@@ -207,17 +208,17 @@ fn suspended_process_is_named_and_taken_over() {
     let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
     first.finish().unwrap();
     let who = Process::this().to_string();
-    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "options::resume"]);
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has made no progress", &who, "options::resume"]);
     second.finish().unwrap();
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
-    // As one on another node would be, the process that seals is taken over.
+    // The sealing process is taken over, as a process on another node would be.
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
     assert!(first.try_seal(&Stop::default()).unwrap().is_some());
 }
 
-/// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
+/// A process resumed and ended before its next beat does not know that another process has taken over.
 #[test]
-fn what_another_one_took_over_is_not_let_go() {
+fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     let env = TestEnv::new(DestinationKind::Folder);
     let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
@@ -231,14 +232,15 @@ fn what_another_one_took_over_is_not_let_go() {
     }
 }
 
-/// As of an array whose elements are started when there is room, the last one after all was done without it.
+/// As in a job array whose elements start when resources are free: the last element starts after the work is done
+/// without it.
 #[test]
-fn a_part_that_comes_when_all_is_done_is_done() {
+fn late_part_after_publication_is_done() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.parts_wait = false;
     publish_alone(&env.part(1, 2).unwrap());
     if !plan_xattr::is(&env.out(), env.fingerprint) {
-        return; // No attributes there.
+        return; // The file system has no attributes.
     }
     for overwrite in [false, true] {
         env.claim.overwrite = overwrite;
@@ -246,11 +248,11 @@ fn a_part_that_comes_when_all_is_done_is_done() {
         assert!(matches!(env.begin_as(&late), Ok(Beginning::Done)));
         assert_eq!(env.names(), ["out"]);
     }
-    // Whoever is to wait for it, or is alone, means another one.
+    // A process that waits for the others, or works alone, expects to write a new output.
     env.claim = claim();
     says(&env.part(0, 2).unwrap_err(), &["exists"]);
     env.refused(&["exists"]);
-    // And what is there may be of another plan.
+    // The existing output may be from another plan.
     env.claim.parts_wait = false;
     env.fingerprint = Fingerprint([8; 32]);
     says(&env.part(0, 2).unwrap_err(), &["exists"]);

@@ -176,7 +176,7 @@ fn hanging_process_is_named_by_the_others() {
     hung.kill().unwrap();
     hung.wait().unwrap();
     for outcome in &outcomes {
-        outcome.assert_refused(&["error: process 1 of 3 (", "has not moved for 15 s"]);
+        outcome.assert_refused(&["error: process 1 of 3 (", "has made no progress for 15 s"]);
     }
     job.assert_done_with("--resume");
 }

@@ -83,12 +83,12 @@ const ONE: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "1")];
 fn two_processes_with_one_device_are_refused_by_backend_nccl() {
     let job = Job::new(Visibility::PerProcess);
     for outcome in job.run_each(|_| (String::from("--backend nccl"), ONE)) {
-        outcome.assert_refused(&["processes 0 and 1 have one GPU", "hint: start a process for each GPU"]);
+        outcome.assert_refused(&["processes 0 and 1 use the same GPU", "hint: start one process for each GPU"]);
     }
     job.assert_can_start_again();
     for outcome in job.run_each(|_| (String::from("--backend auto -v"), ONE)) {
         assert_succeeded(&outcome);
-        outcome.assert_mentions(&["are copied first, not nccl: processes 0 and 1 have one GPU"]);
+        outcome.assert_mentions(&["are copied first, not nccl: processes 0 and 1 use the same GPU"]);
     }
     job.assert_made();
 }

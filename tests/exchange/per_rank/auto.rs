@@ -49,7 +49,7 @@ fn source_divided_among_processes_with_gpus_is_exchanged_by_nccl() {
             let stderr = &outcome.assert_succeeded().err;
             assert_eq!(stderr.contains("backend nccl: bytes go by NCCL"), devices == "2", "{stderr}");
             let copied = "backend cpu: files that only some processes see are copied first, not nccl: processes 0 and 1 \
-                          have one GPU";
+                          use the same GPU";
             assert_eq!(stderr.contains(copied), devices == "1", "{stderr}");
         }
         nodes.assert_made(&expected, "consolidate out");

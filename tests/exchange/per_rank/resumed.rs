@@ -90,7 +90,7 @@ fn resume_with_other_rounds_keeps_the_work() {
     interrupted(&nodes);
     let words = "reshard out --mesh fsdp=3 --bucket-size 300";
     for outcome in nodes.run_together(&format!("{words} --dtype bf16 --resume")) {
-        outcome.assert_refused(&["cannot be gone on with: --dtype was not given, now bf16\n"]);
+        outcome.assert_refused(&["cannot be resumed: --dtype was not given, now bf16\n"]);
     }
     let mut read = 0;
     for outcome in nodes.run_together(&format!("{words} --resume --json")) {
@@ -116,7 +116,7 @@ fn refused_run_copies_nothing() {
     let partial = [".out.dtshard-partial"];
     assert_eq!(names(&nodes.dst_folder()), partial);
     let unlike = format!("{WORDS} --resume --dtype bf16");
-    is_refused(&unlike, "is in the way, and cannot be gone on with", &partial);
+    is_refused(&unlike, "exists, and cannot be resumed", &partial);
     is_refused(WORDS, "an earlier run did not finish", &partial);
     is_refused(&format!("{WORDS} --resume --max-memory 33MB"), "--max-memory", &partial);
 
@@ -130,7 +130,7 @@ fn refused_run_copies_nothing() {
     let copied = || tree(&nodes.dst_folder().join(".out.dtshard-work/copy"));
     let before = copied();
     assert!(before.keys().any(|name| name.starts_with("done/")), "{:?}", before.keys());
-    is_refused(&unlike, "is in the way, and cannot be gone on with", &kept);
+    is_refused(&unlike, "exists, and cannot be resumed", &kept);
     is_refused(WORDS, "an earlier run did not finish", &kept);
     assert!(copied() == before);
 
@@ -139,7 +139,7 @@ fn refused_run_copies_nothing() {
     nodes.run_together(&format!("{WORDS} --resume")).iter().for_each(assert_succeeded);
     nodes.assert_made(&expected, WORDS);
     is_refused(WORDS, "exists", &["out"]);
-    is_refused(&unlike, "exists: it is finished, and of another source, or made with other options", &["out"]);
+    is_refused(&unlike, "exists and is complete, but was made from another source or with other options", &["out"]);
     nodes.assert_made(&expected, WORDS);
 }
 
