@@ -1,4 +1,4 @@
-//! What a path holds, from names and first bytes: every format is asked.
+//! Detects the format of a path from file names and first bytes. Every format of the table is asked.
 
 use std::path::{Path, PathBuf};
 
@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Look at `path`; `from` says what it must be.
+/// Detects the format of a path. `from` is the format that the user requires.
 ///
 /// # Errors
-/// `Unsupported` where it is nothing that is read, with what to do for formats that are known by name; `Usage` where
-/// it holds two formats, or not the one of `from`.
+/// `Unsupported` if no format can be read, with a hint for known formats of other frameworks; `Usage` if the path
+/// contains two formats, or a format other than `from`.
 pub fn detect(path: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     match look(path, from)? {
         Some(found) => Ok(found),
@@ -22,19 +22,19 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     }
 }
 
-/// As [`detect`]; `None` for a folder that may hold checkpoints in folders of its own: files that say what they are
-/// come first, then folders, and a torch file that says nothing of itself last, as verl leaves a `data.pt` above its
-/// checkpoints.
+/// Detects the format of a path like [`detect`], but returns `None` for a folder that may contain checkpoints in
+/// subfolders. The order is: files that identify themselves, then subfolders, then a torch file that does not identify
+/// itself. verl, for example, leaves a `data.pt` above its checkpoints.
 ///
 /// # Errors
-/// As [`detect`].
+/// The errors of [`detect`].
 pub fn look(path: &Path, from: Option<Format>) -> Result<Option<DetectedFiles>> {
     let metadata = std::fs::metadata(path).map_err(lookup::refused("open", path))?;
     if !metadata.is_dir() && !metadata.is_file() {
-        // A pipe would be waited for.
+        // Reading a pipe would block.
         return Err(Error::unsupported(
             format!("{}: neither a file nor a folder", path.display()),
-            "checkpoints are read at random: write it to a file first",
+            "checkpoints need random access: write the data to a file first",
         ));
     }
     let found = if metadata.is_dir() { look_in(path, from)? } else { vec![detect_file(path)?] };
@@ -52,27 +52,29 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> R
     if found.len() > 1 {
         let names: Vec<&str> = found.iter().map(|found| found.format.name()).collect();
         return Err(Error::usage(
-            format!("{} holds two formats: {}", path.display(), names.join(" and ")),
-            format!("say which with options::from {}", names[0]),
+            format!("{} contains two formats: {}", path.display(), names.join(" and ")),
+            format!("choose one with options::from {}", names[0]),
         ));
     }
     Ok(found.pop())
 }
 
-/// Whether rank files hold flat parameters shows when they are read.
+/// Returns whether a detected format can turn out to be `from`: a reader finds flat parameters in rank files only when
+/// it reads the files.
 fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
 
+/// Returns the error for a path without a checkpoint of the format `from`.
 pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(
-        format!("{} does not hold the format {from}", path.display()),
-        "leave options::from out to have the format detected",
+        format!("{} contains no checkpoint of format {from}", path.display()),
+        "remove options::from to detect the format",
     )
 }
 
-/// A folder with nothing in it that says what it is: its one file that may be a checkpoint, the model before what trainers
-/// leave beside one.
+/// Returns the only file of a folder that may be a checkpoint, if nothing in the folder identifies itself. A model
+/// file has priority over other files of trainers.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.
@@ -87,7 +89,7 @@ pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     Err(from.map_or_else(|| unknown_folder(&listing, &saved), |from| not_that_format(folder, from)))
 }
 
-/// Returns the files of a folder that may be whole checkpoints each, and their formats.
+/// Returns the files of a folder that may each be a whole checkpoint, with their formats.
 fn lone_files(listing: &FolderListing<'_>) -> Result<Vec<(Format, PathBuf)>> {
     let mut found = Vec::new();
     for format in Format::ALL {
@@ -97,27 +99,27 @@ fn lone_files(listing: &FolderListing<'_>) -> Result<Vec<(Format, PathBuf)>> {
 }
 
 fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved: &[(Format, PathBuf)]) -> Error {
-    let what = format!("{} holds no checkpoint of a known format", folder.display());
+    let what = format!("{} contains no checkpoint of a known format", folder.display());
     if let Some(error) = names.iter().find_map(|name| foreign::refuse_by_name(&folder.join(name))) {
         return error;
     }
     if let [(format, _), _, ..] = saved {
         let saved: Vec<String> = saved.iter().map(|(_, path)| name_of(path)).collect();
-        let own = format!("{} are {format} files of their own", short_list(&saved, FEW));
+        let own = format!("{} are separate {format} checkpoints", short_list(&saved, FEW));
         return Error::unsupported(format!("{what}: {own}"), "give one of them").naming(&saved);
     }
     if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
         let snapshots = folder.join("snapshots");
-        return Error::unsupported(what, format!("a hub cache: give a folder in {}", snapshots.display()));
+        return Error::unsupported(what, format!("this is a hub cache; give a folder in {}", snapshots.display()));
     }
     Error::unsupported(
         if names.is_empty() { format!("{what}: it is empty") } else { what },
-        "known are DCP directories (.metadata), rank files (*_rank_N.pt), torch.save files and safetensors; give the \
-         folder that holds the files themselves",
+        "known formats are DCP directories (.metadata), rank files (*_rank_N.pt), torch.save files and safetensors; \
+         give the folder that contains the files",
     )
 }
 
-/// Returns whether a folder has files that may be whole checkpoints each, by their names.
+/// Returns whether a folder has files that may each be a whole checkpoint, judged by their names.
 ///
 /// # Errors
 /// `Io`.
@@ -134,7 +136,7 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
     }
     all.sort_by_key(|found| found.certainty);
     let (possible, mut found): (Vec<_>, Vec<_>) = all.into_iter().partition(|found| found.certainty == Match::Possible);
-    // Beside nothing else it may be something that a trainer left above its checkpoints: see `lone_file`.
+    // Without other findings, such a file may be something that a trainer left above its checkpoints: see `lone_file`.
     for path in possible.iter().flat_map(|found| &found.paths).filter(|_| !found.is_empty()).collect::<Vec<_>>() {
         if first_bytes(path)?.starts_with(b"PK\x03\x04") {
             found.push(detect_file(path)?);
@@ -157,7 +159,7 @@ fn detect_file(path: &Path) -> Result<DetectedFiles> {
     found.into_iter().next().ok_or_else(|| {
         Error::unsupported(
             format!("{}: not a checkpoint of a known format", path.display()),
-            "known are torch.save files, safetensors, DCP directories and folders of rank files",
+            "known formats are torch.save files, safetensors, DCP directories and folders of rank files",
         )
     })
 }

@@ -1,10 +1,10 @@
-//! Errors about files and what is in them.
+//! Errors about checkpoint files and their content.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
-/// A file or value that cannot be read as its format says.
+/// A file or value that does not match its format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
@@ -12,28 +12,33 @@ pub enum FormatError {
     #[error("{}: {at}: expected {expected}, found {found}", path.display())]
     Malformed { path: PathBuf, at: String, expected: String, found: String, hint: Option<Box<str>> },
 
-    /// Files are missing that other files name.
+    /// Other files name files that do not exist.
     #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
     Missing { path: PathBuf, at: String, expected: String, missing: String, hint: Option<String> },
 
-    /// This version does not convert such a file or value, or does not write it in the wanted format.
+    /// This version cannot convert such a file or value, or cannot write it in the requested format.
     #[error("{what}")]
     Unsupported { what: String, hint: String },
 }
 
-/// A fault at a place in a document whose path is added later.
+/// A fault at a position in a document. The path of the document is added later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
+    /// The position in the document.
     pub at: String,
+    /// The expected content.
     pub expected: String,
+    /// The content that was found.
     pub found: String,
 }
 
 impl Wrong {
+    /// Returns a fault at a position.
     pub fn new(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Self {
         Self { at: at.into(), expected: expected.into(), found: found.into() }
     }
 
+    /// Returns the error of a file with this fault.
     #[must_use]
     pub fn within(self, path: &Path) -> FormatError {
         let Self { at, expected, found } = self;
@@ -42,13 +47,13 @@ impl Wrong {
 }
 
 impl FormatError {
-    /// Returns what the reader can do next.
+    /// Returns the hint for the user.
     #[must_use]
     pub fn hint(&self) -> &str {
         match self {
             Self::Malformed { hint: Some(hint), .. } => hint,
             Self::Malformed { path, .. } if is_written_by_hand(path) => {
-                "mend it, or write it anew; docs/how-to/fsdp1.md tells what a flat layout says"
+                "fix or regenerate the file; docs/how-to/fsdp1.md describes the flat layout format"
             }
             Self::Malformed { .. } => {
                 "the file is damaged or was not completely written; `dtshard verify` lists every fault"
@@ -68,7 +73,7 @@ impl FormatError {
         }
     }
 
-    /// Returns the fields of the JSON document that this error knows.
+    /// Returns the fields that this error adds to the JSON document.
     pub(crate) fn fields(&self) -> Json {
         match self {
             Self::Malformed { path, at, expected, found, .. } => {
@@ -82,7 +87,7 @@ impl FormatError {
         }
     }
 
-    /// Returns a damaged file and the place of a hint that says more than the usual one.
+    /// Returns the path of a damaged file and its hint, so that the caller can set a more specific hint.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self {
             Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),
@@ -91,7 +96,8 @@ impl FormatError {
     }
 }
 
-/// Whether a person may have written the file: a flat layout, but no index of safetensors or torch files.
+/// Returns whether a user may have written the file by hand: a flat layout, but not an index of safetensors or torch
+/// files.
 fn is_written_by_hand(path: &Path) -> bool {
     let is_index = path.file_name().is_some_and(|name| name.to_string_lossy().contains(".index."));
     let is_ours = path.file_name().is_some_and(|name| name == "layout.json");

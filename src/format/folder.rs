@@ -1,12 +1,12 @@
-//! From the folder that people have to the folders that a checkpoint is in.
+//! Finds the folders of a checkpoint below the folder that the user gives.
 //!
-//! Trainers put checkpoints a few folders down: `root/latest` names `global_step_10`, in that is `actor`. Where one
-//! folder fits it is taken; where several do, the user is asked. What `latest` says is text from a file: it may only
-//! name a folder beside it.
+//! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
+//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is
+//! untrusted text: it may only name a folder beside it.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
-//! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`,
-//! `utils/fsdp_utils.py`).
+//! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate
+//! (`pytorch_model_fsdp_N` beside `optimizer_N`, `utils/fsdp_utils.py`).
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -19,33 +19,34 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
 
-/// What a verb takes where a folder has more than the model.
+/// The parts of a checkpoint folder that a verb uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Want {
-    /// Everything: model and optimizer, and the files beside them.
+    /// The model, the optimizer, and the files beside them.
     #[default]
     All,
-    /// Model and optimizer. The files beside them are not looked at.
+    /// The model and the optimizer. Other files are not looked at.
     State,
     /// The model alone.
     Model,
 }
 
-/// Where a checkpoint is.
+/// The location of a checkpoint.
 #[derive(Debug)]
 pub struct CheckpointLocation {
+    /// The file or folder of the checkpoint.
     pub root: PathBuf,
-    /// Its folders, relative to the root, and what each holds.
+    /// The folders of the checkpoint, relative to the root, with the files detected in each.
     pub folders: Vec<(PathBuf, DetectedFiles)>,
 }
 
-/// Folders in folders: real ones are three deep.
+/// The maximum depth of nested folders. Real checkpoints are three folders deep.
 const MAX_DEPTH: usize = 8;
 
-/// Find the checkpoint at or below `path`.
+/// Finds the checkpoint at or below `path`.
 ///
 /// # Errors
-/// `Usage` listing the candidates where there are several, else as [`detect`].
+/// `Usage` with the candidates if there are several, otherwise the errors of [`detect`].
 pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     foreign::refuse_address(path)?;
     let from = options.from;
@@ -67,12 +68,16 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
         }
     }
     Err(Error::usage(
-        format!("{}: folders in folders, and no checkpoint down to {}", path.display(), at.display()),
-        "give the folder that holds the files themselves",
+        format!(
+            "{}: folders are nested too deeply, and no checkpoint was found down to {}",
+            path.display(),
+            at.display()
+        ),
+        "give the folder that contains the files",
     ))
 }
 
-/// Names of the folders in a folder in which a checkpoint may be found, links to folders among them, in natural order.
+/// Returns the names of the subfolders that may contain a checkpoint, in natural order. Links to folders are included.
 fn subfolders(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in lookup::list(folder)? {
@@ -91,7 +96,7 @@ fn is_candidate(name: &str) -> bool {
     STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
 }
 
-/// Whether a checkpoint may be found in a folder of this name, by its name.
+/// Returns whether a folder of this name may contain a checkpoint.
 #[must_use]
 pub fn may_lead_on(name: &str) -> bool {
     name == "latest"
@@ -101,10 +106,10 @@ pub fn may_lead_on(name: &str) -> bool {
         || is_lightning(name)
 }
 
-/// The files that are read with one that is given alone, or counted for what is said of it.
+/// Returns the files that are read together with a single file given as SRC, or counted in messages about it.
 ///
 /// # Errors
-/// `Io` where the folder that it is in cannot be listed.
+/// `Io` if the folder of the file cannot be listed.
 pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
     let series = |path: &Path| RankName::parse(path).map(|name| name.series);
     let names_files = |path: &Path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_index_name);
@@ -121,12 +126,12 @@ pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// accelerate's folder of a model.
+/// Returns whether this is the name of accelerate's folder of a model.
 fn is_model(name: &str) -> bool {
     is_numbered(name, "pytorch_model_fsdp", "_", true)
 }
 
-/// The model folder that accelerate writes, and the optimizer folders beside it.
+/// Returns the model folder that accelerate writes, and the optimizer folders beside it.
 fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<CheckpointLocation>> {
     let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
     let model = match models.as_slice() {
@@ -144,7 +149,7 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders }))
 }
 
-/// `BASE` + separator + number, or the base alone where that is allowed.
+/// Returns whether a name is `BASE` + separator + number, or the base alone if `alone` is set.
 fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     let Some(rest) = name.strip_prefix(base) else { return false };
     if rest.is_empty() {
@@ -154,16 +159,16 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// What a folder of one training step is called.
+/// The names of folders of one training step: base and separator.
 const STEPS: [(&str, &str); 6] =
     [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
 
-/// The folders of verl's models.
+/// The names of the folders of verl's models.
 const ROLES: [&str; 2] = ["actor", "critic"];
 
-/// The one folder to go on in, if there is one.
+/// Returns the only subfolder in which to continue the search, if there is one.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
-    // A link, where it is not a text.
+    // `latest` is a link to a folder here, not a text file.
     if names.iter().any(|name| name == "latest") {
         return Ok(Some(String::from("latest")));
     }
@@ -188,8 +193,8 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
         (several, Some(pointer)) => {
             let name = pointer.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             Err(Error::usage(
-                format!("{}: {name} names `{}`, which is not there", folder.display(), pointer.text),
-                format!("give a folder that is: {}", short_list(several, FEW)),
+                format!("{}: {name} names the folder `{}`, which does not exist", folder.display(), pointer.text),
+                format!("give an existing folder: {}", short_list(several, FEW)),
             )
             .naming(several))
         }
@@ -197,10 +202,10 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     }
 }
 
-/// Returns the folder to enter on the way to a checkpoint of Lightning:
-/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder of that name. Files of
-/// that suffix beside such folders are checkpoints, too; a torch file in a folder above may be the checkpoint that is
-/// meant. `last.ckpt` may be a link to another one.
+/// Returns the next folder on the path to a checkpoint of Lightning:
+/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder with the suffix
+/// `.ckpt`. Files with that suffix beside such folders are checkpoints as well. The intended checkpoint may also be a
+/// torch file in a folder above. `last.ckpt` may be a link to another checkpoint.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
     let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
@@ -236,7 +241,7 @@ fn is_version(name: &str) -> bool {
     is_numbered(name, "version", "_", false)
 }
 
-/// Returns whether Lightning makes folders of this name on the way to a checkpoint.
+/// Returns whether Lightning creates folders of this name above a checkpoint.
 fn is_lightning(name: &str) -> bool {
     is_checkpoint_name(name) || ["checkpoints", "lightning_logs"].contains(&name) || is_version(name)
 }
@@ -244,11 +249,11 @@ fn is_lightning(name: &str) -> bool {
 fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     const SHOWN: usize = 16;
     let names: Vec<&str> = names.collect();
-    // The newest step; of a trainer's models, the first.
+    // The suggestion is the newest step, or the first of a trainer's models.
     let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
     let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
-        format!("{} holds several checkpoints: {}", folder.display(), short_list(&names, SHOWN)),
+        format!("{} contains several checkpoints: {}", folder.display(), short_list(&names, SHOWN)),
         format!("give one of them: {likely}"),
     )
     .naming(&names)
@@ -272,7 +277,7 @@ fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// The pointer of a folder, if it has one.
+/// Reads the pointer file of a folder, if it exists.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     const LIMIT: u64 = 256;
     let Some(file) = pointer_file(folder)? else { return Ok(None) };
@@ -280,7 +285,7 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     let opened = std::fs::File::open(&file).map_err(lookup::refused("open", &file))?;
     opened.take(LIMIT).read_to_end(&mut bytes).map_err(Error::io("read", &file))?;
     let text = String::from_utf8_lossy(&bytes).trim().to_owned();
-    // It is shown in messages, and looked up: nothing but an ordinary name.
+    // The text is shown in messages and used as a path, so only ordinary names are accepted.
     if text.chars().any(char::is_control) || relative_to_folder(folder, &text, &file).is_err() {
         let found = format!("{:?}", text.chars().take(60).collect::<String>());
         return Err(Error::malformed(&file, "content", "the name of a folder beside it", found));
@@ -292,7 +297,7 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
 const MAX_NAME_BYTES: usize = 255;
 
 impl Pointer {
-    /// The folder it names: by its name, or by a number that is part of the name.
+    /// Returns the folder that the pointer names: by its full name, or by a number that is part of the name.
     fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];
@@ -300,7 +305,7 @@ impl Pointer {
             names.push(format!("iter_{number:07}"));
         }
         names.extend(STEPS.iter().map(|(base, separator)| format!("{base}{separator}{text}")));
-        // A longer name is no error of the file system: none can have it.
+        // A name that is too long cannot exist, and looking it up would be a file system error.
         for name in names.into_iter().filter(|name| name.len() <= MAX_NAME_BYTES) {
             if lookup::is_folder(&folder.join(&name))? {
                 return Ok(Some(name));
@@ -310,10 +315,10 @@ impl Pointer {
     }
 }
 
-/// The formats of several folders must be one.
+/// Checks that all folders have the same format.
 ///
 /// # Errors
-/// `Unsupported` naming two that differ.
+/// `Unsupported` with two folders that differ.
 pub fn same_format(root: &Path, formats: &[(PathBuf, Format)]) -> Result<()> {
     let differing = formats.array_windows().find(|[first, second]| first.1 != second.1);
     let Some([first, second]) = differing else { return Ok(()) };
@@ -328,7 +333,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbered_folders() {
+    fn numbered_names_need_digits_after_the_separator() {
         for (name, base, separator, alone, expected) in [
             ("global_step_10", "global_step", "_", false, true),
             ("global_step10", "global_step", "", false, true),
@@ -345,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn pointers_name_folders_beside_them() {
+    fn pointer_text_that_leaves_the_folder_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let point = |text: &[u8]| {

@@ -1,4 +1,5 @@
-//! Index files of sets: `model.safetensors.index.json`, `pytorch_model.bin.index.json`.
+//! Index files of sets: `model.safetensors.index.json`, `pytorch_model.bin.index.json`. An index maps each tensor name
+//! to a file, as `save_pretrained` of transformers writes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,17 +18,17 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Returns whether a file is the index of a set, by its name.
+/// Returns whether a file name is that of an index.
 pub fn is_index(name: &str) -> bool {
     format_of(name).is_some()
 }
 
-/// Returns the format of the files that an index names, by the name of the index.
+/// Returns the format of the files that an index names, judged by the name of the index.
 fn format_of(name: &str) -> Option<Format> {
     Format::ALL.iter().copied().find(|format| is_index_of(name, *format))
 }
 
-/// Returns whether a file is the index of a set of a format: `model.safetensors.index.json`, or that of a variant:
+/// Returns whether a file is the index of a set of a format: `model.safetensors.index.json`, or of a variant:
 /// `model.safetensors.index.fp16.json`.
 pub fn is_index_of(name: &str, format: Format) -> bool {
     let Some(suffix) = format.entry().index_suffix else { return false };
@@ -38,17 +39,18 @@ pub fn is_index_of(name: &str, format: Format) -> bool {
     })
 }
 
-/// The index that loaders read: the one of the usual name, or else one of no variant.
+/// Returns the index that loaders read: the one with the usual name, otherwise one without a variant.
 pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
     names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
 
-/// The index of a million tensors has some 100 MB.
+/// The maximum length of an index in bytes. The index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: u64 = 1 << 30;
 
-/// The index of a set: which file each tensor is in.
+/// The index of a set: the file of each tensor.
 #[derive(Debug)]
 pub struct ShardIndex {
+    /// The path of the index file.
     pub path: PathBuf,
     weight_map: BTreeMap<String, String>,
     total_size: Option<u64>,
@@ -56,7 +58,7 @@ pub struct ShardIndex {
 
 impl ShardIndex {
     /// # Errors
-    /// `Malformed` where it is no index, `Io`.
+    /// `Malformed` if the file is not an index, `Io`.
     pub fn read(path: &Path) -> Result<Self> {
         #[derive(Deserialize)]
         struct IndexDocument {
@@ -76,7 +78,7 @@ impl ShardIndex {
         Ok(Self { path: path.to_path_buf(), weight_map, total_size })
     }
 
-    /// A file in the words of the index.
+    /// Returns the name of a file relative to the folder of the index, as the index spells it.
     fn name(&self, path: &Path) -> String {
         let below = path.strip_prefix(self.folder()).unwrap_or(path);
         below.display().to_string()
@@ -86,14 +88,15 @@ impl ShardIndex {
         self.path.parent().unwrap_or(Path::new("."))
     }
 
+    /// Returns the file names in the index.
     pub fn names(&self) -> BTreeSet<String> {
         self.weight_map.values().cloned().collect()
     }
 
-    /// The files it names that are there.
+    /// Returns the existing files that the index names.
     ///
     /// # Errors
-    /// `Malformed` where it names a file outside its folder.
+    /// `Malformed` if the index names a file outside its folder.
     pub fn files(&self) -> Result<Vec<PathBuf>> {
         let paths = self.names().into_iter().map(|name| relative_to_folder(self.folder(), &name, &self.path));
         let mut found = Vec::new();
@@ -105,7 +108,8 @@ impl ShardIndex {
         Ok(found)
     }
 
-    /// Files of the set that are missing, or that it does not name. `read` are those it names that are there.
+    /// Returns the files of the set that are missing or that the index does not name. `read` are the existing files
+    /// that it names.
     pub fn files_left_out(&self, read: &[PathBuf]) -> Result<Option<Shortfall>> {
         let mut missing = self.names();
         let count = missing.len();
@@ -122,7 +126,7 @@ impl ShardIndex {
             return Ok(Some(Shortfall::new(missing, error)));
         }
         let (others, expected) = if self.weight_map.is_empty() {
-            (self.beside()?, "the files of the tensors beside it")
+            (self.beside()?, "the names of the tensor files beside it")
         } else {
             (self.unnamed_of_set()?, "every file of the set")
         };
@@ -130,9 +134,9 @@ impl ShardIndex {
             return Ok(None);
         }
         let found = if self.weight_map.is_empty() {
-            format!("no file, and beside it {}", short_list(&others, FEW))
+            format!("no file name, although beside it are {}", short_list(&others, FEW))
         } else {
-            format!("none of {}", short_list(&others, FEW))
+            format!("no entry for {}", short_list(&others, FEW))
         };
         let error = Error::Format(FormatError::Malformed {
             path: self.path.clone(),
@@ -144,7 +148,7 @@ impl ShardIndex {
         Ok(Some(Shortfall::new(others, error)))
     }
 
-    /// Files of tensors in its folder that it does not name.
+    /// Returns the tensor files in the folder that the index does not name.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
         let suffix = format_of(&name_of(&self.path)).and_then(|format| format.entry().index_suffix);
@@ -162,7 +166,7 @@ impl ShardIndex {
         Ok(names)
     }
 
-    /// Returns the files beside it whose names belong to this set: `model-00003-of-00004` beside a named
+    /// Returns the unnamed files whose names belong to the set of the index: `model-00003-of-00004` beside a named
     /// `model-00001-of-00002`.
     fn unnamed_of_set(&self) -> Result<Vec<String>> {
         let series = |name: &String| {
@@ -175,9 +179,9 @@ impl ShardIndex {
         Ok(others)
     }
 
-    /// Returns the first difference between its tensors and those of its files: it must list every tensor, in the file that has it, and may list
-    /// further names of tensors. `holder` gives the file of a name, `stored` the tensors of the files that were `read`;
-    /// a tensor without data may be in any file.
+    /// Returns the first difference between the tensors of the index and those of its files. The index must list every
+    /// tensor with the file that has it, and may list further names of tensors. `holder` returns the file of a name.
+    /// `stored` are the tensors of the files in `read`. A tensor without data may be in any file.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,
@@ -209,14 +213,14 @@ impl ShardIndex {
         elsewhere.or_else(unlisted).map(|error| Shortfall::new(Vec::new(), error))
     }
 
-    /// Returns warnings about other files of tensors, and about sizes that do not fit.
+    /// Returns warnings about tensor files that the index does not name, and about a wrong `total_size`.
     ///
     /// # Errors
     /// `Io`.
     pub fn warnings(&self, catalog: &Catalog) -> Result<Vec<String>> {
         let mut warnings = Vec::new();
         let index = self.path.display();
-        // Other files with the suffix of torch files belong to trainers.
+        // Other files with the suffix of torch files usually belong to trainers.
         if !is_index_of(&name_of(&self.path), Format::Torch) {
             let others = self.beside()?;
             if !others.is_empty() {
@@ -228,8 +232,10 @@ impl ShardIndex {
             let missing = set.missing_names();
             if !missing.is_empty() {
                 let missing = short_list(&missing, FEW);
-                warnings
-                    .push(format!("{index} does not name {missing}, one of {} by the names of the others", set.size));
+                warnings.push(format!(
+                    "{index} does not name {missing}, although the numbered names imply {} files",
+                    set.size
+                ));
             }
         }
         let size = |entry: &TensorEntry| u128::from(entry.len_bytes());
@@ -237,10 +243,10 @@ impl ShardIndex {
         let named: u128 = model::all_tensors(&catalog.state).iter().map(|(_, id)| size(catalog.tensor(*id))).sum();
         match self.total_size.map(u128::from) {
             None => warnings
-                .push(format!("{index}: no total_size, so files that were cut short at a tensor cannot be told")),
+                .push(format!("{index}: no total_size, so a file truncated at a tensor boundary is not detected")),
             // Some writers count a tied tensor under each of its names.
             Some(total) if total != stored && total != named => {
-                warnings.push(format!("{index}: total_size is {total}, and the tensors have {stored} bytes"));
+                warnings.push(format!("{index}: total_size is {total}, but the tensors have {stored} bytes"));
             }
             Some(_) => {}
         }

@@ -1,5 +1,5 @@
-//! What reading JSON that others wrote needs beyond serde: keys that are distinct, files that are not endless, errors
-//! with their place.
+//! Helpers for reading JSON from untrusted files that serde lacks: distinct keys, a length limit, and errors with
+//! their position.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -37,10 +37,10 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for DistinctVisitor<V> {
     }
 }
 
-/// The entries of an object, for visitors that take other things as well.
+/// Returns the entries of an object, for visitors that accept other types as well.
 ///
 /// # Errors
-/// Where a key comes twice.
+/// A custom error if a key occurs twice.
 pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A) -> Result<Vec<(String, V)>, A::Error> {
     let mut seen = HashSet::new();
     let mut entries = Vec::new();
@@ -53,16 +53,16 @@ pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A)
     Ok(entries)
 }
 
-/// Returns whether a file starts as a layout document of dtshard does.
+/// Returns whether a file starts like a layout document of dtshard.
 pub fn is_layout_document(head: &[u8], _len: u64) -> bool {
     let has = |key: &[u8]| head.windows(key.len()).any(|window| window == key);
     has(b"\"version\"") && has(b"\"world_size\"")
 }
 
-/// The content of a document of at most so many bytes.
+/// Reads a document of at most `max_bytes` bytes.
 ///
 /// # Errors
-/// `Malformed` where it is longer, `Io`.
+/// `Malformed` if the file is longer, `Io`.
 pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     let too_long = || Error::malformed(path, "content", format!("at most {max_bytes} bytes"), "more");
     if regular_file(path)?.len() > max_bytes {
@@ -77,13 +77,13 @@ pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Where in the text.
+/// Returns the position of an error in the text: line and column.
 #[must_use]
 pub fn place(error: &serde_json::Error) -> String {
     format!("line {}, column {}", error.line(), error.column())
 }
 
-/// What is wrong, without the place.
+/// Returns the message of an error without its position.
 #[must_use]
 pub fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();

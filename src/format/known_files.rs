@@ -1,8 +1,9 @@
-//! The table of files that checkpoint folders have: what `--overwrite` may replace without a look at who wrote it. Each
-//! format has rows of its own; the others are here.
+//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking who
+//! wrote them. Each format has its own rows; the other rows are here.
 //!
-//! A name decides where it says enough. Where it does not (`.pt`, `layout.json`), the first bytes have to fit, too. No
-//! more than those is read of any file. `docs/reference/folders.md` shows the same table; a test compares the two.
+//! A row matches by name if the name is distinctive enough. For other names (`.pt`, `layout.json`), the first bytes
+//! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows the same table;
+//! a test compares the two.
 
 use std::path::{Component, Path};
 use std::sync::LazyLock;
@@ -14,58 +15,61 @@ use super::foreign::{first_bytes, refuse_folder};
 use super::torch::is_archive;
 use crate::error::{Error, Result};
 
-/// The part that a file has in a checkpoint folder.
+/// The purpose of a file in a checkpoint folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileRole {
-    /// Tensors, or what says how they are laid out.
+    /// Tensors, or metadata about their layout.
     Checkpoint,
-    /// Loaders need it beside the weights, and consolidate copies it.
+    /// A file that loaders need beside the weights, and that consolidate copies.
     Asset,
-    /// Trainers and loaders keep it beside the weights.
+    /// Another file that trainers and loaders keep beside the weights.
     Beside,
 }
 
-/// The first bytes that a file of a name must have.
+/// The requirement on the first bytes of a file with a matching name.
 #[derive(Clone, Copy)]
 pub enum FileSignature {
     Any,
-    /// Bytes that a function recognises, given the first ones and the length of the file.
+    /// A function that recognises the file from its first bytes and its length.
     Like(fn(&[u8], u64) -> bool),
-    /// A name that people give to files of their own, too, and content that tells nothing. consolidate copies such a
-    /// file; `--overwrite` replaces it only where it is such a copy.
+    /// A name that users may give to their own files, with content that cannot be recognised. consolidate copies such
+    /// a file; `--overwrite` replaces it only if it is such a copy.
     Unknown,
 }
 
-/// A row of the table: files that checkpoint folders have.
+/// A row of the table: a kind of file that checkpoint folders contain.
 pub struct KnownFile {
-    /// A glob of names, relative to the checkpoint's folder or to one of [`FOLDERS`] in it.
+    /// A glob of file names, relative to the checkpoint's folder or to one of its [`FOLDERS`].
     pub pattern: &'static str,
+    /// The purpose of the files.
     pub role: FileRole,
+    /// The requirement on their first bytes.
     pub start: FileSignature,
 }
 
 impl KnownFile {
+    /// Returns a row.
     pub const fn new(pattern: &'static str, role: FileRole, start: FileSignature) -> Self {
         Self { pattern, role, start }
     }
 
-    /// Configuration and tokenizer files, which loaders need.
+    /// Returns a row for configuration and tokenizer files, which loaders need.
     const fn asset(pattern: &'static str) -> Self {
         Self::new(pattern, FileRole::Asset, FileSignature::Any)
     }
 
-    /// Assets whose names people give to files of their own, too.
+    /// Returns a row for assets with names that users may also give to their own files.
     const fn likely_asset(pattern: &'static str) -> Self {
         Self::new(pattern, FileRole::Asset, FileSignature::Unknown)
     }
 
-    /// Files that trainers and loaders keep beside the weights.
+    /// Returns a row for files that trainers and loaders keep beside the weights.
     pub const fn beside(pattern: &'static str) -> Self {
         Self::new(pattern, FileRole::Beside, FileSignature::Any)
     }
 }
 
-/// The rows that belong to no format.
+/// The rows that do not belong to a format.
 static OTHERS: [KnownFile; 27] = [
     KnownFile::asset("config.json"),
     KnownFile::asset("generation_config.json"),
@@ -97,13 +101,13 @@ static OTHERS: [KnownFile; 27] = [
     KnownFile::new("{random_states,custom_checkpoint}_*.pkl", FileRole::Beside, FileSignature::Like(is_archive)),
 ];
 
-/// The rows of all formats, then the others.
+/// The rows of all formats, followed by the other rows.
 static ROWS: LazyLock<Vec<&'static KnownFile>> = LazyLock::new(|| {
     let of_formats = Format::ALL.iter().flat_map(|format| format.entry().known_files);
     of_formats.chain(&OTHERS).collect()
 });
 
-/// Folders in a checkpoint's folder that have files of the table in them.
+/// Subfolders of a checkpoint's folder that contain files of the table.
 const FOLDERS: [&str; 4] =
     ["huggingface", "lora_adapter", "pytorch_model_fsdp_{[0-9],[0-9][0-9]}", "optimizer_{[0-9],[0-9][0-9]}"];
 
@@ -121,19 +125,19 @@ fn glob_set(patterns: impl IntoIterator<Item = &'static str>) -> GlobSet {
     names.build().expect("a set that a test has built")
 }
 
-/// Returns whether loaders want a file of this name, relative to the model's folder, beside the weights.
+/// Returns whether loaders need a file of this name beside the weights. The name is relative to the model's folder.
 #[must_use]
 pub fn is_asset(name: &Path) -> bool {
     ASSET_NAMES.is_match(name)
 }
 
-/// Returns whether a folder, relative to the checkpoint's folder, has files of the table in it.
+/// Returns whether a folder contains files of the table. The name is relative to the checkpoint's folder.
 #[must_use]
 pub fn is_known_folder(name: &Path) -> bool {
     below_known_folder(name).as_os_str().is_empty()
 }
 
-/// The rest of a path behind a folder of [`FOLDERS`] that it begins with.
+/// Returns the path without its first component if that is one of [`FOLDERS`].
 fn below_known_folder(name: &Path) -> &Path {
     let mut parts = name.components();
     match parts.next() {
@@ -142,8 +146,8 @@ fn below_known_folder(name: &Path) -> &Path {
     }
 }
 
-/// The part of a file in a checkpoint folder, by its name relative to that folder and its first bytes; `None` for a file
-/// that is not in the table. `path` is where it lies; links are followed.
+/// Returns the purpose of a file in a checkpoint folder, judged by its name relative to that folder and by its first
+/// bytes. Returns `None` for a file that is not in the table. `path` is the location of the file; links are followed.
 #[must_use]
 pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
     let name = below_known_folder(name);
@@ -153,20 +157,20 @@ pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
     rows.find(|row| starts_with(path, row.start)).map(|row| row.role)
 }
 
-/// Returns whether a file alone is a checkpoint, whatever its name.
+/// Returns whether a single file is a checkpoint, regardless of its name.
 ///
 /// # Errors
-/// `Io` where it cannot be read.
+/// `Io` if the file cannot be read.
 pub fn is_checkpoint_file(path: &Path) -> Result<bool> {
     let (head, len) = (first_bytes(path)?, std::fs::metadata(path).map_err(Error::io("look at", path))?.len());
     let mut tests = Format::ALL.iter().filter_map(|format| format.entry().is_checkpoint_file);
     Ok(tests.any(|test| test(&head, len)))
 }
 
-/// Checkpoints of other frameworks have torch files, too: refuse a folder of one.
+/// Refuses a folder that is a checkpoint of another framework. Such folders contain torch files as well.
 ///
 /// # Errors
-/// `Unsupported` naming the format.
+/// `Unsupported` with the name of the format.
 pub fn refuse_foreign_folder(folder: &Path, names: &[String]) -> Result<()> {
     refuse_folder(folder, names, None)
 }
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_say_too_little_need_the_right_first_bytes() {
+    fn ambiguous_names_need_matching_first_bytes() {
         let mut torch = b"PK\x03\x04".to_vec();
         torch.resize(30, 0);
         torch[26] = 14;
@@ -261,9 +265,9 @@ mod tests {
         }
     }
 
-    /// A format may document its files on its own page.
+    /// The page of a format may document the files of that format instead of the common table.
     #[test]
-    fn the_documented_table_is_this_one() {
+    fn documentation_lists_every_pattern() {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
         let read = |page: &str| std::fs::read_to_string(docs.join(page)).unwrap();
         let table = read("reference/folders.md");

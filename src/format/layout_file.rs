@@ -1,4 +1,4 @@
-//! Layout files on disk, and the flat layout that may be in one. The grammar is [`crate::layout::file`].
+//! Reads layout files from disk, including a flat layout in them. The grammar is [`crate::layout::file`].
 
 use std::path::Path;
 
@@ -6,18 +6,18 @@ use crate::error::{Error, Result};
 use crate::format::json;
 use crate::layout::file::{LayoutFile, MAX_BYTES};
 
-/// Read a layout file.
+/// Reads a layout file.
 ///
 /// # Errors
-/// `Layout` naming file and line, `Malformed` for what is no text, `Io`.
+/// `Layout` with file and line, `Malformed` if the file is not text, `Io`.
 pub fn read(path: &Path) -> Result<LayoutFile> {
     parse(path, &json::read_document(path, MAX_BYTES)?)
 }
 
-/// What the content of a file says.
+/// Parses the content of a layout file.
 ///
 /// # Errors
-/// As [`read`].
+/// The errors of [`read`].
 pub fn parse(path: &Path, bytes: &[u8]) -> Result<LayoutFile> {
     let name = path.display().to_string();
     if bytes.len() as u64 > MAX_BYTES {

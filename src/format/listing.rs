@@ -1,4 +1,5 @@
-//! The names in a folder, and what formats find among them.
+//! Folder listings, and the files that formats detect in them. A folder is listed once, and every format looks at the
+//! same names.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +11,11 @@ use crate::storage::lookup::{self, FileKind};
 /// The names in a folder, listed once.
 #[derive(Debug)]
 pub struct FolderListing<'a> {
+    /// The folder.
     pub folder: &'a Path,
+    /// The names in the folder.
     pub names: Vec<String>,
-    /// The format that the user names.
+    /// The format that the user requires with `--from`.
     pub from: Option<Format>,
 }
 
@@ -25,7 +28,7 @@ impl<'a> FolderListing<'a> {
         Ok(Self { folder, names: list(folder)?, from })
     }
 
-    /// Returns the visible files with a suffix of a format.
+    /// Returns the files with a suffix of a format that are not hidden.
     ///
     /// # Errors
     /// `Io`.
@@ -42,74 +45,81 @@ impl<'a> FolderListing<'a> {
     }
 }
 
-/// Returns whether a file has a suffix of a format, and is not hidden.
+/// Returns whether a file name has a suffix of a format and is not hidden.
 fn has_suffix(name: &str, format: Format) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix);
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
 }
 
-/// Returns whether metadata in other files says what a file holds, by its name.
+/// Returns whether a file is a data file, judged by its name: metadata in other files describes its content.
 #[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
 }
 
-/// Returns the format of a data file, by its name.
+/// Returns the format of a data file, judged by its name.
 pub fn format_of_data(path: &Path) -> Option<Format> {
     let suffix = path.extension()?.to_str()?;
     Format::ALL.iter().copied().find(|format| format.entry().data_suffixes.contains(&suffix))
 }
 
-/// Returns whether a file has metadata and no tensor data, by its name.
+/// Returns whether a file has metadata and no tensor data, judged by its name.
 pub fn is_metadata_file(name: &str) -> bool {
     let Some((_, suffix)) = name.rsplit_once('.') else { return false };
     Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
 }
 
-/// How sure it is that files are a checkpoint of a format.
+/// The certainty that files are a checkpoint of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Match {
-    /// Names or first bytes that no other format has.
+    /// The names or first bytes occur in no other format.
     Certain,
-    /// Names that other formats have, too.
+    /// The names occur in other formats as well.
     Likely,
-    /// A file that counts only where something else is found beside it.
+    /// The file counts only if something else is found beside it.
     Possible,
 }
 
-/// The files of a checkpoint, as a format found them.
+/// The files of a checkpoint, as detected by a format.
 #[derive(Debug)]
 pub struct DetectedFiles {
+    /// The format that detected the files.
     pub format: Format,
+    /// The certainty of the detection.
     pub certainty: Match,
+    /// The paths of the files.
     pub paths: Vec<PathBuf>,
-    /// The file that names the others.
+    /// The index file, which names the other files.
     pub index: Option<PathBuf>,
-    /// The files of ranks, by series.
+    /// The rank files, grouped by series.
     pub series: Option<SeriesSet>,
 }
 
 impl DetectedFiles {
+    /// Returns detected files without an index and without series.
     pub fn new(format: Format, certainty: Match, paths: Vec<PathBuf>) -> Self {
         Self { format, certainty, paths, index: None, series: None }
     }
 
-    /// A set of files that an index names.
+    /// Returns the detected set of files that an index names.
     pub fn indexed(format: Format, paths: Vec<PathBuf>, index: PathBuf) -> Self {
         Self { index: Some(index), ..Self::new(format, Match::Certain, paths) }
     }
 }
 
-/// A file that is given as SRC: its name and its first bytes.
+/// A file given as SRC: its path, its name and its first bytes.
 #[derive(Debug)]
 pub struct FileStart<'a> {
+    /// The path of the file.
     pub path: &'a Path,
+    /// The name of the file.
     pub name: String,
+    /// The first bytes of the file.
     pub head: Vec<u8>,
 }
 
 impl FileStart<'_> {
-    /// Returns whether it is a ZIP archive.
+    /// Returns whether the file is a ZIP archive.
     pub fn is_zip(&self) -> bool {
         self.head.starts_with(b"PK\x03\x04")
     }

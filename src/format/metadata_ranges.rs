@@ -1,10 +1,11 @@
-//! Skeletons: which stretches of a file are not tensor data.
+//! Metadata ranges: the byte ranges of a file that are not tensor data. The metadata mirror copies these ranges.
 //!
-//! They are those that reading looks at, found by reading. So what a file lacks or what is wrong with it shows again when
-//! only its skeleton is read, and no rule is written down twice. State of random number generators counts as none of a
-//! tensor's: it may differ from rank to rank, which is decided before anything is moved.
+//! The ranges are found by running the readers and recording their reads. So a mirror of the ranges shows the same
+//! missing files and the same damage as the original, and no rule is written twice. The state of random number
+//! generators counts as metadata: it may differ between ranks, which must be decided before any data is moved.
 //!
-//! Counts bytes. Invariant: what is damaged has a skeleton, too, and none reaches beyond the end of its file.
+//! Unit: bytes. Invariant: damaged files have metadata ranges as well, and no range reaches beyond the end of its
+//! file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,19 +17,21 @@ use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, IoMode, MirroredFiles, Ranges};
 
-/// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
-/// what it is.
+/// The maximum length of a file without tensors that is mirrored whole. Of a longer file, only the first bytes are
+/// mirrored, by which its format is recognised.
 const WHOLE_BYTES: u64 = 16 << 20;
 
-/// Documents must be whole, so this is as long as they may be.
+/// The maximum length of a document. Documents are always mirrored whole.
 const DOCUMENT_BYTES: u64 = 4 << 30;
 
-/// Where all processes find what is not tensor data of a folder of which each sees but some files.
+/// A metadata mirror of a folder of which each process sees only some files.
 #[derive(Clone, Debug)]
 pub struct MirrorOf {
+    /// The original folder.
     pub folder: PathBuf,
+    /// The folder of the mirror.
     pub twin: PathBuf,
-    /// What is known of its files, by where they lie in it.
+    /// The byte ranges that the mirror has of each file, by the path in the mirror.
     pub holdings: Arc<MirroredFiles>,
 }
 
@@ -39,27 +42,28 @@ impl MirrorOf {
 }
 
 impl Checkpoint {
-    /// Where to read a file of it that is no container of tensors, such as a configuration.
+    /// Returns the path from which to read a file without tensors, such as a configuration file.
     #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
-        self.twin.as_ref().and_then(|twin| twin.place(path)).unwrap_or_else(|| path.to_path_buf())
+        self.twin.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
     }
 
-    /// What SRC calls a file at such a place, and when it was last changed there; `None` where that is no twin.
+    /// Returns the original path of a mirrored file and its modification time. Returns `None` if the path is not in a
+    /// mirror.
     #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
-        let twin = self.twin.as_ref()?;
-        let rest = place.strip_prefix(&twin.twin).ok()?;
-        Some((twin.folder.join(rest), twin.holdings.get(place)?.modified))
+        let mirror = self.twin.as_ref()?;
+        let rest = place.strip_prefix(&mirror.twin).ok()?;
+        Some((mirror.folder.join(rest), mirror.holdings.get(place)?.modified))
     }
 }
 
-/// Returns the formats of which a file is a container.
+/// Returns the readers that recognise a file as a container of tensors.
 fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'static dyn Read> + 'a {
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Whether a file may be part of a checkpoint: a document, a container of tensors, or what names one.
+/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names one.
 ///
 /// # Errors
 /// `Io`.
@@ -76,10 +80,10 @@ pub fn is_read(path: &Path) -> Result<bool> {
     Ok(head.starts_with(b"\x80") || containers(path, &head).next().is_some())
 }
 
-/// Returns where metadata in a folder says that objects are in data files.
+/// Returns the locations of objects in data files, according to the metadata in a folder.
 ///
 /// # Errors
-/// As reading metadata.
+/// The errors of reading metadata.
 pub fn objects(folder: &Path) -> Result<Objects> {
     let mut found = Objects::new();
     for format in Format::ALL {
@@ -88,10 +92,10 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// The skeleton of a file that says itself what is in it.
+/// Returns the metadata ranges of a file that itself records which of its bytes are tensor data.
 ///
 /// # Errors
-/// `Io`; `Unsupported` for documents that nobody has.
+/// `Io`; `Unsupported` for documents longer than any real one.
 pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     let mut files = Files::new(IoMode::Read).recording_reads();
     let file = files.add(path)?;
@@ -102,7 +106,7 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
         if len > DOCUMENT_BYTES {
             return Err(Error::unsupported(
                 format!("{}: a document of {len} bytes, which would be copied to all processes", path.display()),
-                "move it out of SRC, if it is no part of the checkpoint",
+                "move it out of SRC if it is not part of the checkpoint",
             ));
         }
         return Ok(whole(len));
@@ -115,7 +119,7 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     Ok(if is_container || len > WHOLE_BYTES { with_head(&files, file) } else { whole(len) })
 }
 
-/// The skeleton of a data file, of which metadata says where objects are.
+/// Returns the metadata ranges of a data file; other metadata gives the locations of the objects in it.
 ///
 /// # Errors
 /// `Io`.
@@ -132,7 +136,7 @@ fn whole(len: u64) -> Ranges {
     std::iter::once(0..len).collect()
 }
 
-/// What was read, and the bytes by which a file's format is known.
+/// Returns the recorded reads, and the first bytes, by which the format of a file is recognised.
 fn with_head(files: &Files, file: FileId) -> Ranges {
     const HEAD_BYTES: u64 = 512;
     std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.recorded_reads(file).iter()).collect()
@@ -147,24 +151,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_container_is_held_whole_while_it_is_short() {
+    fn short_files_without_tensors_are_mirrored_whole() {
         let folder = tempfile::tempdir().unwrap();
-        let held = |name: &str, content: &[u8], len: u64| {
+        let mirrored_bytes = |name: &str, content: &[u8], len: u64| {
             let path = folder.path().join(name);
             std::fs::write(&path, content).unwrap();
             std::fs::File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
             metadata_ranges(&path).map(|ranges| ranges.len_bytes())
         };
-        assert_eq!(held("config.json", b"{}", 2).unwrap(), 2);
-        assert_eq!(held("index.json", b"{}", WHOLE_BYTES + 1).unwrap(), WHOLE_BYTES + 1);
-        assert_eq!(held("tokenizer.model", b"\n\x0e", 5000).unwrap(), 5000);
-        assert_eq!(held("model.gguf", b"GGUF", WHOLE_BYTES + 1).unwrap(), 512);
-        let error = held("x.json", b"{}", DOCUMENT_BYTES + 1).unwrap_err().to_string();
+        assert_eq!(mirrored_bytes("config.json", b"{}", 2).unwrap(), 2);
+        assert_eq!(mirrored_bytes("index.json", b"{}", WHOLE_BYTES + 1).unwrap(), WHOLE_BYTES + 1);
+        assert_eq!(mirrored_bytes("tokenizer.model", b"\n\x0e", 5000).unwrap(), 5000);
+        assert_eq!(mirrored_bytes("model.gguf", b"GGUF", WHOLE_BYTES + 1).unwrap(), 512);
+        let error = mirrored_bytes("x.json", b"{}", DOCUMENT_BYTES + 1).unwrap_err().to_string();
         assert!(error.contains("x.json"), "{error}");
     }
 
     #[test]
-    fn damaged_containers_have_skeletons() {
+    fn damaged_containers_have_metadata_ranges() {
         let folder = tempfile::tempdir().unwrap();
         for (name, content) in [
             ("a.pt", b"PK\x03\x04".as_slice()),

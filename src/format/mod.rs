@@ -1,7 +1,7 @@
-//! Formats: bytes on disk to and from catalogs.
+//! Checkpoint formats: the conversion between bytes on disk and a [`Catalog`].
 //!
-//! One format is one folder or file. Each reads a [`Catalog`] and reserves a target
-//! ([`Reservation`](crate::catalog::Reservation)); moving tensor data is no format's business.
+//! Each format has a folder or file of its own. It reads a catalog, and it lays out the files of a target
+//! ([`Reservation`](crate::catalog::Reservation)). Formats never copy tensor data.
 
 pub mod archive;
 pub mod checksum;
@@ -65,13 +65,13 @@ use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
 use crate::storage::{Files, IoMode, MirroredFiles, filesystem};
 
-/// The state of a random number generator is no longer.
+/// The maximum length of the state of a random number generator, in bytes.
 const MAX_RANDOM_STATE_BYTES: u64 = 1 << 20;
 
-/// Declares [`Format`], and the row of the table that each has.
+/// Declares [`Format`] and maps each format to its row of the table.
 macro_rules! formats {
     ($($format:ident => $entry:path,)*) => {
-        /// A format of checkpoints: a row of the table.
+        /// A checkpoint format: a row of the table of formats.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Format {
             $($format,)*
@@ -121,19 +121,19 @@ impl Format {
         self.entry().name
     }
 
-    /// Returns how tensors are stored that ranks share.
+    /// Returns how the format stores tensors that ranks share.
     #[must_use]
     pub fn tensors(self) -> TensorStorage {
         self.entry().tensors
     }
 
-    /// Returns whether it has a place for values that are not tensors.
+    /// Returns whether the format can store values that are not tensors.
     #[must_use]
     pub fn holds_objects(self) -> bool {
         self.entry().holds_objects
     }
 
-    /// Returns whether it has a file a rank, in series.
+    /// Returns whether the format has series of files with one file per rank.
     #[must_use]
     pub fn has_rank_files(self) -> bool {
         self.entry().has_rank_files
@@ -145,19 +145,19 @@ impl Format {
         matches!(self.tensors(), TensorStorage::Ranks | TensorStorage::Flat)
     }
 
-    /// Returns whether it keeps tensors as a module's state dict has them: in the order of that, and with their strides.
+    /// Returns whether the format keeps the order and the strides that tensors have in the state dict of a module.
     #[must_use]
     pub fn keeps_order(self) -> bool {
         self.entry().keeps_order
     }
 
-    /// Returns whether tensors are in the order in which modules registered them.
+    /// Returns whether the format stores tensors in the order in which modules registered them.
     #[must_use]
     pub fn order(self) -> ParameterOrder {
         if self.entry().is_in_module_order { ParameterOrder::Registered } else { ParameterOrder::Unknown }
     }
 
-    /// Returns the verbs that write it.
+    /// Returns the verbs that can write the format.
     #[must_use]
     pub fn writers(self) -> Vec<&'static str> {
         let whole = self.entry().write_whole.is_some();
@@ -178,60 +178,68 @@ impl fmt::Display for Format {
     }
 }
 
-/// A checkpoint that has been read: what it holds, and the files to take tensor data from.
+/// A checkpoint that has been read: its catalog, and the files that contain the tensor data.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
+    /// The format of the checkpoint.
     pub format: Format,
     /// The file or folder that is the checkpoint.
     pub root: PathBuf,
-    /// What was given, where the root is a folder below it.
+    /// The path that the user gave, if the root is a folder below that path.
     pub resolved_from: Option<PathBuf>,
+    /// The files that contain the tensor data.
     pub files: Files,
+    /// The tensors and the state dict.
     pub catalog: Catalog,
-    /// The checkpoints it was read from, each for itself.
+    /// The checkpoints of the folders that this checkpoint was joined from.
     pub parts: Vec<CheckpointPart>,
-    /// Regular files below the root that are no part of the checkpoint, relative to it; looked for where everything
-    /// is wanted.
+    /// Regular files below the root that are not part of the checkpoint, relative to the root. Listed only for
+    /// [`Want::All`].
     pub beside: Vec<PathBuf>,
-    /// Names of the series of rank files, where the format has them.
+    /// Names of the series of rank files, if the format has them.
     pub series: Vec<String>,
-    /// Those that were left alone.
+    /// Names of the series that were not read.
     pub skipped_series: Vec<String>,
-    /// Files and tensors that SRC lacks, where [`ReadOptions::show_incomplete`] asks for what is there.
+    /// Names of missing files and tensors, if [`ReadOptions::show_incomplete`] is set.
     pub missing: Vec<String>,
-    /// Set where it was read from a twin.
+    /// The metadata mirror that the checkpoint was read from, if any.
     pub twin: Option<MirrorOf>,
 }
 
-/// How to read a checkpoint.
+/// Options for reading a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct ReadOptions {
+    /// The required format; detected if not given.
     pub from: Option<Format>,
+    /// The series of rank files to read.
     pub series: SeriesChoice,
+    /// The way to read files; chosen by the file system if not given.
     pub io: Option<IoMode>,
+    /// The parts of the checkpoint to read.
     pub want: Want,
-    /// Read what is there of a set of files that is not complete; else that is an error.
+    /// Reads the files that exist if a set is incomplete. Without this option, an incomplete set is an error.
     pub show_incomplete: bool,
-    /// Go on where files of ranks are missing: that the others have everything is proven tensor by tensor.
+    /// Continues if files of ranks are missing. Later checks prove for each tensor that the other files have all of
+    /// its elements.
     pub allow_missing: bool,
-    /// Leave out objects whose classes are not known to be plain data.
+    /// Leaves out objects of classes that are not known to be plain data.
     pub drop_unknown: bool,
-    /// What is known of flat parameters beyond what their files tell.
+    /// Information about flat parameters that their files do not contain.
     pub flat: FlatKnowledge,
-    /// How plain tensors lie on ranks, where files do not tell.
+    /// The layout of plain tensors on ranks, declared by the user because the files do not record it.
     pub declared_layout: Option<DeclaredLayout>,
-    /// What is held of files, where what is read is a twin.
+    /// The byte ranges that the metadata mirror has of each file, if a mirror is read.
     pub holdings: Arc<MirroredFiles>,
 }
 
-/// Where the units, orders and shapes of flat parameters come from.
+/// Sources of the units, orders and shapes of flat parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlatKnowledge {
-    /// A flat layout.
+    /// The path of a flat layout file.
     pub layout: Option<PathBuf>,
-    /// A checkpoint of the same model, whose parameters have their shapes.
+    /// A checkpoint of the same model, in which parameters have their original shapes.
     pub like: Option<PathBuf>,
-    /// Where nothing tells shapes, take parameters as flat as they lie.
+    /// Keeps parameters flat, as they are stored, if no source gives their shapes.
     pub raw: bool,
 }
 
@@ -246,11 +254,11 @@ impl ReadOptions {
 }
 
 impl Checkpoint {
-    /// Read everything but tensor data.
+    /// Reads the checkpoint, except for tensor data.
     ///
     /// # Errors
-    /// `Unsupported` for formats that are not read, `Usage` where there are several checkpoints to choose from,
-    /// `Malformed` and `Conflict` for damaged ones, `Io`.
+    /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
+    /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
         let folder::CheckpointLocation { root, folders } = folder::find(path, options)?;
         let io = match options.io {
@@ -297,7 +305,7 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// How many ranks wrote it, where anything tells.
+    /// Returns the number of ranks that wrote the checkpoint, if its files record it.
     #[must_use]
     pub fn world_size(&self) -> Option<u32> {
         let catalog = &self.catalog;
@@ -309,8 +317,8 @@ impl Checkpoint {
     }
 }
 
-/// Views with stride 0 and metadata alone can claim any size. With all names and chunks of all tensors below 2^62
-/// bytes together, sums of them need no checks.
+/// Checks that all names and chunks of all tensors together have fewer than 2^62 bytes, so that sums need no overflow
+/// checks. Metadata can claim any size, for example by views with stride 0.
 fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     let claimed = |entry: &TensorEntry, times: usize| u128::from(entry.len_bytes()) * times as u128;
     let mut total: u128 = catalog.tensors.iter().map(|entry| claimed(entry, entry.chunks.len().max(1))).sum();
@@ -321,7 +329,7 @@ fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     Err(Error::malformed(path, "tensors", "fewer than 2^62 bytes in all", format!("{total}")))
 }
 
-/// Where a chunk lies; reads the file where the catalog leaves that open.
+/// Returns the location of a chunk in its file. Reads the file if the catalog does not have the location.
 ///
 /// # Errors
 /// `Malformed`, `Io`.
@@ -350,17 +358,18 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
         }
         FileLocation::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
         FileLocation::Empty => Err(Error::unsupported(
-            format!("{}: chunk {chunk} has elements but no place", entry.fqn),
-            "the checkpoint does not say where they are",
+            format!("{}: chunk {chunk} has elements but no location", entry.fqn),
+            "the checkpoint does not record the file of these elements; save it again",
         )),
     }
 }
 
-/// As [`resolve`], for a plan of a checkpoint of which this process has the metadata only. A file that this process does not
-/// see says nothing of where its data is: any place in it has the same length.
+/// Resolves a chunk like [`resolve`], for the plan of a checkpoint of which this process has only the metadata. The
+/// data offset is unknown in a file that this process does not see; offset 0 stands for it, because every offset gives
+/// the same length.
 ///
 /// # Errors
-/// As [`resolve`].
+/// The errors of [`resolve`].
 pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
     match (resolve(files, entry, chunk), entry.chunks.location(index).file()) {
@@ -373,7 +382,7 @@ pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<
     }
 }
 
-/// Returns the names in a folder that are text.
+/// Returns the names in a folder that are valid UTF-8.
 fn list(folder: &Path) -> Result<Vec<String>> {
     Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())
 }
@@ -386,10 +395,10 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A name that a checkpoint gives for one of its own files, as a path inside its folder.
+/// Returns the path of a file that a checkpoint names, inside the folder of the checkpoint.
 ///
 /// # Errors
-/// `Malformed` where it leads outside.
+/// `Malformed` if the path leads out of the folder.
 fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<PathBuf> {
     let path = Path::new(name);
     if !name.is_empty() && !name.contains('\0') && path.components().all(|part| matches!(part, Component::Normal(_))) {
@@ -398,10 +407,10 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
 }
 
-/// The files that an index or a metadata file names, in the folder it is in.
+/// Returns the paths of the files that an index or a metadata file names, in the folder of that file.
 ///
 /// # Errors
-/// `Malformed` where one lies elsewhere, `Missing` with the names of all that are missing.
+/// `Malformed` if a path leads out of the folder, `Missing` with the names of all missing files.
 fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     let folder = named_by.parent().unwrap_or(Path::new("."));
     let paths: Vec<PathBuf> =
@@ -427,10 +436,11 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     .naming(&missing))
 }
 
-/// Nested names that are joined with dots may become one, and none may be a `reserved` one.
+/// Checks that the names of entries are distinct and not `reserved`. Two nested names can become one name when their
+/// keys are joined with dots.
 ///
 /// # Errors
-/// `Unsupported` naming the first that is not one entry's own.
+/// `Unsupported` with the first name that is duplicate or reserved.
 pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[&'a str]) -> Result<()> {
     let mut names = names.into_iter();
     let mut seen = HashSet::with_capacity_and_hasher(names.size_hint().0 + reserved.len(), RandomState::default());
@@ -438,8 +448,8 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
     match names.find(|name| !seen.insert(name)) {
         None => Ok(()),
         Some(name) => Err(Error::unsupported(
-            format!("{name}: two entries of the state dict would have this name, or the format keeps it for itself"),
-            "rename one of them, or write a torch file with `dtshard unshard`, which keeps them apart",
+            format!("{name}: two entries of the state dict would have this name, or the format reserves it"),
+            "rename one of them, or write a torch file with `dtshard unshard`, which keeps nested names",
         )),
     }
 }
@@ -448,7 +458,7 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
 mod tests {
     use super::*;
 
-    /// Checks that a page has these lines in place of those that begin with `start`. `UPDATE_SNAPSHOTS=1` writes them.
+    /// Checks that the lines of a page that begin with `start` are `lines`. `UPDATE_SNAPSHOTS=1` writes them.
     fn check_page(page: &str, start: &str, lines: &str) {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
         let text = std::fs::read_to_string(&path).unwrap();
@@ -463,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_has_the_table_of_formats() {
+    fn readme_table_lists_every_format() {
         let row = |format: &Format| {
             let FormatEntry { name, about, files, .. } = format.entry();
             format!(
@@ -499,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn names_stay_inside_the_folder() {
+    fn names_that_leave_the_folder_are_errors() {
         let inside = |name| relative_to_folder(Path::new("/c"), name, Path::new("/c/.metadata"));
         assert_eq!(inside("__0_0.distcp").unwrap(), Path::new("/c/__0_0.distcp"));
         assert_eq!(inside("sub/x").unwrap(), Path::new("/c/sub/x"));

@@ -1,4 +1,4 @@
-//! The files of a folder that named tensors are in.
+//! The assignment of named tensors to the files of a folder, so that an output has the same files as its source.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::catalog::{Catalog, Fqn, TensorId, model};
 use crate::storage::Files;
 
-/// Which file of a folder each tensor is in.
+/// The file of each tensor in a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
@@ -30,7 +30,8 @@ impl Placing {
         self.0.contains_key(fqn)
     }
 
-    /// Divides tensors among the files, in their order. A tensor that is in no file joins the one before it.
+    /// Divides tensors among the files, in the order of the tensors. A tensor without a file joins the file of the
+    /// tensor before it.
     pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
         let first = self.0.values().min().cloned().unwrap_or_default();
         let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);

@@ -1,4 +1,5 @@
-//! Reading the folders of one checkpoint, each by its format, and what is learnt on the way.
+//! Reads the folders of one checkpoint, each with the reader of its format, and collects the findings that they share:
+//! open files, series, ranks, missing names.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -15,21 +16,26 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
-/// What is learnt while folders are read.
+/// Findings collected while the folders of a checkpoint are read.
 pub struct ReadFindings<'a> {
+    /// The options of the user.
     pub options: &'a ReadOptions,
+    /// The files that were opened.
     pub files: Files,
+    /// Names of the series that were read.
     pub series: Vec<String>,
+    /// Names of the series that were not read.
     pub skipped_series: Vec<String>,
-    /// Names of files and tensors that incomplete sets do not have.
+    /// Names of missing files and tensors of incomplete sets.
     pub missing: Vec<String>,
-    /// Ranks that have files, where there is one a rank.
+    /// The ranks that have a file, for formats with one file per rank.
     pub ranks: BTreeSet<Rank>,
-    /// Files of the checkpoint that were not read as such.
+    /// Files that belong to the checkpoint but were not read for tensors.
     pub other_files: Vec<PathBuf>,
 }
 
 impl<'a> ReadFindings<'a> {
+    /// Returns empty findings.
     pub fn new(options: &'a ReadOptions, io: IoMode) -> Self {
         Self {
             options,
@@ -42,10 +48,10 @@ impl<'a> ReadFindings<'a> {
         }
     }
 
-    /// The checkpoint of one folder, or file.
+    /// Reads the checkpoint in one folder or file.
     ///
     /// # Errors
-    /// As reading its format.
+    /// The errors of the format's reader.
     pub fn read(&mut self, path: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let mut warnings = Vec::new();
         let reader = found.format.entry().read;
@@ -56,10 +62,10 @@ impl<'a> ReadFindings<'a> {
         Ok((format, loaded))
     }
 
-    /// Let an incomplete set pass where that is asked for, with a warning.
+    /// Accepts an incomplete set if an option allows it, and returns the warning to show.
     ///
     /// # Errors
-    /// The error of the shortfall.
+    /// The error of the shortfall if no option allows it.
     fn admit(&mut self, lacks: Option<Shortfall>) -> Result<Option<String>> {
         match lacks {
             None => Ok(None),
@@ -72,10 +78,10 @@ impl<'a> ReadFindings<'a> {
         }
     }
 
-    /// Take note of what an index says of the files it names.
+    /// Records the differences between an index and the files that it names.
     ///
     /// # Errors
-    /// The error of a difference, unless it is let pass.
+    /// The error of a difference, unless an option allows it.
     pub fn check_index(
         &mut self,
         index: Option<ShardIndex>,
@@ -90,10 +96,10 @@ impl<'a> ReadFindings<'a> {
         Ok(())
     }
 
-    /// The series of rank files that are wanted.
+    /// Selects the series of rank files to read.
     ///
     /// # Errors
-    /// `Usage` where there is none of a name that is asked for.
+    /// `Usage` if a requested series does not exist.
     pub fn choose(&mut self, all: SeriesSet) -> Result<SeriesSet> {
         let chosen = all.choose(&self.options.series)?;
         self.series.extend(chosen.names());
@@ -103,10 +109,10 @@ impl<'a> ReadFindings<'a> {
         Ok(chosen)
     }
 
-    /// Files that lie beside those of the checkpoint.
+    /// Returns the regular files below `root` that are not part of the checkpoint.
     ///
     /// # Errors
-    /// `Io` where a folder cannot be listed or an entry cannot be looked at.
+    /// `Io` if a folder cannot be listed or an entry cannot be examined.
     pub fn beside(&self, root: &Path, catalog: &mut Catalog) -> Result<Vec<PathBuf>> {
         let own: HashSet<&Path> = self
             .files
@@ -119,18 +125,18 @@ impl<'a> ReadFindings<'a> {
             own.contains(root.join(path).as_path()) || is_metadata_file(name) || is_data_file(path)
         };
         Ok(parts::other_files(root, &is_part)?.unwrap_or_else(|| {
-            catalog.warnings.push(format!("{}: too many other files in it to look at", root.display()));
+            catalog.warnings.push(format!("{}: too many other files to list", root.display()));
             Vec::new()
         }))
     }
 }
 
-/// The error of a declared layout for tensors that are not in rank files.
+/// Returns the error for a declared layout if SRC has no rank files.
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
-        format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
+        format!("{} is not a folder of rank files, so its plain tensors are not shards", root.display()),
         "options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and \
-         options::reduce say how plain tensors of rank files lie (one torch.save \
-         or safetensors file a rank); leave them out",
+         options::reduce declare how plain tensors in rank files are sharded (one torch.save or safetensors file per \
+         rank); remove these options",
     )
 }

@@ -1,7 +1,7 @@
-//! Rows of the table of formats.
+//! The row type of the table of formats, and the traits that readers and writers implement.
 //!
-//! A format is a folder in [`crate::format`], and one line of the table [there](super::Format::ALL). Detection, `--from`,
-//! `--to`, their help and the table in the README come from the rows.
+//! Each format has a folder in [`crate::format`] and one line in [the table](super::Format::ALL). Detection, `--from`,
+//! `--to`, their help texts and the table in the README are derived from the rows.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FilePath, PathBuf};
@@ -22,29 +22,29 @@ use crate::layout::DeviceMesh;
 use crate::layout::shards::HeldTile;
 use crate::storage::{FileId, Files, IoMode};
 
-/// One row of the table: the name of a format, and what it can hold.
+/// A row of the table of formats: the name of a format, and the values that it can store.
 pub struct FormatEntry {
     /// The name for `--from` and `--to`.
     pub name: &'static str,
-    /// What the format is, as the README has it.
+    /// The description of the format in the README.
     pub about: &'static str,
     /// The names of the files that are written.
     pub files: &'static str,
-    /// Suffixes of a destination that choose the format if `--to` does not.
+    /// Suffixes of a destination that select the format if `--to` is not given.
     pub suffixes: &'static [&'static str],
     /// The suffix of the files that an index names: `safetensors` for `model.safetensors.index.json`.
     pub index_suffix: Option<&'static str>,
-    /// The suffixes of files that have metadata and no tensor data.
+    /// Suffixes of files with metadata and without tensor data.
     pub metadata_suffixes: &'static [&'static str],
-    /// The suffixes of files of which metadata says where tensors and objects are.
+    /// Suffixes of data files: other files record the locations of tensors and objects in them.
     pub data_suffixes: &'static [&'static str],
     /// The files of a checkpoint folder that a new checkpoint may replace.
     pub known_files: &'static [KnownFile],
     /// Recognises a file that is a whole checkpoint, by its first bytes and its length.
     pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
-    /// How tensors are stored that ranks share.
+    /// The way in which the format stores tensors that ranks share.
     pub tensors: TensorStorage,
-    /// True if the format has a place for values that are not tensors.
+    /// True if the format can store values that are not tensors.
     pub holds_objects: bool,
     /// True if every rank has a file, and a folder may have several series of such files.
     pub has_rank_files: bool,
@@ -52,7 +52,8 @@ pub struct FormatEntry {
     pub keeps_order: bool,
     /// True if tensors are in the order in which modules registered them.
     pub is_in_module_order: bool,
-    /// True if the file of each rank names each of its tensors, which takes memory before anything is written.
+    /// True if the file of each rank contains the names of all its tensors. The writer then needs memory for all of
+    /// them before it writes.
     pub names_tensors_by_rank: bool,
     /// The reader.
     pub read: &'static dyn Read,
@@ -62,39 +63,39 @@ pub struct FormatEntry {
     pub write_whole: Option<&'static dyn WriteWhole>,
 }
 
-/// How a format stores tensors that ranks share.
+/// The way in which a format stores tensors that ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorStorage {
-    /// Every tensor is whole: a mesh has no meaning.
+    /// Every tensor is stored whole, and the format has no mesh.
     Whole,
-    /// Boxes of tensors, each stored once: a mesh decides who writes which box, and is not recorded.
+    /// Boxes of tensors, each stored once. The mesh decides which rank writes which box, and is not recorded.
     Boxes,
-    /// What each rank holds of a tensor, with the mesh and the placements.
+    /// The shard of each rank, with the mesh and the placements.
     Ranks,
-    /// What each rank holds of FSDP1's flat parameters.
+    /// The shard of each rank of FSDP1's flat parameters.
     Flat,
 }
 
-/// A format that is read.
+/// The reader of a format.
 pub trait Read: Sync {
-    /// Finds a checkpoint of this format in a folder, by the names of its files.
+    /// Finds a checkpoint of this format in a folder by its file names.
     ///
     /// # Errors
-    /// `Io`; `Missing` and `Malformed` where the names say that something is wrong.
+    /// `Io`; `Missing` and `Malformed` if the names show an error.
     fn find_in(&self, _: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
 
-    /// Recognises a file that is a checkpoint by itself.
+    /// Recognises a single file that is a whole checkpoint.
     ///
     /// # Errors
-    /// `Unsupported` for a file that is one of several.
+    /// `Unsupported` for a file that is only a part of a checkpoint.
     fn find_file(&self, _: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
 
-    /// Returns the files of a folder that may be whole checkpoints each, though their names do not say so. One such file is
-    /// taken if a folder has nothing else.
+    /// Returns the files of a folder that may each be a whole checkpoint, although their names do not show it. Such a
+    /// file is read only if it is the only one and the folder has nothing else.
     ///
     /// # Errors
     /// `Io`.
@@ -102,15 +103,16 @@ pub trait Read: Sync {
         Ok(Vec::new())
     }
 
-    /// Returns the files that a checkpoint lacks, by the names of those that are there.
+    /// Returns the missing files of a checkpoint, judged by the names of the existing files.
     ///
     /// # Errors
-    /// `Io`; `Malformed` and `Conflict` where names contradict each other.
+    /// `Io`; `Malformed` and `Conflict` if names contradict each other.
     fn shortfall(&self, _: &FilePath, _: &DetectedFiles, _: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
         Ok(None)
     }
 
-    /// Reads names, shapes and places of tensors, and objects. Returns the format, too, which may show only now.
+    /// Reads the names, shapes and locations of tensors, and the objects. Also returns the format, because some
+    /// formats can be distinguished only after reading.
     ///
     /// # Errors
     /// `Malformed`, `Missing`, `Conflict`, `Unsupported`, `Io`.
@@ -121,7 +123,7 @@ pub trait Read: Sync {
         found: DetectedFiles,
     ) -> Result<(Format, LoadedFolder)>;
 
-    /// Returns the PyTorch and the device of the job that wrote a checkpoint, if its files tell.
+    /// Returns the PyTorch version and the device of the job that wrote a checkpoint, if its files record them.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -129,18 +131,19 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns whether a file says itself which of its bytes are tensor data, by its path and its first bytes.
+    /// Returns whether a file itself records which of its bytes are tensor data, judged by its path and its first
+    /// bytes.
     fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
         false
     }
 
-    /// Reads the bytes of a container that are not tensor data. Ignores damage.
+    /// Reads all bytes of a container that are not tensor data. Ignores damage.
     fn read_header(&self, _: &Files, _: FileId) {}
 
-    /// Returns the objects in the data files of a folder, as its metadata files give them.
+    /// Returns the objects in the data files of a folder, according to its metadata files.
     ///
     /// # Errors
-    /// As reading metadata.
+    /// The errors of reading metadata.
     fn objects(&self, _folder: &FilePath) -> Result<Objects> {
         Ok(Objects::new())
     }
@@ -152,36 +155,39 @@ pub trait Read: Sync {
 /// A value that is not a tensor, in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
+    /// The name of the value.
     pub fqn: Fqn,
+    /// The offset in the data file, in bytes.
     pub offset: u64,
+    /// The length in bytes.
     pub len: u64,
 }
 
 /// Objects by data file, in the folder of the metadata.
 pub type Objects = BTreeMap<PathBuf, Vec<Object>>;
 
-/// A format that is written for the ranks of a mesh.
+/// The writer of a format that stores shards for the ranks of a mesh.
 pub trait WriteShards: Sync {
     /// Lays out the files of a target: decides their names and lengths, and serialises everything but tensor data.
     ///
     /// # Errors
-    /// `Unsupported` where the format cannot hold a dtype, an object or a name; the errors of `layouts`.
+    /// `Unsupported` if the format cannot store a dtype, an object or a name; the errors of `layouts`.
     fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation>;
 
-    /// Returns whether files differ between releases of PyTorch.
+    /// Returns whether the files depend on the PyTorch version.
     fn depends_on_torch_version(&self) -> bool {
         false
     }
 
-    /// Returns whether files record how mesh dims cut DTensors, where that is not `torch.chunk`.
+    /// Returns whether files record how mesh dimensions split DTensors that are not split like `torch.chunk`.
     fn records_splits(&self) -> bool {
         false
     }
 }
 
-/// A format that is written as whole tensors.
+/// The writer of a format that stores whole tensors.
 pub trait WriteWhole: Sync {
-    /// Returns whether a destination of this name is one file. If not, it is a folder.
+    /// Returns whether a destination of this name is a single file rather than a folder.
     fn is_one_file(&self, destination: Option<&FilePath>) -> bool;
 
     /// Returns whether files record the names of tied tensors that are not written.
@@ -192,14 +198,14 @@ pub trait WriteWhole: Sync {
     /// Lays out the files of named tensors.
     ///
     /// # Errors
-    /// `Unsupported` where the format cannot hold a dtype or a name.
+    /// `Unsupported` if the format cannot store a dtype or a name.
     fn reserve(&self, target: WholeTarget<'_>) -> Result<Reservation>;
 
-    /// Lays out the state dict of a catalog, with its nesting and its objects. Returns `None` for a format that holds
-    /// named tensors alone.
+    /// Lays out the state dict of a catalog with its nesting and its objects. Returns `None` for a format that stores
+    /// only named tensors.
     ///
     /// # Errors
-    /// `Unsupported` where the format cannot hold an object.
+    /// `Unsupported` if the format cannot store an object.
     fn reserve_state(&self, _: &Catalog, _destination: Option<&FilePath>) -> Result<Option<Reservation>> {
         Ok(None)
     }
@@ -207,53 +213,57 @@ pub trait WriteWhole: Sync {
 
 /// Named tensors to write whole.
 pub struct WholeTarget<'a> {
-    /// Shapes of tensors. Strides and dtypes are those to write if the format keeps strides.
+    /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes in it are written.
     pub source: &'a Catalog,
-    /// The dtype to write of each tensor of `source`.
+    /// The output dtype of each tensor of `source`.
     pub dtypes: &'a [Dtype],
     /// The tensors, in the order to write.
     pub tensors: &'a [(Fqn, TensorId)],
-    /// Names that are recorded only, each with the name of the tensor that is written.
+    /// Names of tied tensors that are recorded but not written, each with the name of the tensor that is written.
     pub aliases: &'a [(Fqn, Fqn)],
+    /// The output path, if there is one.
     pub destination: Option<&'a FilePath>,
-    /// The most bytes of tensor data in a file of a folder.
+    /// The maximum number of bytes of tensor data in one file of a folder.
     pub max_shard_bytes: u64,
-    /// The files that tensors of these names go to, if the destination is a folder.
+    /// The output file of each tensor name, if the destination is a folder.
     pub placing: Option<Placing>,
 }
 
-/// A state dict to write, and how its tensors are to lie on the ranks of a job.
+/// A state dict to write, and the layout of its tensors on the ranks of a job.
 pub struct ShardedTarget<'a> {
     /// The tensors that `state` names.
     pub source: &'a Catalog,
+    /// The state dict.
     pub state: &'a Value,
+    /// The target mesh.
     pub mesh: &'a DeviceMesh,
-    /// The number of ranks of the job. Ranks outside the mesh hold nothing of what the others share.
+    /// The number of ranks of the job. Ranks outside the mesh have no shard of the shared tensors.
     pub world_size: u32,
-    /// The PyTorch that is to load rank files.
+    /// The PyTorch version that will load the rank files.
     pub style: &'a DTensorStyle,
-    /// The names of rank files, in formats that have series of them.
+    /// The names of rank files, for formats that have series of rank files.
     pub names: Option<&'a RankNamePattern>,
+    /// The target layout of each tensor.
     pub layouts: &'a mut dyn Layouts,
 }
 
-/// Says how tensors are to lie on ranks.
+/// Provides the target layout of tensors on ranks.
 pub trait Layouts {
-    /// Returns the distinct tiles of a tensor, each with the ranks that hold it.
+    /// Returns the distinct tiles of a tensor, each with the ranks that have it.
     ///
     /// # Errors
-    /// `Usage` and `Unsupported` where a tensor cannot lie as it was asked for.
+    /// `Usage` and `Unsupported` if a tensor cannot have the requested layout.
     fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>>;
 
-    /// Returns the form that a tensor has in the torch.save files of ranks.
+    /// Returns the representation of a tensor in the torch.save files of ranks.
     ///
     /// # Errors
-    /// As [`Self::shards`].
+    /// The errors of [`Self::shards`].
     fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout>;
 
     /// Returns the class and the placements of a tensor, or `None` for a plain tensor on every rank.
     ///
     /// # Errors
-    /// As [`Self::shards`].
+    /// The errors of [`Self::shards`].
     fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout>;
 }

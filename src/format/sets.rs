@@ -1,9 +1,9 @@
-//! Sets: files that are a checkpoint only together, and what one of them lacks.
+//! Sets: files that are a checkpoint only together, and the detection of missing files.
 //!
-//! Three things say that a file is one of several: numbers in its name (`model-00001-of-00004.safetensors`), an index
-//! beside it, and the names of frameworks that write a file a rank (`mp_rank_00_model_states.pt`). Tensors of a missing
-//! file are nowhere else, so every verb that converts or verifies needs all of a set, and
-//! [`Checkpoint::open`](super::Checkpoint::open) refuses what lacks something. Only `inspect` shows what is there.
+//! Three things show that a file is part of a set: numbers in its name (`model-00001-of-00004.safetensors`), an index
+//! beside it, and the names that frameworks use for one file per rank (`mp_rank_00_model_states.pt`). The tensors of a
+//! missing file exist nowhere else. So every verb that converts or verifies needs the complete set, and
+//! [`Checkpoint::open`](super::Checkpoint::open) refuses an incomplete one. Only `inspect` shows the files that exist.
 //!
 //! Source of the names: `save_pretrained` in `transformers/modeling_utils.py`, `_get_ckpt_name` in
 //! `deepspeed/runtime/engine.py`, `get_checkpoint_name` in Megatron-LM's `training/checkpointing.py`.
@@ -20,10 +20,10 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Returns the files that a checkpoint of whole tensors lacks, by the names of its files.
+/// Returns the missing files of a checkpoint of whole tensors, judged by the names of its files.
 ///
 /// # Errors
-/// `Io`; `Malformed` and `Conflict` where names contradict each other.
+/// `Io`; `Malformed` and `Conflict` if names contradict each other.
 pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> Result<Option<Shortfall>> {
     let paths = &found.paths;
     if let Some(index) = &found.index {
@@ -43,15 +43,15 @@ pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> R
     paths.iter().find_map(|path| foreign::rank_file(path).transpose()).transpose()
 }
 
-/// Returns whether the file that is read is SRC itself.
+/// Returns whether SRC is itself the only file to read.
 pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
     matches!(paths, [only] if only == path)
 }
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// Returns the files that are missing by the numbers in the names of a folder's files. Files of ranks are numbered, too:
-/// if their layout is declared, the reader of rank files checks for missing ranks.
+/// Returns the missing files, judged by the numbers in the file names of a folder. Rank files have numbers as well: if
+/// their layout is declared, the reader of rank files checks for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;
@@ -72,14 +72,14 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
     Ok(None)
 }
 
-/// Returns a shortfall if the file that was given is one of several.
+/// Returns a shortfall if the given file is one of several.
 fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     if let Some(found) = foreign::rank_file(path)? {
         return Ok(Some(found));
     }
     let refuse = |what: String, missing| {
         let what = format!("{} is {what}", path.display());
-        Shortfall::new(missing, Error::usage(what, "give the folder, which must have all of them"))
+        Shortfall::new(missing, Error::usage(what, "give the folder that contains all of them"))
     };
     let name = name_of(path);
     let indexes = list(folder_of(path))?.into_iter().filter(|name| is_index(name));
@@ -89,7 +89,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         }
         let index = match ShardIndex::read(&index) {
             Ok(index) => index,
-            // A file that is no index says nothing of this one.
+            // A damaged index is no evidence about this file.
             Err(Error::Format(FormatError::Malformed { .. })) => continue,
             Err(error) => return Err(error),
         };
@@ -99,7 +99,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
             return Ok(Some(refuse(what, others.into_iter().collect())));
         }
     }
-    // `rank_8` in the name of a safetensors file may be that of a LoRA.
+    // `rank_8` in the name of a safetensors file may be the rank of a LoRA adapter.
     let says_total = RankName::parse(path).is_some_and(|name| name.world_size.is_some());
     if name.ends_with(".safetensors") && !says_total && !local::is_rank_file(path)? {
         return Ok(None);
@@ -107,7 +107,8 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     Ok(series::describe_single_file(path)?.map(|(what, missing)| refuse(what, missing)))
 }
 
-/// As [`lone_file`], of the file that a link leads to: the name of a link may say nothing of it.
+/// Checks the target of a link like [`lone_file`], because the name of the link may differ from the name of the
+/// target.
 fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
     let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());
     target.map_or(Ok(None), |target| lone_file(&target))

@@ -124,7 +124,7 @@ fn several_candidates_are_refused_with_a_list() {
     for name in ["global_step_10", "global_step_9"] {
         copy_fixture("fsdp3/dcp", &root, name);
     }
-    let words = ["holds several checkpoints: global_step_9, global_step_10", "give one of them", "global_step_10"];
+    let words = ["contains several checkpoints: global_step_9, global_step_10", "give one of them", "global_step_10"];
     assert_refused(root.path(), &ReadOptions::default(), &words);
     expect(2, "inspect", &[root.path()], "");
     expect(2, "verify", &[root.path()], "");
@@ -132,7 +132,7 @@ fn several_candidates_are_refused_with_a_list() {
     assert_refused(
         root.path(),
         &ReadOptions::default(),
-        &["latest names `global_step_11`, which is not there", "give a folder"],
+        &["latest names the folder `global_step_11`, which does not exist", "give an existing folder"],
     );
 
     let root = temporary_folder();
@@ -142,7 +142,7 @@ fn several_candidates_are_refused_with_a_list() {
         assert_refused(
             root.path(),
             &options,
-            &["global_step_10 holds several checkpoints: actor, critic", "global_step_10/actor"],
+            &["global_step_10 contains several checkpoints: actor, critic", "global_step_10/actor"],
         );
     }
     let root = temporary_folder();
@@ -170,7 +170,7 @@ fn latest_file_that_leads_outside_is_refused() {
     // A link to its own parent folder does not loop.
     let root = temporary_folder();
     std::os::unix::fs::symlink(".", root.path().join("latest")).unwrap();
-    assert_refused(root.path(), &ReadOptions::default(), &["folders in folders"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["folders are nested too deeply"]);
 }
 
 #[test]
@@ -461,7 +461,7 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
         let source = fixture("dcp_hf").join(name);
         let found = open(&source, &ReadOptions::default());
         assert_eq!(found.format, Format::DcpHf);
-        assert!(found.catalog.warnings[0].contains("lost last shard"), "{:?}", found.catalog.warnings);
+        assert!(found.catalog.warnings[0].contains("missing last shard"), "{:?}", found.catalog.warnings);
         assert_same(&read(&source), &truth, name);
         succeed("verify", &[&source], "");
         let root = temporary_folder();
@@ -491,7 +491,7 @@ fn dcp_hf_shards_are_read_under_other_names() {
     }
     let found = open(root.path(), &ReadOptions::default());
     assert_eq!(found.format, Format::Safetensors);
-    assert!(found.catalog.warnings[0].contains("lost last shard"), "{:?}", found.catalog.warnings);
+    assert!(found.catalog.warnings[0].contains("missing last shard"), "{:?}", found.catalog.warnings);
     assert_same(&read(root.path()), &crate::common::Truth::load("dcp_hf/truth").tensors, "renamed");
     let root = temporary_folder();
     for name in ["a.safetensors", "b.safetensors"] {

@@ -289,7 +289,7 @@ fn from_selects_the_kind_of_rank_files() {
         assert_eq!(inspect(&copy.path(), &format!("--brief --from {format}"))["format"], "fsdp-flat");
     }
     let outcome = expect(2, "inspect", &[&fixture("fsdp4/ranks")], "--from fsdp-flat");
-    assert!(outcome.stderr.contains("does not hold the format fsdp-flat"), "{outcome:?}");
+    assert!(outcome.stderr.contains("contains no checkpoint of format fsdp-flat"), "{outcome:?}");
 }
 
 #[test]

@@ -1,10 +1,10 @@
-//! Reads and writes the files of [`torch.save`](https://docs.pytorch.org/docs/stable/generated/torch.save.html) as data,
-//! without Python.
+//! Reads and writes the files of [`torch.save`](https://docs.pytorch.org/docs/stable/generated/torch.save.html) as
+//! data, without Python.
 //!
-//! Such a file is a zip archive: a pickle, `data.pkl`, that holds the object, and a record `data/KEY` for each storage that
-//! tensors in it are views of. A pickle is a program, and running it runs whatever its author wrote. Here nothing named in a
-//! pickle is imported or called: a call is a node like any other, and becomes part of a value only if its name is on the
-//! [list](pickle::symbols) of classes and functions that are plain data.
+//! Such a file is a ZIP archive. It contains a pickle, `data.pkl`, with the object, and a record `data/KEY` for each
+//! storage that tensors of the object refer to. A pickle is a program, and running it runs any code that its author
+//! wrote. This crate never imports or calls a name of a pickle: a call is a node like any other, and becomes part of a
+//! value only if its name is on the [list](pickle::symbols) of classes and functions that are plain data.
 //!
 //! ```text
 //! file --zip::Archive--> data.pkl --pickle::parse--> nodes --pickle::decode--> Value --pickle::Writer--> bytes
@@ -12,7 +12,7 @@
 //!
 //! # Example
 //!
-//! The tensors of a file, and the object in it that is not known to be plain data:
+//! The example lists the tensors of a file, and the objects in it that are not known to be plain data:
 //!
 //! ```
 //! use torch_pickle::Value;
@@ -55,26 +55,27 @@
 //!
 //! # Hostile input
 //!
-//! Any bytes are read or refused: no input makes this crate panic, every allocation is bounded by the length of the input,
-//! and [`Limits`](pickle::Limits) bound the depth of a value and the work that shared objects cause. Offsets and sizes of an
-//! archive are checked against its source before anything is read.
+//! Every input is either read or refused: no input makes this crate panic, the length of the input bounds every
+//! allocation, and [`Limits`](pickle::Limits) bound the depth of a value and the work that shared objects cause.
+//! Offsets and sizes of an archive are checked against its source before anything is read.
 //!
 //! # Errors
 //!
-//! [`PickleError`](pickle::PickleError) names the byte of a pickle that cannot be read, [`DecodeError`](pickle::DecodeError) the
-//! path of an object that is no plain data, [`WriteError`](pickle::WriteError) the object that protocol 2 cannot hold, and
-//! [`ArchiveError`](zip::ArchiveError) the part of an archive that is damaged.
+//! [`PickleError`](pickle::PickleError) names the byte of a pickle that cannot be read,
+//! [`DecodeError`](pickle::DecodeError) the path of an object that is not plain data,
+//! [`WriteError`](pickle::WriteError) the object that protocol 2 cannot store, and [`ArchiveError`](zip::ArchiveError)
+//! the damaged part of an archive.
 //!
 //! # Large files
 //!
-//! A source of bytes is anything that implements [`ReadAt`]; tensor data is located and never read. A pickle with millions
-//! of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, need not become a tree: a
-//! [`Visitor`](pickle::Visitor) sees each object while the pickle is read, and keeps a row of it.
+//! A source of bytes is any type that implements [`ReadAt`]; tensor data is located and never read. A pickle with
+//! millions of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, does not have to become a
+//! tree: a [`Visitor`](pickle::Visitor) receives each object while the pickle is read, and stores a row for it.
 //!
 //! # Format versions
 //!
-//! Pickles of protocols 2 to 5 are read, protocol 2 is written, as `torch.save` does; `torch.load(weights_only=True)` takes
-//! what is written. Archives are laid out as `PyTorchStreamWriter` does.
+//! Pickles of protocols 2 to 5 are read. Protocol 2 is written, as by `torch.save`, and
+//! `torch.load(weights_only=True)` accepts the output. Archives have the layout of `PyTorchStreamWriter`.
 #![warn(missing_docs)]
 
 pub mod pickle;

@@ -1,26 +1,26 @@
-//! Where the bytes of an archive come from.
+//! Sources of the bytes of an archive: files, and bytes in memory.
 
 use std::io;
 
-/// A source of bytes that is read at any offset: a file, or bytes in memory.
+/// A source of bytes that can be read at any offset: a file, or bytes in memory.
 ///
-/// It is asked for few bytes at a time, never for the data of a tensor.
+/// Each read is small, and tensor data is never read.
 pub trait ReadAt {
-    /// The number of bytes that the source has.
+    /// Returns the length of the source in bytes.
     fn len_bytes(&self) -> u64;
 
     /// Fills `buffer` with the bytes from `offset` on.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// Calls `read` with the bytes `[offset, offset + len)` where the source has them in memory; else returns `None`, and
-    /// they are read by [`read_exact_at`](Self::read_exact_at). `read` looks at each byte once, so that a mapped file may
-    /// change meanwhile.
+    /// Calls `read` with the bytes `[offset, offset + len)` if the source has them in memory. Otherwise returns
+    /// `None`, and the caller uses [`read_exact_at`](Self::read_exact_at). `read` looks at each byte once, so a mapped
+    /// file may change meanwhile.
     fn mapped<T>(&self, _offset: u64, _len: u64, _read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {
         Ok(None)
     }
 }
 
-/// The bytes from `offset` on, as many as `len`.
+/// Returns `len` bytes from `offset` on.
 fn part(bytes: &[u8], offset: u64, len: u64) -> io::Result<&[u8]> {
     let range = usize::try_from(offset).ok().zip(offset.checked_add(len).and_then(|end| usize::try_from(end).ok()));
     range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
@@ -41,7 +41,7 @@ impl ReadAt for [u8] {
     }
 }
 
-/// An open file. Its length is asked for once, when the source is made.
+/// An open file. Its length is read once, when the source is created.
 #[cfg(unix)]
 #[derive(Debug)]
 pub struct FileSource {
@@ -51,7 +51,7 @@ pub struct FileSource {
 
 #[cfg(unix)]
 impl FileSource {
-    /// Takes an open file, read by `pread`.
+    /// Creates a source from an open file, which is read by `pread`.
     pub fn new(file: std::fs::File) -> io::Result<Self> {
         Ok(Self { len: file.metadata()?.len(), file })
     }
@@ -74,7 +74,7 @@ mod tests {
     use crate::zip::Archive;
 
     #[test]
-    fn file_and_bytes_are_the_same_archive() {
+    fn file_and_bytes_give_the_same_archive() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/foreign.pt");
         let bytes = std::fs::read(path).unwrap();
         let file = FileSource::new(std::fs::File::open(path).unwrap()).unwrap();

@@ -1,10 +1,10 @@
-//! A value in one line for humans, bounded in length.
+//! Prints a value in one line for humans, with a limited length.
 
 use std::fmt::{self, Write};
 
 use crate::value::{DictKind, Entry, Extension, Object, Value};
 
-/// One line in the manner of Python's `repr`, cut at 120 characters, or at the precision: `{:.40}`.
+/// Prints one line like Python's `repr`, truncated to 120 characters or to the precision: `{:.40}`.
 impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let left = f.precision().unwrap_or(120);
@@ -16,8 +16,8 @@ impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
     }
 }
 
-/// Output that fails once it is full. Each level of nesting writes something first, so this bounds the
-/// depth of the recursion too.
+/// Output that fails when it is full. Each level of nesting writes at least one character first, so the limit also
+/// bounds the depth of the recursion.
 struct Line<'a, 'f> {
     out: &'a mut fmt::Formatter<'f>,
     left: usize,
@@ -113,7 +113,7 @@ impl Line<'_, '_> {
         self.write_str(close)
     }
 
-    /// `argparse.Namespace(lr=0.1)`: the arguments, then the state by name where it has names.
+    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state by name if it has names.
     fn object<T: fmt::Display, X: Extension<T>>(&mut self, object: &Object<T, X>) -> fmt::Result {
         self.value(&object.class)?;
         self.list("(", &object.args, "")?;
@@ -165,7 +165,7 @@ impl Line<'_, '_> {
         if value.is_nan() { self.write_str("nan") } else { write!(self, "{value:?}") }
     }
 
-    /// Decimal up to 512 bits; longer ones say nothing to a human.
+    /// Prints an int as decimal up to 512 bits, and only the length of longer ints.
     fn big_int(&mut self, bytes: &[u8]) -> fmt::Result {
         if bytes.len() > 64 {
             return write!(self, "<int of {} bytes>", bytes.len());

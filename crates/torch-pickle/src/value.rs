@@ -1,7 +1,8 @@
-//! A Python value as data: a tree of what a pickle holds.
+//! A Python value as data: the tree that a pickle contains.
 //!
-//! Invariant: a value read from a pickle is no deeper than [`Limits::max_depth`](crate::pickle::Limits), 256 by default,
-//! so that comparing, printing and dropping it may recurse. Code that builds a value by hand keeps to that.
+//! Invariant: a value read from a pickle is no deeper than [`Limits::max_depth`](crate::pickle::Limits), 256 by
+//! default, so comparing, printing and dropping it may recurse. Code that builds a value by hand must respect this
+//! limit.
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -10,21 +11,21 @@ use std::sync::Arc;
 
 /// A Python value. Objects that Python shared are repeated.
 ///
-/// `T` is what stands for a tensor: whatever the function that recognises tensors returns. `X` is a variant of the
-/// caller's own, which no pickle holds.
+/// `T` represents a tensor: it is the type that the function that recognises tensors returns. `X` is a variant of the
+/// caller's own, which no pickle contains.
 #[derive(Clone, Debug)]
 pub enum Value<T, X = Infallible> {
     /// `None`
     None,
     /// `True` or `False`
     Bool(bool),
-    /// An int within 64 bits.
+    /// An int that fits 64 bits.
     Int(i64),
-    /// An int beyond 64 bits: little-endian two's complement, minimal.
+    /// An int beyond 64 bits, as minimal little-endian two's complement.
     BigInt(Box<[u8]>),
     /// A float.
     Float(f64),
-    /// A text. Texts are shared: the names of tensors occur many times.
+    /// A text. Texts are shared, because the names of tensors occur many times.
     Str(Arc<str>),
     /// A text with lone surrogates, in Python's `surrogatepass` encoding, which is not UTF-8.
     SurrogateStr(Box<[u8]>),
@@ -36,8 +37,8 @@ pub enum Value<T, X = Infallible> {
     Complex(f64, f64),
     /// A list.
     List(Vec<Self>),
-    /// A list of a million ints and more, such as a sampler's order, which as single values would take many times the
-    /// memory. Shorter ones are a `List`.
+    /// A list of a million ints or more, such as a sampler's order, which would take many times the memory as single
+    /// values. Shorter lists are a `List`.
     Ints(Arc<[i64]>),
     /// A tuple.
     Tuple(Vec<Self>),
@@ -47,31 +48,32 @@ pub enum Value<T, X = Infallible> {
     FrozenSet(Vec<Self>),
     /// A dict or an `OrderedDict`.
     Dict(Dict<T, X>),
-    /// A Python name that is a value itself: a type, a dtype.
+    /// A Python name that is itself a value: a type, a dtype.
     Symbol(Symbol),
-    /// An object that is carried by the recipe for making it.
+    /// An object, represented by the call that creates it.
     Object(Box<Object<T, X>>),
     /// A tensor.
     Tensor(T),
-    /// A value of the caller's own kind.
+    /// A value of the caller's own type.
     Other(X),
 }
 
 /// A key of a dict and its value.
 pub type Entry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
 
-/// What the caller adds to values.
+/// The operations of the caller's own values.
 pub trait Extension<T>: Sized {
-    /// The values within this.
+    /// Returns the values inside this one.
     fn values(&self) -> Vec<&Value<T, Self>>;
 
-    /// The values within this, to be changed.
+    /// Returns the values inside this one for modification.
     fn values_mut(&mut self) -> Vec<&mut Value<T, Self>>;
 
-    /// The name of its kind, for [`Value::type_name`].
+    /// Returns the name of the kind, for [`Value::type_name`].
     fn type_name(&self) -> &'static str;
 
-    /// Prints this in one line. A value in it is printed by `{:.65535}`, so that the length of the whole line counts.
+    /// Prints the value in one line. Nested values are printed with `{:.65535}`, so that the length limit applies to
+    /// the whole line.
     fn show(&self, out: &mut dyn fmt::Write) -> fmt::Result;
 }
 
@@ -96,11 +98,11 @@ impl<T> Extension<T> for Infallible {
 /// A dict in insertion order.
 #[derive(Clone, Debug)]
 pub struct Dict<T, X = Infallible> {
-    /// Which class it is of.
+    /// The class of the dict.
     pub kind: DictKind,
-    /// Keys and values.
+    /// The keys and values.
     pub entries: Vec<Entry<T, X>>,
-    /// Attributes of an `OrderedDict` itself: torch keeps a state dict's `_metadata` there.
+    /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict there.
     pub attributes: Option<Box<Value<T, X>>>,
 }
 
@@ -114,35 +116,35 @@ pub enum DictKind {
     Ordered,
 }
 
-/// A Python name: a class, a function, a dtype.
+/// A Python name: a class, a function or a dtype.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Symbol {
-    /// Dotted name of the module.
+    /// The dotted name of the module.
     pub module: Box<str>,
-    /// Name within the module; with dots where a class is within another one.
+    /// The name within the module, with dots for a class inside a class.
     pub name: Box<str>,
 }
 
-/// An object that is carried by the recipe for making it.
+/// An object, represented by the call that creates it.
 #[derive(Clone, Debug)]
 pub struct Object<T, X = Infallible> {
-    /// How the object is made.
+    /// The way in which the object is made.
     pub how: Construct,
-    /// A [`Symbol`], or what makes the class.
+    /// The class: a [`Symbol`], or the object that returns the class.
     pub class: Value<T, X>,
-    /// Arguments by position.
+    /// The positional arguments.
     pub args: Vec<Value<T, X>>,
-    /// Arguments by keyword.
+    /// The keyword arguments.
     pub kwargs: Vec<Entry<T, X>>,
-    /// What is appended once it is made.
+    /// The items that are appended to the new object.
     pub items: Vec<Value<T, X>>,
-    /// What is set by key once it is made.
+    /// The entries that are set on the new object.
     pub entries: Vec<Entry<T, X>>,
-    /// What `__setstate__` gets, or the attributes.
+    /// The argument of `__setstate__`, or the attributes.
     pub state: Option<Value<T, X>>,
 }
 
-/// How an object is made.
+/// The way in which an object is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Construct {
     /// `class(*args)`
@@ -152,8 +154,8 @@ pub enum Construct {
 }
 
 impl<T, X: Extension<T>> Value<T, X> {
-    /// The Python type: `int`, `dict`, `OrderedDict`, `torch.Size`, `argparse.Namespace`. An object made by
-    /// a function is called by that function.
+    /// Returns the Python type: `int`, `dict`, `OrderedDict`, `torch.Size`, `argparse.Namespace`. An object made by a
+    /// function is named after that function.
     pub fn type_name(&self) -> Cow<'_, str>
     where
         T: fmt::Display,
@@ -181,7 +183,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         })
     }
 
-    /// Give every tensor another number.
+    /// Replaces every tensor by its new number.
     pub fn map_tensors(&mut self, renumber: &mut dyn FnMut(T) -> T)
     where
         T: Copy,
@@ -211,7 +213,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         }
     }
 
-    /// The tensors of a value, in the order of [`Value::map_tensors`].
+    /// Returns the tensors of a value, in the order of [`Value::map_tensors`].
     pub fn tensor_ids(&self) -> Vec<T>
     where
         T: Copy,
@@ -225,7 +227,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         ids
     }
 
-    /// Whether two values are equal but for which tensors stand in them.
+    /// Returns whether two values are equal except for their tensors.
     pub fn same_but_tensors(&self, other: &Self) -> bool
     where
         T: Copy + Default + PartialEq + fmt::Debug,
@@ -239,7 +241,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         self == other || self.contains_tensor() && unnumbered(self) == unnumbered(other)
     }
 
-    /// Whether there is a tensor in this.
+    /// Returns whether the value contains a tensor.
     pub fn contains_tensor(&self) -> bool {
         let any = |values: &[Self]| values.iter().any(Self::contains_tensor);
         let either = |entries: &[(Self, Self)]| {
@@ -264,7 +266,7 @@ impl<T, X: Extension<T>> Value<T, X> {
 }
 
 impl<T, X> Value<T, X> {
-    /// The text, if this is one.
+    /// Returns the text, if this is a text.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::Str(text) => Some(text),
@@ -272,7 +274,7 @@ impl<T, X> Value<T, X> {
         }
     }
 
-    /// The int, if this is one within 64 bits.
+    /// Returns the int, if this is an int that fits 64 bits.
     pub fn as_i64(&self) -> Option<i64> {
         match self {
             Self::Int(value) => Some(*value),
@@ -280,7 +282,7 @@ impl<T, X> Value<T, X> {
         }
     }
 
-    /// The dict, if this is one.
+    /// Returns the dict, if this is a dict.
     pub fn as_dict(&self) -> Option<&Dict<T, X>> {
         match self {
             Self::Dict(dict) => Some(dict),
@@ -293,7 +295,7 @@ impl<T, X> From<u64> for Value<T, X> {
     fn from(value: u64) -> Self {
         match i64::try_from(value) {
             Ok(value) => Self::Int(value),
-            // The upper half takes a ninth byte for the sign.
+            // The upper half of `u64` needs a ninth byte for the sign.
             Err(_) => Self::BigInt(u128::from(value).to_le_bytes()[..9].into()),
         }
     }
@@ -306,14 +308,14 @@ impl<T, X> Default for Dict<T, X> {
 }
 
 impl<T, X> Dict<T, X> {
-    /// The value of a text key.
+    /// Returns the value of a text key.
     pub fn get(&self, key: &str) -> Option<&Value<T, X>> {
         self.entries.iter().find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
     }
 }
 
 impl<T, X> Object<T, X> {
-    /// An object of `class`, made from nothing so far.
+    /// Returns an object of `class` without arguments.
     pub fn new(how: Construct, class: Symbol) -> Self {
         Self {
             how,
@@ -328,7 +330,7 @@ impl<T, X> Object<T, X> {
 }
 
 impl Symbol {
-    /// The name `name` of a module.
+    /// Returns the symbol for a name of a module.
     pub fn new(module: &str, name: &str) -> Self {
         Self { module: module.into(), name: name.into() }
     }
@@ -340,8 +342,8 @@ impl fmt::Display for Symbol {
     }
 }
 
-/// Sameness of data, not Python's `==`: floats by their bits (a NaN is itself, 0.0 is not -0.0), types by
-/// kind (1 is not 1.0), containers in order.
+/// Compares data, unlike Python's `==`: floats by their bits (a NaN equals itself, 0.0 differs from -0.0), types by
+/// variant (1 differs from 1.0), containers in order.
 impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T, X> {
     fn eq(&self, other: &Self) -> bool {
         let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();
@@ -360,7 +362,7 @@ impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T
                 items.len() == ints.len()
                     && items.iter().zip(ints.iter()).all(|(item, int)| item.as_i64() == Some(*int))
             }
-            // Python writes a set in the order of its hashes, which may differ from process to process.
+            // Python writes a set in hash order, which may differ between processes.
             (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
                 a == b || a.len() == b.len() && sorted(a) == sorted(b)
             }
@@ -400,7 +402,7 @@ impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Object<
 
 impl<T: Eq + fmt::Debug, X: Eq + fmt::Debug> Eq for Object<T, X> {}
 
-/// The items of a set in an order that does not depend on how they were written.
+/// Returns the items of a set in an order that does not depend on how they were written.
 fn sorted<V: fmt::Debug>(items: &[V]) -> Vec<String> {
     let mut texts: Vec<String> = items.iter().map(|item| format!("{item:?}")).collect();
     texts.sort_unstable();
@@ -425,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_have_no_order() {
+    fn sets_in_different_order_are_equal() {
         let set = |items: [i64; 2]| Value::Set(items.map(Value::Int).into());
         assert_eq!(set([1, 2]), set([2, 1]));
         assert_ne!(set([1, 2]), set([1, 3]));
@@ -433,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn prints_like_python() {
+    fn values_print_like_python() {
         let dict = Dict {
             entries: vec![(Value::Str("it's".into()), Value::Tuple(vec![Value::Float(1.0)]))],
             ..Dict::default()
@@ -446,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_named_and_shown_by_their_class() {
+    fn objects_print_with_their_class() {
         let state = Dict { entries: vec![(Value::Str("lr".into()), Value::Float(0.5))], ..Dict::default() };
         let class = Symbol::new("argparse", "Namespace");
         let mut namespace = Object::new(Construct::New, class);
@@ -459,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn printing_is_bounded() {
+    fn long_values_print_truncated() {
         let mut deep = Value::None;
         for _ in 0..250 {
             deep = Value::List(vec![deep]);

@@ -1,6 +1,6 @@
 //! DCP directories, which `torch.distributed.checkpoint.save` writes and torchtitan, accelerate, Lightning and others
-//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. The
-//! folder is read as a whole, one box at a time.
+//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. A
+//! folder is read as a whole, box by box.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Object, Objects, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::storage::{FileId, Files};
 
-/// The row of the table of formats.
+/// The row of DCP directories in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp",
     about: "PyTorch Distributed Checkpoint directory",
@@ -41,12 +41,12 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// Returns whether a file starts as pickles of protocol 2 and later do.
+/// Returns whether a file starts like a pickle of protocol 2 or later.
 fn is_pickle(head: &[u8], _len: u64) -> bool {
     head.first() == Some(&0x80)
 }
 
-/// Reads DCP directories.
+/// The reader of DCP directories.
 struct Reader;
 
 impl Read for Reader {
@@ -70,7 +70,7 @@ impl Read for Reader {
         if file.name != ".metadata" && !file.name.ends_with(".distcp") {
             return Ok(None);
         }
-        Err(Error::unsupported(format!("{}: one file of a DCP directory", file.path.display()), "give the directory"))
+        Err(Error::unsupported(format!("{} is one file of a DCP directory", file.path.display()), "give the directory"))
     }
 
     fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, _: DetectedFiles) -> Result<(Format, LoadedFolder)> {
@@ -87,7 +87,7 @@ impl Read for Reader {
     }
 }
 
-/// Writes DCP directories.
+/// The writer of DCP directories.
 struct Writer;
 
 impl WriteShards for Writer {

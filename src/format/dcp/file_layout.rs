@@ -1,4 +1,5 @@
-//! The files of a DCP directory as they grow, and the stretches that `.metadata` names.
+//! The data files of a DCP directory while they are laid out, and the byte ranges that `.metadata` records for their
+//! items.
 
 use std::collections::BTreeMap;
 
@@ -9,28 +10,34 @@ use crate::layout::Rank;
 use crate::storage::FileId;
 use torch_pickle::pickle::WriteError;
 
-/// A stretch of a data file, as `_StorageInfo` has it.
+/// A byte range of a data file, like `_StorageInfo` in PyTorch.
 #[derive(Clone, Copy)]
 pub struct StorageInfo {
     /// Index into the files of the reservation.
     pub file: u32,
+    /// The offset in the file, in bytes.
     pub offset: u64,
+    /// The length in bytes.
     pub len: u64,
 }
 
-/// The data files, and the contents of `.metadata`.
+/// The data files, and the content of `.metadata`.
 pub struct FileLayout<'a> {
+    /// The catalog of the tensors.
     pub source: &'a Catalog,
+    /// The tensors to write, in the order of the state dict.
     pub tensors: &'a [(Fqn, TensorId)],
+    /// The files laid out so far.
     pub reservation: Reservation,
     pub chunks: Vec<ChunkTable>,
-    /// For each tensor, where its chunks lie.
+    /// The locations of the chunks of each tensor.
     pub stored: Vec<Vec<StorageInfo>>,
     pub objects: BTreeMap<Fqn, StorageInfo>,
     archives: TensorArchives,
 }
 
 impl<'a> FileLayout<'a> {
+    /// Returns a layout without files.
     pub fn new(source: &'a Catalog, tensors: &'a [(Fqn, TensorId)]) -> Self {
         Self {
             source,
@@ -43,7 +50,7 @@ impl<'a> FileLayout<'a> {
         }
     }
 
-    /// One rank's file: objects first, as PyTorch has it.
+    /// Adds the file of one rank. Objects come first, as in PyTorch.
     pub fn file(
         &mut self,
         rank: Rank,

@@ -1,8 +1,8 @@
-//! Items that were located, as a measure for those that follow them.
+//! A cache of frames of located items, so that similar items are located faster.
 //!
-//! The items of a checkpoint have few frames: one for each dtype and shape of a chunk. So a thread keeps the last ones it
-//! met, and an item that has one of them is located without its directory and its pickle being read again. What is kept
-//! is bounded, and never changes a result (see [`Frame`]).
+//! The items of a checkpoint have few different frames: one for each dtype and shape of a chunk. So a thread keeps the
+//! most recent frames, and an item with one of them is located without reading its ZIP directory and its pickle again.
+//! The cache is bounded and never changes a result (see [`Frame`]).
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -15,7 +15,7 @@ use crate::layout::Dims;
 use crate::storage::{FileRange, Files};
 use torch_pickle::zip::Frame;
 
-/// Frames that a thread keeps: more than the shapes of a model have, a few kB each.
+/// The number of frames that a thread keeps: more than the number of shapes in a model. Each takes a few kB.
 const FRAMES: usize = 32;
 
 struct KnownRecords {
@@ -26,7 +26,7 @@ struct KnownRecords {
 
 #[derive(Default)]
 struct Frames {
-    /// The latest first.
+    /// The most recent frame first.
     known: VecDeque<KnownRecords>,
     buffer: Vec<u8>,
 }
@@ -35,7 +35,7 @@ thread_local! {
     static FRAMES_MET: RefCell<Frames> = RefCell::default();
 }
 
-/// Where the tensor of an item lies, if that is like one of those that were met.
+/// Returns the location of the tensor of an item, if the item has a cached frame.
 ///
 /// # Errors
 /// `Io`.
@@ -63,7 +63,7 @@ pub fn recall(files: &Files, stretch: FileRange, dtype: Dtype, sizes: &Dims) -> 
     })
 }
 
-/// Keep the frame of an item that was read in full.
+/// Caches the frame of an item that was read in full.
 pub fn remember(view: &View, frame: Frame) {
     FRAMES_MET.with_borrow_mut(|Frames { known, .. }| {
         known.truncate(FRAMES - 1);
@@ -83,7 +83,7 @@ mod tests {
     use crate::storage::IoMode;
     use torch_pickle::pickle::Unknown;
 
-    /// Two items of one frame, each with the tensor and the chunk it is of.
+    /// Returns two items with the same frame, each with its tensor and chunk.
     fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, FileRange); 2] {
         let mut met = HashMap::new();
         for entry in tensors {
@@ -96,12 +96,12 @@ mod tests {
                 }
             }
         }
-        panic!("two items are alike");
+        panic!("expected two items with the same frame");
     }
 
-    /// Whatever bit of an item is wrong: what was met before makes no difference to what is said of it.
+    /// Flips every bit of an item: the result must not depend on the items that were located before.
     #[test]
-    fn an_item_is_located_as_if_it_were_the_first() {
+    fn cached_frames_do_not_change_results() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");
         let folder = tempfile::tempdir().unwrap();
         for entry in std::fs::read_dir(source).unwrap() {
@@ -114,19 +114,19 @@ mod tests {
             let [first, (entry, chunk, stretch)] = alike(&catalog.tensors);
             let file = std::fs::File::options().write(true).open(files.path(stretch.file)).unwrap();
             let mut item = files.read(stretch.file, stretch.offset, stretch.len).unwrap();
-            let afresh = |fresh: bool| {
+            let locate_item = |in_new_thread: bool| {
                 let locate = || resolve(&files, entry, chunk, stretch).map_err(|error| error.to_string());
-                if fresh { std::thread::scope(|scope| scope.spawn(locate).join().unwrap()) } else { locate() }
+                if in_new_thread { std::thread::scope(|scope| scope.spawn(locate).join().unwrap()) } else { locate() }
             };
-            let meet = || resolve(&files, first.0, first.1, first.2).unwrap();
+            let locate_first = || resolve(&files, first.0, first.1, first.2).unwrap();
             let mut located = 0;
             for at in 0..item.len() {
                 for flip in [0x01, 0x80] {
                     item[at] ^= flip;
                     file.write_all_at(&item[at..=at], stretch.offset + at as u64).unwrap();
-                    meet();
-                    let found = afresh(false);
-                    assert_eq!(found, afresh(true), "byte {at}");
+                    locate_first();
+                    let found = locate_item(false);
+                    assert_eq!(found, locate_item(true), "byte {at}");
                     located += usize::from(found.is_ok());
                     item[at] ^= flip;
                     file.write_all_at(&item[at..=at], stretch.offset + at as u64).unwrap();
@@ -134,8 +134,8 @@ mod tests {
             }
             assert!(located > 0 && located < 2 * item.len());
             let sizes = entry.chunks.sizes(chunk as usize);
-            meet();
-            assert_eq!(recall(&files, stretch, entry.dtype, &sizes).unwrap(), afresh(true).ok());
+            locate_first();
+            assert_eq!(recall(&files, stretch, entry.dtype, &sizes).unwrap(), locate_item(true).ok());
         }
     }
 }

@@ -1,9 +1,12 @@
-//! The `.metadata` pickle, read into packed columns.
+//! Reads the `.metadata` pickle of a DCP directory into packed columns.
 //!
-//! A checkpoint of a million chunks has 68 opcodes and 143 bytes a chunk here, one of a hundred thousand small tensors
-//! 116 opcodes and 260 bytes a tensor; as trees of values these are far more. So tensors, chunks, index keys and storage
-//! places are folded into columns the moment they are built, and what they say of a name is handed out name by name.
-//! Nothing of meshes or placements is in it.
+//! A checkpoint of a million chunks has 68 opcodes and 143 bytes per chunk here; one of a hundred thousand small
+//! tensors has 116 opcodes and 260 bytes per tensor. Trees of values would take far more memory. So a visitor turns
+//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and
+//! the entries are then returned name by name. The pickle contains no meshes and no placements.
+//!
+//! Unit: offsets and lengths of items are bytes, offsets and sizes of chunks are elements. Source:
+//! `torch/distributed/checkpoint/metadata.py`.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,45 +24,56 @@ use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
 use torch_pickle::pickle::{self, Entries, Field, Fields, Pickle, Record, Ref, Row, Visitor};
 
-/// One `.metadata`.
+/// A decoded `.metadata` file.
 pub struct DcpMetadata<'a> {
     path: &'a Path,
     pickle: Pickle<'a>,
     columns: Columns,
 }
 
-/// What it says of one name.
+/// The metadata of one name.
 #[derive(Debug)]
 pub struct MetadataEntry {
+    /// The name.
     pub fqn: Fqn,
+    /// The path in the state dict.
     pub path: StatePath,
+    /// The content: a tensor or an object.
     pub kind: EntryKind,
 }
 
+/// The kind of an entry, with its metadata.
 #[derive(Debug)]
 pub enum EntryKind {
+    /// A tensor with its stored chunks.
     Tensor { dtype: Dtype, shape: Dims, chunks: Vec<StoredChunk> },
+    /// An object that is not a tensor, with its location if the metadata has one.
     Bytes(Option<StoredItem>),
 }
 
+/// A chunk of a tensor.
 #[derive(Debug)]
 pub struct StoredChunk {
+    /// The offsets of the chunk in the tensor, in elements.
     pub offsets: Dims,
+    /// The sizes of the chunk, in elements.
     pub sizes: Dims,
-    /// `None` where the metadata does not say where it lies.
+    /// `None` if the metadata has no location.
     pub stored: Option<StoredItem>,
 }
 
-/// A stretch of a data file.
+/// A byte range of a data file.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredItem {
     /// Index into [`Metadata::files`].
     pub path: u32,
+    /// The offset in the file, in bytes.
     pub offset: u64,
+    /// The length in bytes.
     pub len: u64,
 }
 
-/// Kinds of folded rows.
+/// The tables of rows.
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
@@ -68,24 +82,24 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// Dims of rows, one after the other; those that are equal are often there once.
+    /// The dims of all rows in sequence. Equal dims of consecutive rows are stored once.
     dims: Vec<u64>,
-    /// Offsets, and behind them as many sizes.
+    /// The position of the offsets of each chunk, followed by equally many sizes.
     chunks: Vec<DimsAt>,
-    /// Name and offset of each index key.
+    /// The name and the offset of each index key.
     indexes: Vec<(u32, Option<DimsAt>)>,
     infos: Vec<StoredItem>,
-    /// The dtype of each `TensorProperties`.
+    /// The dtype of each `TensorProperties` row.
     properties: Vec<u32>,
     tensors: Vec<TensorRow>,
-    /// The chunks of all tensors, as rows.
+    /// The chunks of all tensors, as row numbers.
     tensor_chunks: Vec<u32>,
     names: Interned,
     paths: Interned,
     dtypes: Interned,
 }
 
-/// Where dims lie among those of all rows.
+/// The position of dims in the dims of all rows.
 #[derive(Clone, Copy)]
 struct DimsAt {
     start: u64,
@@ -93,7 +107,7 @@ struct DimsAt {
 }
 
 impl DimsAt {
-    /// As many dims right behind these.
+    /// Returns the equally many dims that follow these.
     fn behind(self) -> Self {
         Self { start: self.start + u64::from(self.ndim), ..self }
     }
@@ -143,7 +157,7 @@ impl Columns {
         &self.dims[start..start + usize::from(at.ndim)]
     }
 
-    /// These dims, which often are those of the row before.
+    /// Stores dims, or reuses the dims of the previous row if they are equal, as they often are.
     fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
         before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
     }
@@ -188,7 +202,7 @@ impl Columns {
         Ok(Some(row(self.infos.len())))
     }
 
-    /// `TensorProperties`: a tuple whose first item is the dtype; instances of old versions have a dict.
+    /// Adds a `TensorProperties`: a tuple whose first item is the dtype. Instances of old versions have a dict.
     fn properties(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
         self.properties.push(self.dtypes.id(dtype));
@@ -214,13 +228,13 @@ impl Columns {
         (self.dims(offsets), self.dims(offsets.behind()))
     }
 
-    /// The offset of an index key.
+    /// Returns the offset of an index key.
     fn offset_at(&self, row: u32) -> Option<&[u64]> {
         self.indexes[row as usize].1.map(|at| self.dims(at))
     }
 }
 
-/// The row of a node that was folded as one of this kind.
+/// Returns the row of a node that the visitor turned into a row of this kind.
 fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
     node.row().filter(|row| row.kind == kind).map(|row| row.index)
 }
@@ -244,39 +258,40 @@ impl Visitor for Columns {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
             "_StorageInfo" => (INFO, self.info(state)?),
-            // Whatever is wrong with these is told with their name, which follows from where they are.
+            // An error in these objects is reported later together with their name, which depends on their position.
             "TensorProperties" => return Ok(self.properties(state).map(|row| Row { kind: PROPERTIES, index: row })),
             "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Row { kind: TENSOR, index: row })),
             _ => return Ok(None),
         };
         match row {
             Some(row) => Ok(Some(Row { kind, index: row })),
-            None => Err(format!("a {} without the fields it should have", class.1)),
+            None => Err(format!("a {} with missing fields", class.1)),
         }
     }
 }
 
 impl<'a> DcpMetadata<'a> {
-    /// Read one `.metadata` pickle.
+    /// Decodes one `.metadata` pickle.
     ///
     /// # Errors
-    /// `Malformed` naming the file.
+    /// `Malformed` with the file.
     pub fn decode(path: &'a Path, bytes: &'a [u8]) -> Result<Self> {
         let mut columns = Columns::default();
         let (pickle, _) = pickle::parse(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
         Ok(Self { path, pickle, columns })
     }
 
-    /// Names of data files, relative to the directory.
+    /// Returns the names of data files, relative to the directory.
     pub fn files(&self) -> Vec<&str> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once and in front
-    /// of what is taken.
+    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order
+    /// of the metadata. The next results are made while the previous ones are taken.
     ///
     /// # Errors
-    /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `make` and `take` give.
+    /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
+    /// `make` and `take`.
     pub fn entries<T: Send>(
         &self,
         make: impl Fn(MetadataEntry) -> Result<T> + Sync,
@@ -314,7 +329,7 @@ impl<'a> DcpMetadata<'a> {
         if let [only] = parts[..] {
             return take_all(vec![of_part(only)]);
         }
-        // What was made is taken while the next is.
+        // One thread takes results while the others make the next ones.
         let mut made = Vec::new();
         for parts in parts.chunks(2 * rayon::current_num_threads()) {
             let make = || parts.par_iter().copied().map(of_part).collect();
@@ -326,18 +341,18 @@ impl<'a> DcpMetadata<'a> {
     }
 }
 
-/// Where items lie, looked up by name and offset.
+/// The locations of items, looked up by name and offset.
 struct ItemPositions<'a> {
     columns: &'a Columns,
-    /// (index row, info row), by name; those of a name sorted by offset.
+    /// Pairs of (index row, info row), grouped by name. The items of a name are sorted by offset.
     rows: Vec<(u32, u32)>,
-    /// Where the rows of each name begin, and the end of the last.
+    /// The start of the rows of each name, and the end of the last name.
     starts: Vec<usize>,
 }
 
 /// The items of one name.
 struct Items<'a> {
-    /// `None` where no item has it.
+    /// `None` if no item has the name.
     name: Option<&'a Arc<str>>,
     rows: &'a [(u32, u32)],
 }
@@ -352,7 +367,7 @@ impl<'a> ItemPositions<'a> {
             };
             given.push((index, info));
         }
-        // Ranks list their items one after the other: by name first, then most are in order.
+        // Items come rank by rank. After grouping by name, most are already sorted.
         let name = |row: &(u32, u32)| columns.indexes[row.0 as usize].0 as usize;
         let mut starts = vec![0; columns.names.texts.len() + 1];
         given.iter().for_each(|row| starts[name(row) + 1] += 1);
@@ -367,13 +382,14 @@ impl<'a> ItemPositions<'a> {
             *place += 1;
         }
         for range in starts.windows(2) {
-            // Stable: of equal keys the last wins, as in a dict.
+            // The sort is stable: of equal keys the last one wins, as in a dict.
             rows[range[0]..range[1]].sort_by_key(|row| columns.offset_at(row.0));
         }
         Ok(Self { columns, rows, starts })
     }
 
-    /// The items of a name, which most likely is the `nth` that items have; the one after it is the next.
+    /// Returns the items of a name. The name is most likely the `nth` name of the items; the caller passes the number
+    /// for a fast lookup.
     fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
         let names = &self.columns.names.texts;
         let is_likely = |name: &&Arc<str>| ***name == *fqn;
@@ -383,7 +399,7 @@ impl<'a> ItemPositions<'a> {
         Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
     }
 
-    /// The place of one of the items of a name, which is most likely its `nth`.
+    /// Returns the location of an item of a name. The item is most likely the `nth`.
     fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
         let rows = items.rows;
         let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
@@ -397,16 +413,17 @@ impl<'a> ItemPositions<'a> {
     }
 }
 
-/// Names that a thread goes through at a time.
+/// The number of names that a thread converts at a time.
 const PART_NAMES: usize = 1 << 10;
 
-/// Steps of a path; a state dict is walked by recursion, so its depth has a bound.
+/// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
 const MAX_PATH: usize = 128;
 
-/// The path of each name as the planner kept it. Other planners keep other things there; without paths, names are keys.
+/// The path of each name, as the planner recorded it. Other planners record other data there; without paths, names are
+/// used as keys.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,
-    /// Made where they are not in the order of those who ask.
+    /// A lookup table, made only if names are requested in another order.
     by_name: OnceLock<HashMap<&'a str, usize, RandomState>>,
 }
 
@@ -415,7 +432,7 @@ impl<'a> Steps<'a> {
         Self { paths: planner_data.and_then(Ref::as_dict), by_name: OnceLock::new() }
     }
 
-    /// The path of a name, which most likely is the `nth`; the one after it is the next.
+    /// Returns the path of a name. The name is most likely the `nth`.
     fn of(&self, name: &str, nth: &mut usize) -> Option<Ref<'a>> {
         let paths = self.paths?;
         let by_name = || (0..).zip(paths).filter_map(|(nth, (key, _))| Some((key.as_str()?, nth))).collect();
@@ -426,7 +443,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// A path, whose keys are shared with those of other names, and with its own where it has one step.
+/// Returns a path. Its keys share memory with the keys of other paths, and with the FQN if the path has one key.
 fn state_path<'a>(
     path: &Path,
     fqn: &Fqn,
@@ -435,7 +452,7 @@ fn state_path<'a>(
 ) -> Result<StatePath> {
     let mut name = |step: Ref<'a>, text: &'a str| match step.is_shared() {
         _ if text == fqn.as_str() => fqn.into(),
-        // A planner names no key twice but as one object.
+        // A planner stores equal keys as one object.
         false => text.into(),
         true => Arc::clone(keys.entry(text).or_insert_with(|| text.into())),
     };
@@ -487,13 +504,16 @@ fn entry_kind(
     Ok(EntryKind::Tensor { dtype, shape, chunks })
 }
 
-/// What is wrong with a `TensorStorageMetadata` that was not folded.
+/// Returns the error of a `TensorStorageMetadata` that could not be turned into a row.
 fn unfit(path: &Path, fqn: &str, state: Option<Ref<'_>>) -> Error {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     let field = |name: &str| state.and_then(|state| state.get(name));
     let [properties, size, chunks] = ["properties", "size", "chunks"].map(field);
     let (Some(properties), Some(size), Some(chunks)) = (properties, size, chunks) else {
-        return malformed("TensorStorageMetadata with `properties`, `size` and `chunks`", String::from("less"));
+        return malformed(
+            "TensorStorageMetadata with `properties`, `size` and `chunks`",
+            String::from("missing fields"),
+        );
     };
     if row_of(properties, PROPERTIES).is_none() {
         return malformed("tensor properties with a dtype", properties.describe());

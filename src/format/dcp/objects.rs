@@ -1,5 +1,5 @@
-//! Where the objects of a DCP directory lie: what reading it looks at in data files. Items that are tensors are located
-//! when their data is wanted.
+//! The locations of the objects of a DCP directory: the parts of data files that are read as metadata. Tensor items
+//! are located later, when their data is needed.
 
 use std::path::Path;
 
@@ -14,18 +14,18 @@ use crate::format::torch::reader;
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 
-/// The class of what metadata says of an object; a pickle has its name in full, or none.
+/// The class of the metadata of an object. A pickle with objects contains this name in full.
 const OBJECT_CLASS: &str = "BytesStorageMetadata";
 
-/// The objects that the metadata files of a folder tell of. Data files are not looked at.
+/// Returns the objects that the metadata files of a folder list. Does not read data files.
 ///
 /// # Errors
-/// As reading metadata, where it tells of objects.
+/// The errors of reading metadata that lists objects.
 pub fn objects(folder: &Path) -> Result<Objects> {
     let mut found = Objects::new();
     for (_, path) in metadata_files(folder)? {
         let bytes = read_document(&path, pickle::MAX_BYTES)?;
-        // Metadata of many tensors alone is long, and reading the folder decodes it soon enough.
+        // Metadata without objects is skipped here: it can be long, and reading the folder decodes it anyway.
         if memmem::find(&bytes, OBJECT_CLASS.as_bytes()).is_none() {
             continue;
         }
@@ -41,7 +41,7 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Read objects as reading the directory does. Faults are for whoever reads that.
+/// Reads objects in the same way as the reader of the directory. Ignores damage, which that reader reports.
 pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
     let whole = files.len_bytes(file);
     for Object { fqn, offset, len } in objects {

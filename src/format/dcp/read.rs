@@ -1,4 +1,5 @@
-//! A DCP directory as a catalog.
+//! Reads a DCP directory into a catalog: the names, shapes and chunks of tensors from the metadata files, and the
+//! objects from the data files. Source: `torch/distributed/checkpoint/filesystem.py`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,11 +20,11 @@ use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, DecodeError, Unknown};
 
-/// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
-/// collectives. The rank of a `.metadata` is that of its writer, 0.
+/// Returns the metadata files of a directory: `.metadata`, or the `__R.metadata` of each rank of a save without
+/// collectives. The rank of `.metadata` is 0, the rank that writes it.
 ///
 /// # Errors
-/// `Io` where the directory cannot be listed.
+/// `Io` if the directory cannot be listed.
 pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
     let whole = folder.join(".metadata");
     if lookup::is_file(&whole)? {
@@ -41,10 +42,10 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
     Ok(ranks)
 }
 
-/// The length of a metadata file that may be read; a sparse file may claim any.
+/// Checks the length of a metadata file before it is read, because a sparse file can have any length.
 ///
 /// # Errors
-/// `Malformed` where it is longer than any pickle.
+/// `Malformed` if the file is longer than the longest pickle.
 fn check_len(path: &Path, len: u64) -> Result<u64> {
     if len <= pickle::MAX_BYTES {
         return Ok(len);
@@ -53,28 +54,28 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
     Err(Error::malformed(path, "content", expected, format!("{len} bytes")))
 }
 
-/// What one name stands for, all metadata files together.
+/// The content of one name, merged from all metadata files.
 enum NamedSlot {
     Tensor(TensorId),
-    /// One place, or one a rank where it was saved without collectives.
+    /// One location, or one per rank of a save without collectives.
     Object(Vec<(Rank, FileRange)>),
 }
 
-/// Read a DCP directory.
+/// Reads a DCP directory.
 ///
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut slots: Vec<(Fqn, StatePath, NamedSlot)> = Vec::new();
-    // Those of the metadata files before.
+    // The names of the previous metadata files.
     let mut known: HashMap<Fqn, usize, RandomState> = HashMap::default();
     let mut before = 0;
     for (rank, path) in metadata_files(folder)? {
         known.extend((before..).zip(&slots[before..]).map(|(at, (fqn, ..))| (fqn.clone(), at)));
         before = slots.len();
         let file = files.add(&path)?;
-        // Not from a mapping: a decoded text must not change when another process writes the file.
+        // The file is not memory-mapped: decoded text must not change if another process writes the file.
         let len = check_len(&path, files.len_bytes(file))?;
         let bytes = files.read(file, 0, len)?;
         let metadata = DcpMetadata::decode(&path, &bytes)?;
@@ -92,7 +93,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
                 slots.push((fqn, state_path, slot));
                 return Ok(());
             };
-            // Another rank's part, of a save without collectives.
+            // The part of another rank, of a save without collectives.
             match (&mut slots[*at].2, content) {
                 (NamedSlot::Tensor(id), NameContent::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
@@ -117,19 +118,19 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
             },
         };
         let inserted = state.insert(&path, value);
-        inserted.map_err(|found| Error::malformed(folder, fqn.as_str(), "a path of its own", found))?;
+        inserted.map_err(|found| Error::malformed(folder, fqn.as_str(), "a unique path", found))?;
     }
     catalog.state = state.finish().map_err(|found| Error::malformed(folder, "planner_data", "a state dict", found))?;
     Ok(catalog)
 }
 
-/// What a metadata file has under a name.
+/// The entry of a name in one metadata file.
 enum NameContent {
     Tensor(TensorEntry),
     Object(FileRange),
 }
 
-/// A metadata file and the data files it names.
+/// A metadata file and the data files that it names.
 struct MetadataFile<'a> {
     path: &'a Path,
     data_files: Vec<FileId>,
@@ -138,7 +139,9 @@ struct MetadataFile<'a> {
 impl MetadataFile<'_> {
     fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<NameContent> {
         match kind {
-            EntryKind::Bytes(None) => Err(Error::malformed(self.path, fqn.as_str(), "a place in storage_data", "none")),
+            EntryKind::Bytes(None) => {
+                Err(Error::malformed(self.path, fqn.as_str(), "a location in storage_data", "none"))
+            }
             EntryKind::Bytes(Some(stored)) => Ok(NameContent::Object(self.stretch(files, fqn, stored)?)),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let mut entry = TensorEntry::new(fqn.clone(), dtype, shape);
@@ -168,17 +171,17 @@ impl MetadataFile<'_> {
             Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),
             None if region.is_empty() => FileLocation::Empty,
             None => {
-                let expected = format!("a place in storage_data for the chunk at {region}");
+                let expected = format!("a location in storage_data for the chunk at {region}");
                 return Err(Error::malformed(self.path, entry.fqn.as_str(), expected, "none"));
             }
         };
-        // An empty chunk may be stored, but there is nothing in it to read.
+        // An empty chunk may be stored, but it contains nothing to read.
         let location = if region.is_empty() { FileLocation::Empty } else { place };
         entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None });
         Ok(())
     }
 
-    /// Where an item lies; it must lie inside its file.
+    /// Returns the location of an item and checks that it is inside its file.
     fn stretch(&self, files: &Files, fqn: &Fqn, stored: StoredItem) -> Result<FileRange> {
         let file = self.data_files[stored.path as usize];
         let len = files.len_bytes(file);
@@ -193,13 +196,13 @@ impl MetadataFile<'_> {
     }
 }
 
-/// The data files that a metadata file names; all must be there.
+/// Adds the data files that a metadata file names. All of them must exist.
 fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetadata<'_>) -> Result<Vec<FileId>> {
     let paths = files_beside(metadata_path, "storage_data", &metadata.files())?;
     paths.into_iter().map(|path| files.add(path)).collect()
 }
 
-/// Add another rank's chunks of a tensor.
+/// Adds the chunks of another rank to a tensor.
 fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> {
     if (known.dtype, &known.shape) != (more.dtype, &more.shape) {
         let expected = format!("{} {:?} as in other ranks' metadata", known.dtype, known.shape.as_slice());
@@ -210,7 +213,7 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// A value that is not a tensor, from every rank that stores it; `None` where it is left out.
+/// Reads a value that is not a tensor from every rank that stores it. Returns `None` if the value is left out.
 fn read_objects(
     files: &Files,
     places: &[(Rank, FileRange)],
@@ -232,7 +235,7 @@ fn read_objects(
     Ok(holdings.pop().map(|agreed| agreed.value))
 }
 
-/// One stored value. Tensors inside it (in a tuple, say) become entries of their own.
+/// Reads one stored value. Tensors inside it, for example in a tuple, become separate entries.
 fn read_object(
     files: &Files,
     stretch: FileRange,
@@ -270,10 +273,10 @@ fn read_object(
     Ok(Some(contents.value))
 }
 
-/// Where the tensor of an item lies: its own pickle and directory tell.
+/// Locates the tensor of an item by the ZIP directory and the pickle of the item.
 ///
 /// # Errors
-/// `Malformed` where the item is not the chunk that the metadata describes.
+/// `Malformed` if the item is not the chunk that the metadata describes.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRange) -> Result<StridedLocation> {
     let sizes = entry.chunks.sizes(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {

@@ -1,9 +1,9 @@
-//! Laying out a DCP directory for a target mesh: `__R_0.distcp` a rank, `.metadata` over all.
+//! Lays out a DCP directory for a target mesh: one `__R_0.distcp` per rank, and `.metadata` for all of them.
 //!
-//! A tile that several ranks hold is written once, by the one of them with the least bytes so far, then the lowest
-//! rank. A tile that is more than one box is written as its boxes, since the format knows boxes only.
+//! A tile that several ranks have is written once, by the rank with the fewest bytes so far, or by the lowest of
+//! several such ranks. A tile of more than one box is written as separate boxes, since the format has only boxes.
 //!
-//! There may be millions of boxes: until all are placed, each costs its bounds and two numbers.
+//! There may be millions of boxes: until all are assigned, each takes only its bounds and two numbers.
 
 use std::collections::BTreeMap;
 
@@ -21,10 +21,10 @@ use crate::layout::{Rank, Region, Tile};
 /// The distinct tiles of a tensor in the target layout.
 pub type Shards = Vec<HeldTile>;
 
-/// Lay out `state` on the ranks that `shards` gives for each tensor.
+/// Lays out `state` on the ranks that `shards` returns for each tensor.
 ///
 /// # Errors
-/// `Unsupported` where two paths have the same dotted name or an object cannot be pickled.
+/// `Unsupported` if two paths have the same dotted name or an object cannot be pickled.
 pub fn reserve(
     source: &Catalog,
     state: &Value,
@@ -32,12 +32,12 @@ pub fn reserve(
 ) -> Result<Reservation> {
     if !matches!(state, Value::Dict(_)) {
         return Err(Error::unsupported(
-            format!("the top of the checkpoint is a {}; that of a DCP checkpoint must be a dict", state.type_name()),
+            format!("the top level of the checkpoint is a {}, but a DCP checkpoint must be a dict", state.type_name()),
             "save it again as a dict, or write a torch file with `dtshard unshard`",
         ));
     }
     let leaves = path::leaves(state);
-    // DCP could not tell two paths of the same dotted name apart.
+    // DCP cannot distinguish two paths with the same dotted name.
     let names: Vec<Fqn> = leaves.iter().map(|(path, _)| path.fqn()).collect();
     distinct_names(names.iter().map(Fqn::as_str), &[])?;
     let mut assignment = Assignment::default();
@@ -58,7 +58,7 @@ pub fn reserve(
                     }
                 }
                 if entry.numel() == 0 {
-                    // PyTorch stores a chunk of an empty tensor, too.
+                    // PyTorch stores a chunk of an empty tensor as well.
                     assignment.push(Rank(0), 0, &Region::whole(&entry.shape));
                 }
                 tensors.push((fqn, *id));
@@ -66,7 +66,7 @@ pub fn reserve(
         }
     }
     if !objects.is_empty() {
-        // Objects are the same on all ranks: any rank will do.
+        // Objects are equal on all ranks, so any rank can write them.
         assignment.of_rank.entry(OBJECTS_OF).or_default();
     }
     let Assignment { boxes, of_rank } = assignment;
@@ -81,19 +81,19 @@ pub fn reserve(
 /// The rank that writes objects.
 const OBJECTS_OF: Rank = Rank(0);
 
-/// Which rank writes what.
+/// The assignment of boxes to ranks.
 #[derive(Default)]
 struct Assignment {
-    /// All boxes of each tensor, whose places are not known yet.
+    /// All boxes of each tensor. Their locations are not known yet.
     boxes: Vec<ChunkTable>,
     of_rank: BTreeMap<Rank, RankLoad>,
 }
 
-/// What a rank writes.
+/// The boxes that a rank writes.
 #[derive(Default)]
 struct RankLoad {
     bytes: u64,
-    /// By tensor, and by its number in the table.
+    /// Pairs of a tensor and the number of a box in the table of that tensor.
     boxes: Vec<(u32, u32)>,
 }
 
@@ -103,10 +103,10 @@ impl Assignment {
             return *only;
         }
         let load = |rank: &Rank| self.of_rank.get(rank).map_or(0, |load| load.bytes);
-        *ranks.iter().min_by_key(|rank| (load(rank), **rank)).expect("every tile is held by a rank")
+        *ranks.iter().min_by_key(|rank| (load(rank), **rank)).expect("every tile is on a rank")
     }
 
-    /// Give a rank a box of the last tensor.
+    /// Assigns a box of the last tensor to a rank.
     fn push(&mut self, rank: Rank, bytes: u64, region: &Region) {
         let number = |len: usize| u32::try_from(len).expect("fewer than 2^32 tensors, and chunks of each");
         let tensor = number(self.boxes.len() - 1);
@@ -118,7 +118,7 @@ impl Assignment {
     }
 }
 
-/// Adds `.metadata` to the files, and gives all of them.
+/// Adds `.metadata` to the files and returns all of them.
 fn finish(mut layout: FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Reservation {
     let mut file = OutputFile::new(".metadata");
     file.push_header(write_metadata::pickle(&layout, leaves));

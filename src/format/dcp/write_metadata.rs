@@ -1,11 +1,11 @@
-//! The `.metadata` pickle, written: protocol 2, as every reader takes it.
+//! Writes the `.metadata` pickle in protocol 2, which every reader accepts.
 //!
-//! A job of 16,384 ranks has millions of chunks, and each is three objects of the same classes with the same fields in
-//! the same files. What repeats (classes, names of fields, FQNs, names of files, the sizes of the chunk before) is
-//! written once and fetched from the memo, as CPython does for objects that are one: some 80 bytes a chunk instead of
-//! 400. The order of tensors and chunks is that of the files, so equal checkpoints are equal pickles.
+//! A job of 16,384 ranks has millions of chunks. Each chunk is three objects of the same classes with the same fields
+//! in the same files. Repeated values (classes, field names, FQNs, file names, the sizes of the previous chunk) are
+//! written once and then fetched from the memo, as CPython does for identical objects: about 80 bytes per chunk
+//! instead of 400. Tensors and chunks are in the order of the files, so equal checkpoints have equal pickles.
 //!
-//! Counts elements; offsets and lengths of items are bytes. Source: `torch/distributed/checkpoint/metadata.py`.
+//! Unit: elements; offsets and lengths of items are bytes. Source: `torch/distributed/checkpoint/metadata.py`.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -17,6 +17,7 @@ use crate::format::torch::write_sizes;
 use crate::layout::Dims;
 use torch_pickle::pickle::{Writer, append_all, set_all};
 
+/// Returns the `.metadata` pickle of a layout. `leaves` are the tensors and objects of the state dict.
 pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<u8> {
     let mut names = layout.tensors.iter().map(|(fqn, _)| fqn).enumerate();
     let mut out = MetadataPickle::default();
@@ -54,7 +55,8 @@ pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<
             out.info(layout, stored);
         });
     }
-    // The id that ties data files to their save is random in PyTorch; here equal checkpoints are equal files.
+    // PyTorch writes a random id that links data files to their save. Here the id is a hash, so that equal checkpoints
+    // have equal files.
     let hash = blake3::hash(out.writer.written()).to_hex();
     let save_id = [&hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32]].join("-");
     out.text("storage_meta");
@@ -67,20 +69,20 @@ pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<
     out.writer.finish()
 }
 
-/// The pickle under way.
+/// The pickle that is being written.
 #[derive(Default)]
 struct MetadataPickle {
     writer: Writer,
-    /// What is in the memo.
+    /// The memo entries by value.
     texts: HashMap<String, u32>,
     classes: HashMap<(&'static str, &'static str), u32>,
     last_sizes: Option<(Dims, u32)>,
-    /// The next number in the memo.
+    /// The next memo index.
     next: u32,
 }
 
 impl MetadataPickle {
-    /// Remember the value on top.
+    /// Stores the value on top of the stack in the memo.
     fn put(&mut self) -> u32 {
         let number = self.next;
         self.writer.put(number);
@@ -120,7 +122,7 @@ impl MetadataPickle {
         self.writer.tuple(1).reduce();
     }
 
-    /// The sizes of a chunk: nearly always those of the one before.
+    /// Writes the sizes of a chunk, which nearly always equal the sizes of the previous chunk.
     fn sizes(&mut self, sizes: &Dims) {
         if let Some((_, known)) = self.last_sizes.as_ref().filter(|(last, _)| last == sizes) {
             self.writer.get(*known);
@@ -162,7 +164,8 @@ impl MetadataPickle {
         self.writer.setitems().build();
     }
 
-    /// The tuple of five that readers of every version take; 2.15's sixth item breaks the older ones.
+    /// Writes the tuple of five items that readers of every version accept. The sixth item of 2.15 breaks older
+    /// readers.
     fn properties(&mut self, dtype: Dtype) {
         self.instance("TensorProperties");
         let writer = self.writer.mark().global("torch", dtype.torch_name());
@@ -172,7 +175,7 @@ impl MetadataPickle {
         writer.boolean(false).tuple(5).build();
     }
 
-    /// A key of `storage_data`: position and offsets of a tensor's chunk; an object has none.
+    /// Writes a key of `storage_data`: the index and the offsets of a chunk. The key of an object has neither.
     fn index(&mut self, fqn: &Fqn, chunk: Option<(usize, &Dims)>) {
         self.instance("MetadataIndex");
         self.writer.empty_dict().mark();

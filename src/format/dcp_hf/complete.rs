@@ -1,4 +1,5 @@
-//! Complete sets: a file for each rank that has anything of a file of the whole.
+//! Checks that a set of shards is complete: every rank that has a part of a file of the whole checkpoint has a shard
+//! of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,18 +12,18 @@ use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
-/// What to say where missing shards may have been empty.
+/// The hint for missing shards that may have been empty.
 const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the \
-                            tensors they name: options::allow_missing goes on without the missing ones";
+                            tensors they name; to continue without the missing shards, use options::allow_missing";
 
-/// What to say where no rank has anything of one of the files.
-const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
-                             options::allow_missing goes on without them";
+/// The hint for files of which no rank has a shard.
+const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \
+                             continue without them, use options::allow_missing";
 
-/// Returns the ranks and files that are missing by the names of the shards in a folder.
+/// Returns the missing ranks and files, judged by the names of the shards in a folder.
 ///
 /// # Errors
-/// `Conflict` where files belong to different saves, `Malformed` where numbers are beyond the total.
+/// `Conflict` if files belong to different saves, `Malformed` if a number exceeds the total.
 pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<Shortfall>> {
     let mut ranks = BTreeMap::new();
     let mut totals = BTreeMap::new();
@@ -44,7 +45,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
             what: "the number of files",
             between: String::from("names of shards"),
             detail: format!("some are of {first}, others of {last}"),
-            hint: Some(String::from("the files are of two saves: move those of one of them into another folder")),
+            hint: Some(String::from("the files belong to two saves: move the files of one save into another folder")),
         }));
     }
     let total = totals.last_key_value().map_or(0, |(total, _)| *total);
@@ -89,15 +90,15 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))
 }
 
-/// Returns the shortfall of a shard that is given alone.
+/// Returns the shortfall for a single shard that is given as SRC.
 ///
 /// # Errors
-/// `Io` where the folder that it is in cannot be listed.
+/// `Io` if the folder of the shard cannot be listed.
 pub fn lone_shard(path: &Path) -> Result<Shortfall> {
     let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
     let error = Error::usage(
         format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
-        "give the folder, which has all of them",
+        "give the folder that contains all shards",
     );
     let (folder, own) = (folder_of(path), name_of(path));
     let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();

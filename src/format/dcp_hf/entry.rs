@@ -1,5 +1,5 @@
-//! Shards of DCP's Hugging Face storage, which `HuggingFaceStorageWriter` of PyTorch writes: safetensors files that hold
-//! boxes of tensors. All shards of a folder are read together, one box at a time.
+//! Shards of DCP's Hugging Face storage, which `HuggingFaceStorageWriter` of PyTorch writes: safetensors files that
+//! contain boxes of tensors. All shards of a folder are read together, box by box.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, safetensors, sets};
 use crate::storage::IoMode;
 
-/// The row of the table of formats.
+/// The row of Hugging Face shards in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp-hf",
     about: "shards of DCP's Hugging Face storage",
@@ -24,7 +24,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // Those of safetensors.
+    // The known files are those of safetensors.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Boxes,
@@ -38,7 +38,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// Reads the shards.
+/// The reader of shards.
 struct Reader;
 
 impl Read for Reader {
@@ -65,7 +65,7 @@ impl Read for Reader {
     }
 }
 
-/// Writes the shards.
+/// The writer of shards.
 struct Writer;
 
 impl WriteShards for Writer {

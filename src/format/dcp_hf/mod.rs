@@ -1,11 +1,11 @@
-//! DCP's Hugging Face storage: safetensors files that hold boxes of tensors, a file for each rank that has any.
+//! DCP's Hugging Face storage: safetensors files that contain boxes of tensors, one file per rank that has any.
 //!
 //! ```text
 //! shard-00001-model-00001-of-00001.safetensors  shard-00002-model-00001-of-00001.safetensors  ...
 //! ```
 //!
-//! `DCP_SHARDING_INFO` in the `__metadata__` of a file gives the offsets of its boxes. Shapes of whole tensors are stored
-//! nowhere. `safetensors/sharding.rs` reads the boxes.
+//! `DCP_SHARDING_INFO` in the `__metadata__` of a file gives the offsets of its boxes. The shapes of whole tensors are
+//! not stored. `safetensors/sharding.rs` reads the boxes.
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py`, `_hf_utils.py` and `_dedup_save_plans.py` (2.15).
 

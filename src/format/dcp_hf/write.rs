@@ -1,11 +1,11 @@
-//! Laying out shards for a target mesh: a safetensors file for each rank that owns anything.
+//! Lays out Hugging Face shards for a target mesh: one safetensors file per rank that owns data.
 //!
-//! Which rank writes a part that several hold is decided as PyTorch decides it (`dedup_save_plans`): parts are taken in
-//! the order of the first rank that holds them, and each goes to the rank with the least bytes so far, then to the lowest.
-//! Of empty parts, which uneven dims leave to the last ranks, one is recorded, as in PyTorch. Within a file, data is in
-//! the order of the reference writer of safetensors.
+//! The writer of a part that several ranks have is chosen as in PyTorch (`dedup_save_plans`): parts are processed in
+//! the order of the first rank that has them, and each goes to the rank with the fewest bytes so far, or to the lowest
+//! of several such ranks. Of the empty parts, which uneven splits leave to the last ranks, one is recorded, as in
+//! PyTorch. Within a file, data is in the order of the reference writer of safetensors.
 //!
-//! A gap in the numbers of shards means a lost file. So ranks that have nothing to write, and no file, are not counted.
+//! A gap in the shard numbers means a lost file. So ranks without data, which have no file, get no number.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -25,10 +25,10 @@ use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, WrittenTensor, wri
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 
-/// The version that PyTorch writes, and does not look at.
+/// The version that PyTorch writes and does not check.
 const DCP_VERSION: &str = "1.0";
 
-/// Tags of safetensors, in the order in which the reference writer has tensors.
+/// The dtype tags of safetensors, in the order in which the reference writer sorts tensors.
 const TAGS: [&str; 19] = [
     "U64",
     "I64",
@@ -51,18 +51,18 @@ const TAGS: [&str; 19] = [
     "F4",
 ];
 
-/// A part of a tensor, and the ranks that hold it.
+/// A part of a tensor, and the ranks that have it.
 struct ShardPart {
     tensor: usize,
     region: Region,
     ranks: SmallVec<[Rank; 4]>,
 }
 
-/// Lays out the tensors of `state` on the ranks that `layouts` gives for each. Objects are left out.
+/// Lays out the tensors of `state` on the ranks that `layouts` returns for each. Objects are left out.
 ///
 /// # Errors
-/// `Unsupported` where two paths have the same dotted name, a rank has more than one box of a tensor, or the format has no
-/// tag for a dtype; the errors of `layouts`.
+/// `Unsupported` if two paths have the same dotted name, a rank has more than one box of a tensor, or the format has
+/// no tag for a dtype; the errors of `layouts`.
 pub fn reserve(source: &Catalog, state: &Value, layouts: &mut dyn Layouts) -> Result<Reservation> {
     let mut paths: Vec<(Path, TensorId)> = Vec::new();
     path::tensors(state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
@@ -87,7 +87,8 @@ pub fn reserve(source: &Catalog, state: &Value, layouts: &mut dyn Layouts) -> Re
     Ok(reservation)
 }
 
-/// Returns a tile as a box. An empty one begins where PyTorch has it begin: at the end of the dims that are used up.
+/// Returns a tile as a box. An empty box starts where PyTorch places it: at the end of the dimensions that are used
+/// up.
 fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     if tile.is_empty() {
         return Ok(Region::new(tile.global_offsets(shape), tile.sizes()));
@@ -95,23 +96,23 @@ fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     tile.as_region().ok_or_else(|| {
         Error::unsupported(
             format!(
-                "{fqn}: a rank would hold {} boxes of it, and a dcp-hf file has one of each tensor",
+                "{fqn}: a rank would have {} boxes of it, but a dcp-hf file stores one box per tensor",
                 tile.regions().count()
             ),
-            "write a DCP directory (options::to dcp), which has a place for each box",
+            "write a DCP directory (options::to dcp), which stores every box",
         )
     })
 }
 
-/// Divides parts among the ranks that hold them. The parts of a rank are in the order of the state dict.
+/// Divides parts among the ranks that have them. The parts of a rank are in the order of the state dict.
 fn by_writer(mut parts: Vec<ShardPart>, tensors: &[Reserved]) -> BTreeMap<Rank, Vec<ShardPart>> {
     parts.sort_by_key(|part| (part.ranks.first().copied(), part.tensor));
     let mut bytes: BTreeMap<Rank, u64> = BTreeMap::new();
     let mut written: BTreeMap<Rank, Vec<ShardPart>> = BTreeMap::new();
     for part in parts {
         let load = |rank: &&Rank| (bytes.get(rank).copied().unwrap_or(0), **rank);
-        let writer = *part.ranks.iter().min_by_key(load).expect("every part is held by a rank");
-        // PyTorch counts an empty part as a byte.
+        let writer = *part.ranks.iter().min_by_key(load).expect("every part is on a rank");
+        // PyTorch counts an empty part as one byte.
         *bytes.entry(writer).or_default() += len_bytes(&part, tensors).max(1);
         written.entry(writer).or_default().push(part);
     }
@@ -169,7 +170,7 @@ fn order_of(dtype: Dtype) -> usize {
     TAGS.iter().position(|known| Some(*known) == tag).unwrap_or(TAGS.len())
 }
 
-/// Returns the offsets of the parts of a file, as `json.dumps` spells them.
+/// Returns the offsets of the parts of a file, formatted like `json.dumps`.
 fn sharding_info(parts: &[ShardPart], tensors: &[Reserved]) -> String {
     let mut text = String::from("{");
     for (index, part) in parts.iter().enumerate() {
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_those_of_pytorchs_writer() {
+    fn headers_equal_those_of_pytorch() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/dcp_hf/shards");
         let reservation = reserve_like_fixture();
         assert_eq!(reservation.files.len(), 3);
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_parts_have_no_place() {
+    fn empty_parts_have_no_data() {
         let reservation = reserve_like_fixture();
         let few = reservation.tensors.iter().find(|tensor| tensor.entry.fqn.as_str() == "model.few.weight").unwrap();
         assert_eq!([0, 1, 2].map(|index| few.file_offset(index).is_some()), [true, true, false]);

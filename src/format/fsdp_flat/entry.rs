@@ -1,8 +1,8 @@
-//! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`: one file
-//! a rank, with that rank's part of each flat parameter. A series of rank files is read as a whole.
+//! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`: one
+//! file per rank, with the shard of that rank of each flat parameter. A series of rank files is read as a whole.
 //!
-//! `flatten` writes this format without a trait: its writer takes units and orders of parameters, not a layout for each
-//! tensor.
+//! `flatten` writes this format without a writer trait: its writer needs units and orders of parameters rather than a
+//! layout for each tensor.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, TensorStorage};
 use crate::format::torch::entry::RankReader;
 
-/// The row of the table of formats.
+/// The row of flat rank files in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "fsdp-flat",
     about: "the same with FSDP1's flat parameters",
@@ -39,7 +39,8 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// Reads rank files. They are found as those of torch.save, and flat parameters show when they are read.
+/// The reader of flat rank files. They are detected as torch.save rank files, and flat parameters are found when the
+/// files are read.
 struct Reader;
 
 impl Read for Reader {

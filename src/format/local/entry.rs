@@ -1,5 +1,6 @@
-//! dtshard's own format for programs without DTensors: a safetensors file of what each rank holds, and `layout.json` with
-//! meshes, placements and objects. All files of a folder are read together, by that document.
+//! dtshard's own format for programs without DTensors: one safetensors file per rank with the local tensors of that
+//! rank, and `layout.json` with meshes, placements and objects. All files of a folder are read together, as that
+//! document describes them.
 
 use std::path::Path as FilePath;
 
@@ -15,7 +16,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::entry::read_parts;
 
-/// The row of the table of formats.
+/// The row of local tensors in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "local",
     about: "plain safetensors of what each rank holds, and `layout.json`",
@@ -24,7 +25,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The files of ranks are those of safetensors.
+    // The rank files are known as safetensors files.
     known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,
@@ -38,7 +39,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// Reads rank files by their document.
+/// The reader of rank files with `layout.json`.
 struct Reader;
 
 impl Read for Reader {
@@ -69,7 +70,7 @@ impl Read for Reader {
     }
 }
 
-/// Writes rank files and their document.
+/// The writer of rank files and their `layout.json`.
 struct Writer;
 
 impl WriteShards for Writer {

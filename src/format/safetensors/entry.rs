@@ -1,6 +1,6 @@
-//! safetensors, which Hugging Face libraries write and most loaders read: named whole tensors, without nesting and without
-//! objects, in one file or in a folder of files with an index. Files are read each by itself, or the set that an index
-//! names.
+//! safetensors, which Hugging Face libraries write and most loaders read: named whole tensors, without nesting and
+//! without objects, in one file or in a folder of files with an index. The reader takes a single file, or the set of
+//! files that an index names.
 
 use std::path::{Path, PathBuf};
 
@@ -19,10 +19,10 @@ use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, local, sets};
 use crate::storage::{FileId, Files, IoMode, lookup};
 
-/// The suffix of its files.
+/// The suffix of safetensors files.
 const SUFFIX: &str = "safetensors";
 
-/// The row of the table of formats.
+/// The row of safetensors in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "safetensors",
     about: "one file, or a folder with its index",
@@ -47,12 +47,12 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: Some(&Writer),
 };
 
-/// Reads one file, or the files of a folder.
+/// The reader of one file, or of the files of a folder.
 struct Reader;
 
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
-        // Hubs keep other sets beside the one that transformers loads: `consolidated.safetensors.index.json`.
+        // Hubs store other sets beside the set that transformers loads: `consolidated.safetensors.index.json`.
         if let Some(name) =
             main_index(listing.names.iter().filter(|name| is_index_of(name, Format::Safetensors)), INDEX_NAME)
         {
@@ -113,10 +113,10 @@ impl Read for Reader {
     }
 }
 
-/// Reads files that each hold what one rank has, by their names.
+/// Reads files that each contain the shards of one rank. The file names give the ranks.
 ///
 /// # Errors
-/// `Usage` where names do not tell ranks; as reading the files.
+/// `Usage` if names do not contain ranks; the errors of reading the files.
 pub fn read_parts(reading: &mut ReadFindings<'_>, path: &Path, paths: &[PathBuf]) -> Result<(Format, LoadedFolder)> {
     let is_folder = lookup::is_folder(path)?;
     let Some(set) = group(path, paths)?.rank_files.filter(|_| is_folder) else {
@@ -124,12 +124,12 @@ pub fn read_parts(reading: &mut ReadFindings<'_>, path: &Path, paths: &[PathBuf]
     };
     let chosen = reading.choose(set)?;
     let mut loaded = chosen.read_with(reading.options, &mut |of_ranks| ranks::read(&mut reading.files, of_ranks))?;
-    // Names of these are none for torch files.
+    // The names of safetensors series are not usable for torch files.
     loaded.parts.iter_mut().for_each(|part| part.name_pattern = None);
     Ok((Format::Safetensors, loaded))
 }
 
-/// Writes one file, or a folder of files with an index.
+/// The writer of one file, or of a folder of files with an index.
 struct Writer;
 
 impl WriteWhole for Writer {

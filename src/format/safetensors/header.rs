@@ -1,7 +1,7 @@
-//! The header of one safetensors file: JSON that says where each tensor lies, checked against the file.
+//! The header of a safetensors file: JSON with the location of each tensor, checked against the file.
 //!
-//! Offsets are bytes. Invariant of what is given out: the tensors tile the data, in their order, and have dtypes that
-//! PyTorch has.
+//! Unit: offsets are bytes. Invariant of a returned [`Header`]: the tensors tile the data in order, without holes, and
+//! have dtypes that PyTorch has. Source: `safetensors/src/tensor.rs`.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -20,24 +20,25 @@ use crate::format::MAX_RANDOM_STATE_BYTES;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
-/// Headers beyond this are refused by the reference reader, too.
+/// The maximum header length. The reference reader refuses longer headers as well.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 const METADATA: &str = "__metadata__";
 
-/// More than tensors have.
+/// The maximum number of dims, more than real tensors have.
 const MAX_DIMS: usize = 64;
 
-/// Entries of `__metadata__`: names of tied tensors, and a few words of its writer. Each takes memory, however short.
+/// The maximum number of entries of `__metadata__`: names of tied tensors and a few notes of the writer. Every entry
+/// takes memory, even a short one.
 const MAX_NOTES: usize = 1 << 20;
 
-/// Returns whether a file starts with the length of a header that fits into it, and a JSON object.
+/// Returns whether a file starts with a header length that fits into the file, followed by a JSON object.
 pub fn starts_with_header(head: &[u8], len: u64) -> bool {
     let Some(Ok(header)) = head.get(..8).map(<[u8; 8]>::try_from) else { return false };
     head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
 }
 
-/// Reads the header of a file, and the states of random number generators in it. Ignores damage.
+/// Reads the header of a file, and the states of random number generators in the file. Ignores damage.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(header) = read_header(files, file) else { return };
     for (name, stored) in header.tensors {
@@ -48,24 +49,27 @@ pub fn look_at(files: &Files, file: FileId) {
     }
 }
 
-/// One file's header, checked.
+/// The checked header of a file.
 #[derive(Debug)]
 pub struct Header {
+    /// The content of `__metadata__`.
     pub metadata: BTreeMap<String, String>,
-    /// In the order of the data.
+    /// The tensors, in the order of their data.
     pub tensors: Vec<(Arc<str>, StoredTensor)>,
 }
 
-/// A tensor of one file.
+/// A tensor in a file.
 #[derive(Clone, Debug)]
 pub struct StoredTensor {
+    /// The dtype.
     pub dtype: Dtype,
+    /// The shape.
     pub shape: Dims,
-    /// Absolute offset in the file.
+    /// The absolute offset in the file.
     pub offset: u64,
 }
 
-/// An entry as the JSON gives it.
+/// An entry of the JSON header, before it is checked.
 #[derive(Deserialize)]
 struct RawEntry<'a> {
     #[serde(borrow)]
@@ -75,7 +79,7 @@ struct RawEntry<'a> {
     data_offsets: (u64, u64),
 }
 
-/// Reads the sizes of a tensor, which cannot be as many as a text has room for.
+/// Reads the sizes of a tensor and limits their number, because a text could contain very many.
 fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     struct Sizes;
 
@@ -101,12 +105,12 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     deserializer.deserialize_seq(Sizes)
 }
 
-/// Everything that the JSON of a header says, entries in its order. Values are decoded as they come: a tree of all of
-/// them takes many times the memory of the text.
+/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed: a tree of all
+/// values takes many times the memory of the text.
 #[derive(Default)]
 struct RawHeader {
     metadata: BTreeMap<String, String>,
-    /// With the length of each.
+    /// The tensors, each with its length in bytes.
     tensors: Vec<(Arc<str>, StoredTensor, u64)>,
 }
 
@@ -117,13 +121,13 @@ struct RawHeaderVisitor<'a> {
     fault: &'a mut Fault,
 }
 
-/// Details of an error that serde_json does not report.
+/// The details of an error that serde_json does not report.
 enum Fault {
-    /// It is not in an entry.
+    /// The error is not in an entry.
     None,
-    /// It is in the entry of this name, where this was expected.
+    /// The error is in the entry of this name. The second field is the expected content.
     In(String, &'static str),
-    /// The entry was read, and cannot be used.
+    /// The entry was parsed but is not valid.
     Unfit(Box<Error>),
 }
 
@@ -203,7 +207,7 @@ impl<'de> Visitor<'de> for HeaderMetadata {
     }
 }
 
-/// Read the header of a file.
+/// Reads the header of a file.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
@@ -224,7 +228,7 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
     parse_header(path, &text, file_len)
 }
 
-/// Parse the header of a file of this length.
+/// Parses the header of a file of this length.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`.
@@ -247,7 +251,8 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     }
     drop(names);
     tensors.sort_by_key(|(_, stored, len)| (stored.offset, *len));
-    // The data must be tiled: each tensor begins where the one before it ends, the last one ends with the file.
+    // The tensors must tile the data: each tensor starts where the previous one ends, and the last one ends at the end
+    // of the file.
     let mut end = data_start;
     for (name, stored, len) in &tensors {
         if stored.offset != end {
@@ -263,18 +268,18 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     Ok(Header { metadata, tensors: tensors.into_iter().map(|(name, stored, _)| (name, stored)).collect() })
 }
 
-/// The tensor of an entry and its length in bytes.
+/// Returns the tensor of an entry and its length in bytes.
 fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(StoredTensor, u64)> {
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
         return Err(Error::unsupported(
             format!("{}: {name}: dtype {} has no PyTorch counterpart", path.display(), raw.dtype),
-            "convert that tensor to a dtype PyTorch has before it is saved",
+            "convert that tensor to a PyTorch dtype before saving",
         ));
     };
     let mut shape = raw.shape.clone();
     if dtype == Dtype::F4E2m1fnX2 {
-        // The file counts values, PyTorch the bytes that hold two of them.
+        // The file counts F4 values; PyTorch counts bytes, each of which has two values.
         let last = shape.last_mut().filter(|size| **size % 2 == 0);
         let Some(last) = last else {
             return Err(malformed(String::from("an even last dim of F4"), format!("{:?}", raw.shape)));
@@ -292,17 +297,20 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     Ok((StoredTensor { dtype, shape, offset }, len))
 }
 
-/// A tensor as it is to be written.
+/// A tensor to write.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenTensor<'a> {
+    /// The name.
     pub name: &'a str,
+    /// The dtype.
     pub dtype: Dtype,
+    /// The shape.
     pub shape: &'a [u64],
-    /// Offset in the data, which has room for it.
+    /// The offset in the data.
     pub begin: u64,
 }
 
-/// An entry as it is written; the order of the fields is the reference writer's.
+/// An entry to write. The fields are in the order of the reference writer.
 #[derive(serde::Serialize)]
 struct WrittenEntry<'a> {
     dtype: &'a str,
@@ -310,28 +318,28 @@ struct WrittenEntry<'a> {
     data_offsets: [u64; 2],
 }
 
-/// The length of the header, which comes first.
+/// The number of bytes of the header length at the start of a file.
 const LENGTH_BYTES: usize = 8;
 
-/// What a file begins with: the length of the header, and the header.
+/// Returns the first bytes of a file: the length of the header, and the header.
 ///
 /// # Errors
-/// `Unsupported` where the format has no tag for a dtype, or the header is too long for its readers, with what helps
-/// against that.
+/// `Unsupported` if the format has no tag for a dtype, or if the header is too long for readers. `shorter` is the
+/// hint for the second case.
 pub fn write_header<'a>(
     path: &Path,
     metadata: &Map<String, Json>,
     tensors: impl Iterator<Item = WrittenTensor<'a>>,
     shorter: &str,
 ) -> Result<Vec<u8>> {
-    // In place: a file may have a million tensors.
+    // The JSON is written in place, because a file may have a million tensors.
     let mut file = vec![0; LENGTH_BYTES];
     file.extend_from_slice(br#"{"__metadata__":"#);
     serde_json::to_writer(&mut file, metadata).expect("strings serialise");
     for WrittenTensor { name, dtype, shape, begin } in tensors {
         let Some(tag) = dtype.safetensors_tag() else {
             return Err(Error::unsupported(
-                format!("{name}: safetensors cannot hold {dtype}"),
+                format!("{name}: safetensors cannot store {dtype}"),
                 "write a torch file (options::to torch) or a DCP directory (reshard, options::to dcp)",
             ));
         };
@@ -339,7 +347,7 @@ pub fn write_header<'a>(
         if dtype == Dtype::F4E2m1fnX2 {
             let Some(last) = counted.last_mut() else {
                 return Err(Error::unsupported(
-                    format!("{name}: safetensors counts single values, and a 0-d F4 tensor has none"),
+                    format!("{name}: safetensors counts single F4 values in the last dim, and a 0-d tensor has no dim"),
                     "write a torch file (options::to torch)",
                 ));
             };
@@ -357,7 +365,7 @@ pub fn write_header<'a>(
     let len = (file.len() - LENGTH_BYTES) as u64;
     if len > MAX_HEADER_BYTES {
         return Err(Error::unsupported(
-            format!("{}: a header of {len} bytes, more than readers accept", path.display()),
+            format!("{}: a header of {len} bytes is longer than readers accept", path.display()),
             shorter,
         ));
     }

@@ -1,8 +1,9 @@
-//! safetensors: a length, a JSON header, the data. One file, or a folder with an index.
+//! The safetensors format: a header length, a JSON header and the tensor data, in one file or in a folder of files
+//! with an index.
 //!
-//! Source of the rules: the safetensors format description and `safetensors/src/tensor.rs` (0.8), but stricter where
-//! the reference reader is lenient: duplicate keys are refused. The reference writer wants every tensor in memory, so
-//! headers are laid out here.
+//! Source of the rules: the safetensors format description and `safetensors/src/tensor.rs` (0.8). This reader is
+//! stricter than the reference reader: it refuses duplicate keys. The reference writer needs every tensor in memory,
+//! so headers are laid out here.
 //!
 //! ```text
 //! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
@@ -31,20 +32,22 @@ use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserve
 use crate::error::{CatalogError, Error, Result};
 use crate::storage::{FileId, Files};
 
-/// Says which framework wrote a file: loaders want `pt`.
+/// The key for the framework that wrote a file. Loaders expect the value `pt`.
 pub const FORMAT_KEY: &str = "format";
 
-/// The version of the metadata of DCP's Hugging Face storage.
+/// The key for the version of DCP's Hugging Face storage.
 pub const DCP_VERSION_KEY: &str = "DCP_VERSION";
 
-/// Keys of the metadata that say something of the file, and so are no names of tied tensors.
+/// Metadata keys that describe the file, and so are not names of tied tensors.
 const OWN_KEYS: [&str; 4] = [FORMAT_KEY, SHARDING_INFO, DCP_VERSION_KEY, "total_size"];
 
+/// The name of the index that loaders read.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// Read one file, or every file of a folder; with an index, also say how that and the files differ.
+/// Reads one file, or every file of a folder. With an index, also returns the first difference between the index and
+/// the files.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`, `Unsupported`, `Io`.
@@ -102,16 +105,16 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) ->
     Ok((catalog, differing))
 }
 
-/// Tensors by name, and the file where each was found first.
+/// The tensors by name, each with the file in which it was found first.
 type Names = BTreeMap<Arc<str>, (Arc<Path>, TensorId)>;
 
-/// Make names the state dict, and the first of each tensor that of its entry.
+/// Builds the state dict from the names. The first name of each tensor becomes the name of its entry.
 fn put_in_order(catalog: &mut Catalog, names: Names) {
     let mut names: Vec<(Arc<str>, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
     let mut named = vec![false; catalog.tensors.len()];
     for (name, id) in &names {
-        // An entry bears the first of its names.
+        // An entry has the first of its names.
         if !std::mem::replace(&mut named[id.0 as usize], true) {
             catalog.tensors[id.0 as usize].fqn = name.clone().into();
         }
@@ -120,7 +123,7 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
 }
 
-/// A tensor in two files, which may be those of ranks.
+/// Returns the error for a tensor in two files, which may be the files of two ranks.
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
@@ -133,18 +136,18 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
         between: format!("{} and {}", path.display(), other.display()),
         detail: String::from("expected a tensor in one file only"),
         hint: Some(String::from(
-            "where each file holds what one rank had, options::src_mesh and options::src_placements say how its tensors lie (options::src_mesh \
-             tp=2 options::src_placements '**.w1=S(0)')",
+            "if each file contains the shards of one rank, declare the layout with options::src_mesh and \
+             options::src_placements (options::src_mesh tp=2 options::src_placements '**.w1=S(0)')",
         )),
     })
 }
 
-/// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept
-/// (`safetensors.torch.save_model`). Other notes in it are told to the user.
+/// Reads further names of tensors: tied tensors are written once, and `__metadata__` records which name was kept
+/// (`safetensors.torch.save_model`). Other notes in `__metadata__` are shown to the user.
 fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
     let mut aliases = Names::new();
     for (path, key, value) in notes {
-        // Loaders look for these; they say nothing about the model.
+        // Loaders check these keys; they do not describe the model.
         if [FORMAT_KEY, DCP_VERSION_KEY].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok()
         {
             continue;
@@ -166,24 +169,26 @@ fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, 
 
 // ---------------------------------------------------------------------------------------------------- writing
 
-/// How to write.
+/// The division of tensors among files.
 #[derive(Clone, Debug)]
 pub enum FileDivision {
-    /// One file of this name.
+    /// One file with this name.
     File(PathBuf),
-    /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
+    /// A folder. Each file has at most this many bytes of tensor data; a larger tensor gets a file of its own.
     Folder { max_shard_bytes: u64 },
-    /// A folder of the files that another one has.
+    /// A folder with the same files as another folder.
     Like(Placing),
 }
 
-/// A file, and the tensors in it.
+/// A file name, and the tensors in the file.
 type Group<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
 
-/// The tensors of a catalog, and the dtype that each is written in.
+/// The tensors of a catalog, and the output dtype of each.
 #[derive(Clone, Copy)]
 pub struct SelectedTensors<'a> {
+    /// The catalog of the tensors.
     pub source: &'a Catalog,
+    /// The output dtype of each tensor of `source`.
     pub dtypes: &'a [Dtype],
 }
 
@@ -197,14 +202,15 @@ impl SelectedTensors<'_> {
     }
 }
 
-/// Lay out the named tensors of `wanted`, in this order. Of each pair of `ties` the first is a further name of the
-/// second, which is one of `tensors`: it is recorded in the `__metadata__` of the file that has it, as `{alias: kept}`.
+/// Lays out the named tensors of `wanted`, in this order. Each tie is a pair of a further name and the name of the
+/// tensor in `tensors` that is written. It is recorded as `{alias: kept}` in the `__metadata__` of the file with that
+/// tensor.
 ///
 /// # Errors
-/// `Unsupported` where the format has no tag for a dtype.
+/// `Unsupported` if the format has no tag for a dtype.
 ///
 /// # Panics
-/// Where a tie is with a tensor that is not written.
+/// If a tie names a tensor that is not written.
 pub fn reserve(
     wanted: SelectedTensors<'_>,
     tensors: &[(Fqn, TensorId)],
@@ -220,13 +226,13 @@ pub fn reserve(
     };
     let aliases = || ties.iter().map(|(alias, _)| alias.as_str());
     let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());
-    // Each takes a while where there are very many.
+    // Both take long for very many tensors, so they run in parallel.
     let (distinct, reservation) =
         rayon::join(|| distinct_names(names, &["__metadata__", ""]), || reserve_files(wanted, groups, ties));
     distinct?;
     if let Some(alias) = aliases().find(|alias| OWN_KEYS.contains(alias)) {
         return Err(Error::unsupported(
-            format!("a tied tensor called `{alias}` cannot be recorded, since that key of the metadata has a meaning"),
+            format!("the tied name `{alias}` cannot be recorded, because the format reserves that metadata key"),
             "write tied tensors under every name (options::tied keep)",
         ));
     }
@@ -235,7 +241,7 @@ pub fn reserve(
     reservation
 }
 
-/// The files of groups, and the index where there are several.
+/// Lays out the files of the groups, and the index if there are several.
 fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
@@ -261,7 +267,7 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(F
     Ok(reservation)
 }
 
-/// Consecutive tensors, each group within the limit where its tensors are.
+/// Divides tensors into groups of consecutive tensors, each within the size limit if possible.
 fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
@@ -316,8 +322,9 @@ fn reserve_file(
     Ok(())
 }
 
-/// Where each tensor's data begins, and where all of it ends. Data comes in the order given, unless that would leave a tensor on an address its
-/// dtype cannot be viewed at, which loaders refuse: then wider dtypes come first.
+/// Returns the start of the data of each tensor, and the end of all data. Data is in the given order, unless a tensor
+/// would then be at an address that is not aligned for its dtype, which loaders refuse. In that case wider dtypes come
+/// first.
 fn data_offsets(wanted: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];

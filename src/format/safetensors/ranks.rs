@@ -1,7 +1,7 @@
-//! One safetensors file a rank: what each rank held of tensors, under the same names.
+//! Reads one safetensors file per rank: the shards of each rank, under the same tensor names.
 //!
-//! The format has no place for which part a file holds of a tensor, so such files are read as parts only where that is
-//! said ([`crate::format::told`]); until then the tile of each chunk is all of its part.
+//! The format cannot record which part of a tensor a file contains, so files are read as shards only if the user
+//! declares the layout ([`crate::format::declared_layout`]). Until then, the tile of each chunk is the whole chunk.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FilePath, PathBuf};
@@ -14,10 +14,10 @@ use crate::error::Result;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::Files;
 
-/// One catalog of the files of all ranks.
+/// Reads the files of all ranks into one catalog.
 ///
 /// # Errors
-/// `Conflict` where ranks have other dtypes or numbers of dims under one name; as reading one.
+/// `Conflict` if ranks have different dtypes or numbers of dims under one name; the errors of reading one file.
 pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut names = Names::new();

@@ -1,9 +1,9 @@
-//! Shards of DCP's Hugging Face storage: safetensors files that say where in its tensor each of theirs lies.
+//! Shards of DCP's Hugging Face storage: safetensors files that record the offsets of each box in its tensor.
 //!
-//! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` is what rank R (counted from 1) has of the F-th file of the
-//! whole. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each tensor in the whole one; the shape of
-//! that is stored nowhere and is taken to reach as far as the shards do, as PyTorch's own reader takes it. A hole
-//! shows, a lost end does not.
+//! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` contains the part of rank R (counted from 1) of the F-th file
+//! of the whole checkpoint. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each box in the whole
+//! tensor. The shape of the whole tensor is not stored. It is assumed to end where the shards end, as in PyTorch's
+//! reader. So a hole is detected, but a missing end is not.
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 
@@ -20,20 +20,22 @@ use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, lookup};
 
+/// The metadata key for the offsets of the boxes in a file.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
-/// The numbers in the name of a shard's file.
+/// The numbers in the file name of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardName {
     /// The number of the rank, from 1.
     pub shard: u32,
-    /// The number of the file, from 1, and the count of files.
+    /// The number of the file, from 1.
     pub file: u32,
+    /// The total number of files.
     pub files: u32,
 }
 
 impl ShardName {
-    /// Take `shard-00002-model-00001-of-00003.safetensors` apart.
+    /// Parses a name such as `shard-00002-model-00001-of-00003.safetensors`.
     #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix("shard-")?.strip_suffix(".safetensors")?;
@@ -52,11 +54,11 @@ impl fmt::Display for ShardName {
     }
 }
 
-/// Returns a warning for shards without a file beside them that has the shapes of whole tensors: no config, and none of
-/// the consolidated files that the writer puts above a folder `sharded`.
+/// Returns a warning if no file beside the shards gives the shapes of whole tensors: neither a config, nor a
+/// consolidated file, which the writer puts above a folder `sharded`.
 ///
 /// # Errors
-/// `Io` where the file system does not tell whether one of them is there.
+/// `Io` if the file system cannot report whether such a file exists.
 pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
     let Some(folder) = shard.parent() else { return Ok(None) };
     let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
@@ -68,16 +70,16 @@ pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
         }
     }
     Ok(Some(format!(
-        "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare the \
+        "{}: shards do not store the shapes of whole tensors, so a missing last shard is not detected; compare the \
          shapes with the model's config",
         folder.display()
     )))
 }
 
-/// The offsets that a file gives for its tensors.
+/// Parses the offsets that a file records for its tensors.
 ///
 /// # Errors
-/// `Malformed` where the text is not what the writer puts there.
+/// `Malformed` if the text does not have the writer's structure.
 pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> {
     #[derive(Deserialize)]
     struct ShardingEntry {
@@ -88,21 +90,25 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }
 
-/// One file's part of a tensor.
+/// The part of a tensor in one file.
 #[derive(Debug)]
 pub struct TensorShard {
+    /// The name of the tensor.
     pub name: Arc<str>,
+    /// The path of the file.
     pub path: Arc<Path>,
+    /// The file.
     pub file: FileId,
+    /// The box that the file stores.
     pub stored: StoredTensor,
     /// The offsets in the whole tensor, if the file records them.
     pub offsets: Option<Box<Dims>>,
 }
 
-/// The tensor that these parts of one name make up.
+/// Joins the parts of one name into a tensor.
 ///
 /// # Errors
-/// `Conflict` where they disagree, `Malformed` where offsets do not fit the parts.
+/// `Conflict` if the parts disagree, `Malformed` if offsets do not fit the parts.
 pub fn tensor(shards: &[TensorShard]) -> Result<TensorEntry> {
     let first = &shards[0];
     let fqn = Fqn::from(first.name.clone());
@@ -166,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shards_are_known_by_name() {
+    fn only_exact_shard_names_are_parsed() {
         let parse = |name: &str| ShardName::parse(Path::new(name)).map(|name| (name.shard, name.file, name.files));
         assert_eq!(parse("shard-00002-model-00001-of-00003.safetensors"), Some((2, 1, 3)));
         for name in [
@@ -193,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_reaches_as_far_as_its_shards() {
+    fn whole_tensor_ends_where_its_shards_end() {
         let entry = tensor(&[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
         assert_eq!(entry.shape.as_slice(), [5, 4]);
         assert!(entry.tilings().is_ok());

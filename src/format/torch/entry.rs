@@ -1,6 +1,6 @@
-//! Files of `torch.save`, two formats. `torch`, which most training scripts write, is one file with a whole state dict, or
-//! the set of files that an index names. `torch-ranks` is a file for each rank of a job with DTensors or ShardedTensors,
-//! which verl and others write; a series of rank files is read as a whole.
+//! Files of `torch.save`, in two formats. `torch`, which most training scripts write, is one file with a whole state
+//! dict, or the set of files that an index names. `torch-ranks`, which verl and others write, has one file for each
+//! rank of a job with DTensors or ShardedTensors; a series of rank files is read as a whole.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
 use crate::storage::{FileId, Files, IoMode};
 
-/// One file of whole tensors, or the set that an index names.
+/// The row of a file of whole tensors, or of a set that an index names.
 pub static ONE_FILE: FormatEntry = FormatEntry {
     name: "torch",
     about: "one `torch.save` file, or a set with an index",
@@ -45,7 +45,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     write_whole: Some(&Writer),
 };
 
-/// One file a rank.
+/// The row of files of ranks.
 pub static RANK_FILES: FormatEntry = FormatEntry {
     name: "torch-ranks",
     about: "one `torch.save` file a rank: DTensor, ShardedTensor, plain tensors",
@@ -54,7 +54,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // Those of torch.
+    // The known files are those of torch.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,
@@ -71,7 +71,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
 /// The index that loaders of torch files read.
 const INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
-/// Returns the torch files of a folder by their names; `None` where an index names those that are read.
+/// Returns the torch files of a folder by their names, or `None` if an index names the files to read.
 fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     if listing.names.iter().any(|name| is_index_of(name, Format::Torch)) {
         return Ok(None);
@@ -81,7 +81,7 @@ fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     Ok(Some(grouped))
 }
 
-/// Reads whole files.
+/// The reader of whole files.
 struct Reader;
 
 impl Read for Reader {
@@ -156,7 +156,7 @@ fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[Path
     index.differing(&|name| holders.get(name).copied(), stored, paths)
 }
 
-/// Reads rank files. Whether they hold flat parameters shows only then.
+/// The reader of rank files. Flat parameters are found only when the files are read.
 pub struct RankReader;
 
 impl Read for RankReader {
@@ -177,7 +177,7 @@ impl Read for RankReader {
     ) -> Result<(Format, LoadedFolder)> {
         let chosen = reading.choose(found.series.expect("rank files are in series"))?;
         let (loaded, flat) = chosen.read(&mut reading.files, reading.options)?;
-        // What it says is in the catalog, and written anew.
+        // The content of this file is in the catalog and is written again.
         reading.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
         let is_asked_for = reading.options.from == Some(Format::FsdpFlat);
         if is_asked_for && !flat.has_flat_params && loaded.catalog.flat.is_none() {
@@ -192,7 +192,7 @@ impl Read for RankReader {
     }
 }
 
-/// Writes rank files.
+/// The writer of rank files.
 struct RankWriter;
 
 impl WriteShards for RankWriter {
@@ -214,7 +214,7 @@ impl WriteShards for RankWriter {
     }
 }
 
-/// Writes one file.
+/// The writer of one file.
 struct Writer;
 
 impl WriteWhole for Writer {
@@ -233,7 +233,7 @@ impl WriteWhole for Writer {
     }
 }
 
-/// Returns the name of a destination. A plan may have none.
+/// Returns the file name of a destination. A plan may have no destination.
 fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
     destination.and_then(Path::file_name).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }

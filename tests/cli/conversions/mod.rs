@@ -107,7 +107,7 @@ fn to_whole_files(sources: &[Source]) {
             assert_same(&read_safetensors(&from_shards), &expected, &what);
         } else {
             let outcome = expect(2, "consolidate", &[&source.path, &merged], "--everything");
-            assert!(outcome.stderr.contains("safetensors cannot hold c32"), "{outcome:?}");
+            assert!(outcome.stderr.contains("safetensors cannot store c32"), "{outcome:?}");
             assert!(!merged.exists());
         }
     }

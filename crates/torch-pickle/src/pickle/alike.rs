@@ -1,11 +1,11 @@
-//! Records that are written as one before them.
+//! A cache of recent records: a record with the same bytes as an earlier one becomes the same row.
 //!
-//! Why: whatever the metadata of a tensor says is a number or fetched, so that tensors of one dtype and shape have the same
-//! bytes, and these are most of a `.metadata`. Such a record is the row that the first of them became.
+//! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors of one dtype and shape have the
+//! same bytes. Such records are most of a `.metadata`. A repeated record becomes the row of the first one.
 //!
-//! Invariant: equal bytes are an equal record, because entries of the memo do not change. Where one may have, by a PUT or by
-//! the BUILD of an object that was fetched before, all is forgotten. A record with entries that are fetched is not kept, and
-//! matches none.
+//! Invariant: equal bytes mean equal records, because memo entries do not change. If an entry may have changed, by a
+//! PUT or by the BUILD of an object that was fetched before, the cache is cleared. A record with entries that are
+//! fetched later is not cached and matches none.
 
 use std::collections::VecDeque;
 
@@ -13,36 +13,38 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::Row;
 
-/// Records that are kept: more than the shapes of a model are.
+/// The number of cached records: more than the number of shapes in a model.
 const KEPT: usize = 16;
 
-/// A record that was read ahead.
+/// A record that was read ahead of the machine.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
-    /// Index of its class.
+    /// The index of the class.
     pub class: u32,
-    /// What follows NEWOBJ.
+    /// The bytes after NEWOBJ.
     pub span: Span,
-    /// How many entries the memo gets.
+    /// The number of memo entries that the record adds.
     pub entries: u32,
     pub row: Row,
 }
 
-/// The latest first.
+/// The cached records, the most recent first.
 #[derive(Default)]
 pub(super) struct Alike(VecDeque<Ahead>);
 
 impl Alike {
+    /// Adds a record to the cache.
     pub fn keep(&mut self, record: Ahead) {
         self.0.truncate(KEPT - 1);
         self.0.push_front(record);
     }
 
+    /// Clears the cache.
     pub fn forget(&mut self) {
         self.0.clear();
     }
 
-    /// The record of this class that begins there, if it is like one of those that are kept.
+    /// Returns the cached record of this class with the same bytes as the input at `start`, if any.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

@@ -1,11 +1,10 @@
-//! The arena: a decoded pickle as flat tables of small nodes.
+//! The arena: a parsed pickle as flat tables of small nodes.
 //!
-//! Why flat: pickles describe graphs. Shared and even cyclic references are plain ids here, no walk and
-//! no drop recurses, and a node is 16 bytes because text and bytes stay in the input and children lie
-//! in side tables.
+//! Reason for flat tables: pickles describe graphs. Shared and even cyclic references are plain ids here, and no walk
+//! and no drop recurses. A node is 16 bytes, because text and bytes stay in the input and children are in side tables.
 //!
-//! Invariants: a node costs at least one input byte. A node that is not *pinned* (fetched from the memo,
-//! or duplicated) has exactly one owner, so freeing its owner frees it too; a pinned one is never freed.
+//! Invariants: a node takes at least one input byte. A node that is not *pinned* (fetched from the memo, or
+//! duplicated) has exactly one owner, so freeing its owner frees the node as well. A pinned node is never freed.
 
 use smallvec::SmallVec;
 
@@ -15,21 +14,22 @@ use super::slab::Slab;
 use super::visitor::Row;
 use super::{Limits, Ref};
 
-/// Identity of a node: equal ids are the same Python object.
+/// The identity of a node: equal ids are the same Python object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u32);
 
-/// From so many items on, lists of ints are kept without nodes. Lists of sizes, ranks and parameters are shorter.
+/// The number of items from which lists of ints are stored without nodes. Lists of sizes, ranks and parameters are
+/// shorter.
 pub(super) const LONG_LIST: usize = 1 << 20;
 
-/// Children of one node, kept aside; most nodes have at most four and need no allocation for them.
+/// The children of one node. Most nodes have at most four, which need no allocation.
 pub(super) type Ids = SmallVec<[NodeId; 4]>;
 
-/// A list of children; empty ones take no slot.
+/// A list of children. Empty lists take no slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seq(Option<SeqSlot>);
 
-/// A slot number plus one: with zero as a niche, `Seq` stays four bytes.
+/// A slot number plus one: with zero as a niche, `Seq` takes four bytes.
 type SeqSlot = std::num::NonZeroU32;
 
 impl Seq {
@@ -40,16 +40,16 @@ impl Seq {
     }
 }
 
-/// Something made by calling: `callee(*args)`, or `callee.__new__(callee, *args)`.
+/// An object made by a call: `callee(*args)`, or `callee.__new__(callee, *args)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Make {
     pub callee: NodeId,
     pub args: NodeId,
-    /// Slot of [`More`] plus one.
+    /// The slot of [`More`] plus one.
     more: Option<std::num::NonZeroU32>,
 }
 
-/// What few made objects have.
+/// Properties that few made objects have.
 #[derive(Clone, Debug)]
 pub(super) struct More {
     pub kwargs: Option<NodeId>,
@@ -64,7 +64,7 @@ impl Default for More {
     }
 }
 
-/// A run of numbers in the pool of dims.
+/// A range of numbers in the pool of dims.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     start: u32,
@@ -77,31 +77,31 @@ pub(super) enum Node {
     None,
     Bool(bool),
     Int(i64),
-    /// Two's complement beyond 64 bits, perhaps with redundant sign bytes.
+    /// An int beyond 64 bits in two's complement, possibly with redundant sign bytes.
     BigInt(Span),
     Float(f64),
-    /// Checked to be UTF-8.
+    /// A text, checked to be UTF-8.
     Str(Span),
-    /// Checked to be UTF-8 but for surrogates.
+    /// A text, checked to be UTF-8 except for surrogates.
     Surrogates(Span),
     Bytes(Span),
     ByteArray(Span),
     Tuple(Seq),
     List(Seq),
-    /// Slot of a list of nothing but ints, which is so long that a node for each would take too much memory.
+    /// The slot of a list that contains only ints and is so long that a node for each would take too much memory.
     Ints(u32),
-    /// Keys and values in turn.
+    /// The keys and values, alternating.
     Dict(Seq),
     Set(Seq),
     FrozenSet(Seq),
-    /// Index of an interned [`struct@Global`].
+    /// The index of an interned [`struct@Global`].
     Global(u32),
-    /// REDUCE.
+    /// An object made by REDUCE.
     Call(Make),
-    /// NEWOBJ and NEWOBJ_EX.
+    /// An object made by NEWOBJ or NEWOBJ_EX.
     New(Make),
     PersistentId(NodeId),
-    /// `torch.Size` of sizes.
+    /// A `torch.Size`.
     Dims(Block),
     Row(Row),
 }
@@ -109,6 +109,7 @@ pub(super) enum Node {
 const _: () = assert!(size_of::<Node>() == 16);
 
 impl Node {
+    /// Returns the call that made the object, if the node is a made object.
     pub fn made(self) -> Option<Make> {
         match self {
             Self::Call(make) | Self::New(make) => Some(make),
@@ -116,7 +117,7 @@ impl Node {
         }
     }
 
-    /// This node, had it been made like so.
+    /// Returns this kind of node with another `make`.
     pub fn remade(self, make: Make) -> Self {
         match self {
             Self::Call(_) => Self::Call(make),
@@ -126,32 +127,32 @@ impl Node {
     }
 }
 
-/// A class, a function, a dtype.
+/// A global name: a class, a function or a dtype.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Global<'a> {
-    /// Module and name.
+    /// The module and the name.
     pub symbol: (&'a str, &'a str),
     pub role: Role,
 }
 
-/// What a global is to the machine.
+/// The special handling of a global by the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     /// `torch.Size`.
     Size,
-    /// A class whose objects the visitor sees as records.
+    /// A class whose objects are passed to the visitor as records.
     Record,
     Other,
 }
 
-/// A decoded pickle. It borrows the input, where text and bytes stay.
+/// A parsed pickle. It borrows the input, in which text and bytes stay.
 pub struct Pickle<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) limits: Limits,
     pub(super) root: NodeId,
     pub(super) globals: Vec<Global<'a>>,
     nodes: Slab<Node>,
-    /// As in Python there is one.
+    /// The empty tuple. As in Python, there is only one.
     empty_tuple: Option<NodeId>,
     pinned: BitSet,
     seqs: Slab<Ids>,
@@ -177,17 +178,17 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The object that the pickle is of.
+    /// Returns the object that the pickle contains.
     pub fn root(&self) -> Ref<'_> {
         self.node(self.root)
     }
 
-    /// The node of an id taken from this pickle.
+    /// Returns the node of an id of this pickle.
     pub fn node(&self, id: NodeId) -> Ref<'_> {
         Ref::new(self, id)
     }
 
-    /// Nodes in use, rows included.
+    /// Returns the number of nodes in use, including rows.
     pub fn live_nodes(&self) -> usize {
         self.nodes.live()
     }
@@ -250,8 +251,8 @@ impl<'a> Pickle<'a> {
         self.ints.get(slot)
     }
 
-    /// Appends to a list, and gives what it is then. A list that has just become long is kept as bare ints, if that is
-    /// what it holds, for as long as ints follow.
+    /// Appends to a list and returns the new node. A list that has just become long is converted to bare ints if it
+    /// contains only ints, for as long as only ints are appended.
     pub(super) fn extend_list(&mut self, list: Node, ids: &[NodeId]) -> Option<Node> {
         match list {
             Node::List(mut seq) => {
@@ -311,7 +312,8 @@ impl<'a> Pickle<'a> {
         self.mores.get_mut(slot)
     }
 
-    /// None for what the pool will not take: it is for shapes, and shapes are short.
+    /// Adds sizes to the pool, or returns `None` for more than [`MAX_DIMS`] sizes: the pool is for shapes, and shapes
+    /// are short.
     pub(super) fn add_dims(&mut self, values: &[u64]) -> Option<NodeId> {
         let block = self.dims.insert(values)?;
         Some(self.add(Node::Dims(block)))
@@ -321,7 +323,7 @@ impl<'a> Pickle<'a> {
         self.dims.get(block)
     }
 
-    /// Frees `id` and everything that it alone owns. Terminates, because cycles lead through pinned nodes.
+    /// Frees `id` and all nodes that only it owns. Terminates, because cycles contain pinned nodes.
     pub(super) fn release(&mut self, id: NodeId) {
         // Most nodes are shared or own nothing.
         if self.is_pinned(id) {
@@ -349,7 +351,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Puts a row in the place of a made object and frees what the object alone owned.
+    /// Replaces a made object by a row, and frees the nodes that only the object owned.
     pub(super) fn put_row(&mut self, id: NodeId, make: Make, row: Row) {
         self.set(id, Node::Row(row));
         let mut parts = SmallVec::<[NodeId; 16]>::new();
@@ -377,10 +379,11 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// One tuple can be made a `torch.Size` many times for five bytes each; this bounds the copies.
+/// The maximum number of dims in the pool. One tuple can become a `torch.Size` many times for five bytes each; this
+/// bounds the copies.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// The pool of dims: freed blocks are kept by length and used again.
+/// The pool of dims. Freed blocks are kept by length and reused.
 #[derive(Default)]
 struct Dims {
     values: Vec<u64>,

@@ -1,4 +1,4 @@
-//! A set of small numbers, as bits.
+//! A set of small numbers, stored as bits.
 
 use std::iter::zip;
 use std::ops::Range;
@@ -10,7 +10,7 @@ pub(super) struct BitSet {
 }
 
 impl BitSet {
-    /// Adds `index`; says whether it is new.
+    /// Adds `index`, and returns whether it was absent.
     pub fn insert(&mut self, index: u32) -> bool {
         let (word, bit) = place(index);
         if word >= self.words.len() {
@@ -21,21 +21,24 @@ impl BitSet {
         new
     }
 
+    /// Returns the union of two sets.
     pub fn union(self, other: Self) -> Self {
         let (mut long, short) = if self.words.len() < other.words.len() { (other, self) } else { (self, other) };
         zip(&mut long.words, short.words).for_each(|(word, more)| *word |= more);
         long
     }
 
+    /// Returns whether the set contains a number.
     pub fn contains(&self, index: u32) -> bool {
         let (word, bit) = place(index);
         self.words.get(word).is_some_and(|&bits| bits & bit != 0)
     }
 
+    /// Returns whether the set contains a number of a range.
     pub fn contains_any(&self, range: Range<u32>) -> bool {
         let ((first, from), (last, to)) = (place(range.start), place(range.end));
         let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
-        // All bits from `from` on, and all below `to`.
+        // The masks have all bits from `from` on, and all bits below `to`.
         let (from, to) = (from.wrapping_neg(), to - 1);
         if first == last {
             return bits(first) & from & to != 0;
@@ -44,7 +47,7 @@ impl BitSet {
     }
 }
 
-/// The word of a number, and its bit in that.
+/// Returns the index of the word of a number, and the bit in that word.
 pub(super) fn place(index: u32) -> (usize, u64) {
     ((index / 64) as usize, 1 << (index % 64))
 }
@@ -54,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_contains_what_its_numbers_do() {
+    fn range_query_equals_queries_of_its_numbers() {
         let mut set = BitSet::default();
         for index in [3, 63, 64, 300] {
             set.insert(index);

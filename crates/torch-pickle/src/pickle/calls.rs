@@ -1,10 +1,10 @@
-//! The opcodes that run code in CPython: names, calls, objects and their state. Here they make notes.
+//! The opcodes that run code in CPython: names, calls, objects and their state. This module only records them as
+//! nodes.
 //!
-//! A name is interned and never looked up, a call is a node of a callee and its arguments, and BUILD ties
-//! a state to such a node. Objects that a [`Visitor`] knows end as rows here, and each `torch.Size` as the
-//! numbers in it.
+//! A name is interned and never looked up. A call is a node of a callee and its arguments. BUILD attaches a state to
+//! such a node. Objects that a [`Visitor`] recognises become rows here, and each `torch.Size` becomes its numbers.
 //!
-//! Invariant: the arguments of a call are a tuple node, whatever the callee.
+//! Invariant: the arguments of a call are a tuple node, for every callee.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `load_global` to `load_build`.
 
@@ -70,7 +70,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// The numbers of `torch.Size((2, 3))`.
+    /// Returns the numbers of a call such as `torch.Size((2, 3))`.
     fn dims_of(&self, callee: NodeId, args: NodeId) -> Option<SmallVec<[u64; 4]>> {
         self.pickle.global(callee).filter(|callee| callee.role == Role::Size)?;
         let args = self.pickle.node(args).as_tuple()?;
@@ -98,7 +98,7 @@ impl<'a> Machine<'a> {
             Some(more) if more.state.is_some() => {
                 return Err(self.malformed("a second BUILD on one object"));
             }
-            // A row would lose items, entries or keywords.
+            // A row would lose the items, entries and keywords of the object.
             Some(_) => None,
             None => match self.pickle.node(make.callee).global() {
                 Some(class) => visitor

@@ -1,11 +1,11 @@
-//! From nodes to a [`Value`]: the place where names get a meaning, or are refused.
+//! Decodes nodes to a [`Value`]. Names get their meaning here, or are refused.
 //!
-//! A listed name is decoded or carried (see [`super::symbols`]); any other is refused with its path. Tensors
-//! are the caller's: it is shown every call, object and persistent id first.
+//! A listed name is decoded or carried (see [`super::symbols`]); any other name is refused with its path. The caller
+//! recognises tensors: it sees every call, object and persistent id first.
 //!
-//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so it may be
-//! walked and dropped by recursion. The work of one decode is bounded by [`Limits::max_visits`], however
-//! much the graph shares. A graph that contains itself is no tree and is refused.
+//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
+//! and drop it. [`Limits::max_visits`] bounds the work of one decode, however many nodes the graph shares. A graph
+//! with a cycle is not a tree and is refused.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py`; CPython `Lib/pickle.py`, `save_bytes` and the
 //! `__reduce_ex__` of the built-in types.
@@ -24,44 +24,44 @@ use super::verdict::{self, Verdict};
 use super::view::Ref;
 use crate::value::{Construct, Dict, DictKind, Entry, Object, Symbol};
 
-/// Recognises tensors. `Ok(None)`: this node is not one.
+/// Recognises tensors. `Ok(None)` means that the node is not a tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
-/// What becomes of an object whose name is not listed.
+/// The handling of objects whose name is not listed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unknown {
-    /// The value is an error.
+    /// Decoding fails.
     #[default]
     Refuse,
-    /// It is left out and reported: its dict entry or set element is gone; in a list, in a tuple or as the
-    /// whole value it is None. An object that has it for an argument is left out with it.
+    /// The object is left out and reported. A dict entry or set element is removed; in a list, in a tuple or as the
+    /// whole value, None replaces the object. An object with such an argument is left out as well.
     Drop,
 }
 
-/// A value, and what was left out of it.
+/// A decoded value, and the objects that were left out.
 #[derive(Clone, Debug)]
 pub struct Decoded<T, X = Infallible> {
-    /// The value.
+    /// The decoded value.
     pub value: Value<T, X>,
-    /// What was left out of it.
+    /// The objects that were left out.
     pub dropped: Vec<Dropped>,
 }
 
 /// An object that was left out of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dropped {
-    /// Where it was, seen from the decoded node.
+    /// The path of the object, relative to the decoded node.
     pub path: String,
-    /// The name that is not listed.
+    /// The unlisted name.
     pub symbol: String,
 }
 
-/// Decodes a node, refusing what is not listed.
+/// Decodes a node and refuses unlisted objects.
 pub fn decode<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, DecodeError> {
     Ok(decode_with(r, Unknown::Refuse, tensors)?.value)
 }
 
-/// Decodes a node; `unknown` says what becomes of objects that are not listed.
+/// Decodes a node. `unknown` selects the handling of unlisted objects.
 pub fn decode_with<T, X>(
     r: Ref<'_>,
     unknown: Unknown,
@@ -94,10 +94,10 @@ struct Decoder<'a, 't, 'f, T, X> {
     max_depth: usize,
     depth: usize,
     visits_left: u64,
-    /// The shared nodes being decoded; only such a node can contain itself.
+    /// The shared nodes that are being decoded. Only a shared node can contain itself.
     open: Vec<NodeId>,
     steps: Vec<Step<'a>>,
-    /// Whether the error on its way out has its path already.
+    /// True if the path of the current error has been set.
     located: bool,
     dropped: Vec<Dropped>,
 }
@@ -107,7 +107,7 @@ type Decode<L> = Result<L, DecodeError>;
 type Value<T, X> = crate::value::Value<T, X>;
 
 impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
-    /// A child that may be left out: `None` is one that was.
+    /// Decodes a child that may be left out. Returns `None` if it was left out.
     fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.child(step, r) {
             Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
@@ -120,7 +120,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// A child that must be there. An error gets its path here, where it passes first.
+    /// Decodes a child that is required. The first such call on the way out sets the path of an error.
     fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.steps.extend(step);
         let mut value = self.descend(r);
@@ -166,7 +166,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// Apart from [`value`](Self::value), because its many temporaries would be on the stack once a level.
+    /// Decodes a made object. This is separate from [`value`](Self::value), because its many temporaries would
+    /// otherwise be on the stack once per level.
     fn leaf(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         let bytes = self.pickle.bytes;
         Ok(match r.node() {
@@ -186,7 +187,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
                 Value::Ints(ints.into())
             }
             Node::Global(_) => Value::Symbol(verdict::of_bare(r)?),
-            Node::Row(_) => return Err(DecodeError::malformed("an object that was folded away")),
+            Node::Row(_) => return Err(DecodeError::malformed("an object that a visitor replaced by a row")),
             _ => return Err(DecodeError::malformed(r.describe())),
         })
     }
@@ -211,7 +212,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         object.items = self.sequence(r.items())?;
         object.entries = self.entries(Some(r.entries()))?;
         if let Some(state) = r.state() {
-            // The entries of a state dict are attributes, and need no step of their own.
+            // The entries of a state dict are attributes, so the path needs no step for the state.
             let step = if state.as_dict().is_some() { None } else { Some(Step::Part("state")) };
             object.state = Some(self.child(step, state)?);
         }
@@ -237,7 +238,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         value.ok_or_else(|| DecodeError::malformed(format!("{symbol} made in an unknown way")))
     }
 
-    // Plain loops below: adapters would add their own frames to each level of the recursion.
+    // The loops below are plain: iterator adapters would add frames to each level of the recursion.
 
     fn arguments(&mut self, r: Ref<'a>) -> Decode<Vec<Value<T, X>>> {
         let args = r.args().into_iter().flatten();
@@ -265,8 +266,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         Ok(decoded)
     }
 
-    /// A key written again replaces the value and keeps the place, as in Python. CPython never writes a
-    /// key twice; of a hostile pickle this shows the value that Python would.
+    /// Adds dict entries. A repeated key replaces the value and keeps the position, as in Python. CPython never writes
+    /// a key twice; for a hostile pickle this gives the value that Python would give.
     fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<Entry<T, X>>> {
         let Some(entries) = entries else {
             return Ok(Vec::new());
@@ -310,7 +311,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         Ok(bytes.to_vec())
     }
 
-    /// Pays for a visit that copies `bytes`.
+    /// Counts a visit that copies `bytes`.
     fn charge(&mut self, bytes: usize) -> Decode<()> {
         let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
         self.visits_left =
@@ -319,7 +320,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
     }
 }
 
-/// Keys that can be compared cheaply; in Python `True == 1`.
+/// A key that can be compared cheaply. In Python, `True == 1`.
 #[derive(PartialEq, Eq, Hash)]
 enum Key<'a> {
     Str(&'a str),

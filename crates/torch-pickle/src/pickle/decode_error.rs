@@ -1,35 +1,35 @@
-//! Why a node is not a value, and where in the decoded value it lies.
+//! Errors of decoding a node to a value, with the path of the node in the decoded value.
 
 use thiserror::Error;
 
 use super::path;
 
-/// Why a node is not a value. Paths start at the decoded node and are empty for itself.
+/// An error of decoding a node to a value. Paths start at the decoded node and are empty for the node itself.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// A name that is on none of the lists.
+    /// The name is not on any list.
     #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
     Forbidden {
         /// The name: `os.system`.
         symbol: String,
-        /// Where it is: `state['layer.0']`.
+        /// The path of the node: `state['layer.0']`.
         path: String,
     },
-    /// Too much of something.
+    /// A limit was exceeded.
     #[error("{}{what}", place(path))]
     Limit {
-        /// Which bound it exceeds.
+        /// The limit that was exceeded.
         what: String,
-        /// Where it is: `state['layer.0']`.
+        /// The path of the node: `state['layer.0']`.
         path: String,
     },
-    /// Data that is not what Python writes.
+    /// Python does not write such data.
     #[error("{}{what}", place(path))]
     Malformed {
-        /// The fault.
+        /// The description of the error.
         what: String,
-        /// Where it is: `state['layer.0']`.
+        /// The path of the node: `state['layer.0']`.
         path: String,
     },
 }
@@ -53,20 +53,20 @@ impl DecodeError {
         Self::Limit { what: what.into(), path: String::new() }
     }
 
-    /// Where it is.
+    /// Returns the path of the node.
     pub fn path(&self) -> &str {
         match self {
             Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. } => path,
         }
     }
 
-    /// `path` as seen from outside of `prefix`.
+    /// Returns `path` prefixed with `prefix`.
     #[must_use]
     pub fn join(prefix: &str, path: &str) -> String {
         path::join(prefix, path)
     }
 
-    /// The same error seen from outside of `prefix`, a path like `state['layer.0']`.
+    /// Returns the error with its path prefixed with `prefix`, a path like `state['layer.0']`.
     pub fn under(mut self, prefix: &str) -> Self {
         let (Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. }) = &mut self;
         *path = path::join(prefix, path);

@@ -1,22 +1,22 @@
-//! Fields: what a record tells of an object.
+//! The fields of a record, which is a flat view of an object.
 //!
-//! Why: a record lives while a visitor looks at it, and there are millions. So what it has several of, numbers and rows, lies
-//! in vectors that serve one record after the other, and a field is copied.
+//! Reason: a record exists only while a visitor looks at it, and there are millions of records. So fields with several
+//! values, numbers and rows, are in vectors that are reused for every record, and a field is a small copy.
 //!
-//! Invariant: a [`Part`] is looked up in the record that it is of.
+//! Invariant: a [`Part`] is only looked up in its own record.
 
 use std::ops::Range;
 
 use super::Ref;
 use super::visitor::Row;
 
-/// More fields than this make no record.
+/// The maximum number of fields of a record.
 pub(super) const MAX_FIELDS: usize = 16;
 
-/// No tensor has more dims.
+/// The maximum number of dims. No tensor has more.
 const MAX_NDIM: usize = 255;
 
-/// The state of an object: its fields by name; those of a tuple have none.
+/// The state of an object: its fields by name. The fields of a tuple have empty names.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r, 'a> {
     pub(super) fields: &'r [(&'a [u8], Field<'a>)],
@@ -29,24 +29,24 @@ pub struct Record<'r, 'a> {
 pub enum Field<'a> {
     /// `None`
     None,
-    /// An int that is not negative.
+    /// A non-negative int.
     Number(u64),
     /// A text.
     Text(&'a str),
-    /// A `torch.Size`; in a record made of nodes also a tuple or list of numbers.
+    /// A `torch.Size`. In a record made of nodes, also a tuple or list of numbers.
     Dims(Part),
-    /// A class, a function, a dtype.
+    /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
     /// An object that became a row.
     Row(Row),
-    /// A list of those.
+    /// A list of objects that became rows.
     Rows(Part),
-    /// Something else.
+    /// Any other value.
     #[default]
     Other,
 }
 
-/// Some of the numbers of a record, or of its rows.
+/// A range of the numbers or of the rows of a record.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     start: u32,
@@ -54,6 +54,7 @@ pub struct Part {
 }
 
 impl Part {
+    /// Returns whether the range is empty.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
@@ -64,12 +65,12 @@ impl Part {
 }
 
 impl<'r, 'a> Record<'r, 'a> {
-    /// The first item of a state that is a tuple.
+    /// Returns the first item of a state that is a tuple.
     pub fn first(&self) -> Option<Field<'a>> {
         self.fields.first().filter(|(name, _)| name.is_empty()).map(|(_, field)| *field)
     }
 
-    /// The field of this name; of several, the last, as Python has it.
+    /// Returns the field of this name. Of several, the last one counts, as in Python.
     pub fn get(&self, name: &str) -> Option<Field<'a>> {
         self.fields.iter().rev().find(|(key, _)| *key == name.as_bytes()).map(|(_, field)| *field)
     }
@@ -110,7 +111,7 @@ impl<'r, 'a> Record<'r, 'a> {
     pub fn rows(&self, name: &str) -> Option<&'r [Row]> {
         match self.get(name)? {
             Field::Rows(part) => Some(self.rows_of(part)),
-            // An empty list is one of anything.
+            // An empty list matches every element type.
             Field::Dims(none) if none.is_empty() => Some(&[]),
             _ => None,
         }
@@ -125,7 +126,8 @@ impl<'r, 'a> Record<'r, 'a> {
     }
 }
 
-/// The fields of a record, and what they have several of. Those of an object within another lie behind those of that one.
+/// The fields of a record, with their numbers and rows. The fields of a nested object follow those of the outer
+/// object.
 #[derive(Debug, Default)]
 pub struct Fields<'a> {
     pub(super) named: Vec<(&'a [u8], Field<'a>)>,
@@ -133,7 +135,7 @@ pub struct Fields<'a> {
     pub(super) rows: Vec<Row>,
 }
 
-/// Where the fields of one object begin.
+/// The start of the fields of one object.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Bottom {
     pub named: usize,
@@ -142,7 +144,7 @@ pub(super) struct Bottom {
 }
 
 impl<'a> Fields<'a> {
-    /// Those of a state that is a dict or a tuple.
+    /// Returns the fields of a state that is a dict or a tuple.
     pub fn of(state: Ref<'a>) -> Option<Self> {
         let mut all = Self::default();
         if let Some(items) = state.as_tuple().filter(|items| items.len() <= MAX_FIELDS) {
@@ -201,13 +203,13 @@ impl<'a> Fields<'a> {
         self.named.push((name, field));
     }
 
-    /// All numbers from there on.
+    /// Returns all numbers from `bottom` on as a field.
     pub(super) fn dims_from(&self, bottom: Bottom) -> Field<'a> {
         let len = self.numbers.len() - bottom.numbers;
         Field::Dims(Part { start: bottom.numbers as u32, len: len as u32 })
     }
 
-    /// All rows from there on.
+    /// Returns all rows from `bottom` on as a field.
     pub(super) fn rows_from(&self, bottom: Bottom) -> Field<'a> {
         let len = self.rows.len() - bottom.rows;
         Field::Rows(Part { start: bottom.rows as u32, len: len as u32 })

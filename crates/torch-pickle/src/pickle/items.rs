@@ -17,17 +17,17 @@ impl<'a> Items<'a> {
         Self { pickle, ids }
     }
 
-    /// The element `index` places on.
+    /// Returns the element after skipping `index` elements.
     pub fn get(&self, index: usize) -> Option<Ref<'a>> {
         self.ids.get(index).map(|&id| Ref::new(self.pickle, id))
     }
 
-    /// Whether there are none.
+    /// Returns whether no elements are left.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// What follows the first `count`.
+    /// Returns the elements after the first `count`.
     fn starting_at(self, count: usize) -> Self {
         Self { ids: self.ids.get(count..).unwrap_or(&[]), ..self }
     }
@@ -72,17 +72,17 @@ impl fmt::Debug for Items<'_> {
 pub struct Entries<'a>(Items<'a>);
 
 impl<'a> Entries<'a> {
-    /// Keys and values in turn.
+    /// Returns an iterator over alternating keys and values.
     pub(super) fn new(items: Items<'a>) -> Self {
         Self(items)
     }
 
-    /// The entry `index` places on.
+    /// Returns the entry after skipping `index` entries.
     pub fn get(self, index: usize) -> Option<(Ref<'a>, Ref<'a>)> {
         self.starting_at(index).next()
     }
 
-    /// Those from the entry `index` places on.
+    /// Returns the entries after the first `index`.
     pub fn starting_at(self, index: usize) -> Self {
         Self(self.0.starting_at(index.saturating_mul(2)))
     }

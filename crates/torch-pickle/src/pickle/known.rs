@@ -1,7 +1,7 @@
-//! The first of the three lists: calls that are read into a value of their own.
+//! The first of the three lists: calls that are decoded to a value of their own variant.
 //!
-//! Source of the rule: CPython `Lib/pickle.py`, `save_bytes` and `save_bytearray`, and the `__reduce_ex__`
-//! of the built-in types. The shapes below are the ones that they write; no other is guessed at.
+//! Source of the rule: CPython `Lib/pickle.py`, `save_bytes` and `save_bytearray`, and the `__reduce_ex__` of the
+//! built-in types. Only the argument shapes that these functions write are accepted.
 
 use std::mem::take;
 
@@ -15,8 +15,8 @@ pub(super) fn is_known(module: &str, name: &str) -> bool {
     }
 }
 
-/// The value of a known call; `None` if its arguments are none that CPython writes. An `OrderedDict` is
-/// not here, since its entries come after the call.
+/// Returns the value of a known call, or `None` if CPython does not write such arguments. `OrderedDict` is not
+/// included, because its entries follow the call.
 pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<T, X>> {
     Some(match (name, args) {
         ("set", []) => Value::Set(Vec::new()),
@@ -35,7 +35,8 @@ pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<
     })
 }
 
-/// Protocol 2 has no opcode for bytes: they are text, each character a byte, to be encoded again.
+/// Decodes the bytes of protocol 2, which has no opcode for bytes: they are a text with one character per byte, and a
+/// call that encodes it.
 fn latin1(text: &str, codec: &str) -> Option<Vec<u8>> {
     if !matches!(codec, "latin1" | "latin-1") {
         return None;

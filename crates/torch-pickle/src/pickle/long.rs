@@ -1,4 +1,4 @@
-//! Python's unbounded integers as little-endian two's complement.
+//! Encodes Python's unbounded integers as little-endian two's complement.
 //!
 //! Unit: bytes. Invariant of [`minimal`]: no sign byte can be dropped, and zero has no bytes at all.
 //!
@@ -30,7 +30,7 @@ pub(super) fn to_i64(bytes: &[u8]) -> Option<i64> {
     Some(i64::from_le_bytes(padded))
 }
 
-/// Also the upper half of `u64`, which takes nine bytes.
+/// Converts to `u64`, including its upper half, which takes nine bytes.
 pub(super) fn to_u64(bytes: &[u8]) -> Option<u64> {
     match minimal(bytes) {
         [low @ .., 0] if low.len() == 8 => low.first_chunk().map(|low| u64::from_le_bytes(*low)),

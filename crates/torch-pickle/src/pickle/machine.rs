@@ -1,13 +1,13 @@
-//! The stack machine: runs the opcodes over the arena. It imports nothing and calls nothing.
+//! The stack machine: it runs the opcodes on the arena. It imports and calls nothing.
 //!
-//! GLOBAL makes a name, REDUCE a note that something would have been called, BUILD a note of the state it
-//! would have been given. What such notes mean is for [`super::decode`] and the formats to say.
+//! GLOBAL makes a node for a name, REDUCE a node for a call, BUILD a node for a state that an object would get.
+//! [`super::decode`] and the formats give these nodes a meaning.
 //!
-//! Invariants: marks never lie above the stack, and nothing is popped through a mark. An argument tuple
-//! is a tuple. Depth of nesting is not limited here, because nothing here or in the arena recurses.
+//! Invariants: no mark is above the top of the stack, and nothing is popped through a mark. An argument tuple is a
+//! tuple. The depth of nesting is not limited here, because neither this module nor the arena recurses.
 //!
-//! Source of the rule: CPython `Lib/pickle.py`, class `_Unpickler`; where that would raise a TypeError in
-//! the middle of a call, this is an error at the opcode.
+//! Source of the rule: CPython `Lib/pickle.py`, class `_Unpickler`. If that class would raise a TypeError during a
+//! call, this machine reports an error at the opcode.
 
 use std::collections::HashMap;
 
@@ -24,15 +24,15 @@ use super::{Limits, PickleError};
 
 pub(super) struct Machine<'a> {
     pub(super) lexer: Lexer<'a>,
-    /// Where the current opcode lies, for errors.
+    /// The position of the current opcode, for errors.
     pub(super) at: usize,
     pub(super) pickle: Pickle<'a>,
     pub(super) stack: Vec<NodeId>,
-    /// Stack heights at each open MARK.
+    /// The stack height at each open MARK.
     marks: Vec<usize>,
     pub(super) memo: Memo,
     pub(super) interned: HashMap<(&'a str, &'a str), u32>,
-    /// Of the record that is read.
+    /// The fields of the record that is being read.
     pub(super) fields: Fields<'a>,
     pub(super) alike: Alike,
 }
@@ -40,6 +40,7 @@ pub(super) struct Machine<'a> {
 pub(super) type Done<T = ()> = Result<T, PickleError>;
 
 impl<'a> Machine<'a> {
+    /// Creates a machine and walks the input for the memo entries that are fetched.
     pub fn new(bytes: &'a [u8], limits: Limits) -> Done<Self> {
         Ok(Self {
             memo: Memo::survey(bytes)?,
@@ -54,7 +55,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// Runs to STOP; gives the pickle and the bytes it took.
+    /// Runs to STOP and returns the pickle and its length in bytes.
     pub fn run<F: Visitor + ?Sized>(mut self, visitor: &mut F) -> Done<(Pickle<'a>, usize)> {
         loop {
             self.at = self.lexer.pos();
@@ -205,7 +206,7 @@ impl<'a> Machine<'a> {
         self.push(kind(seq))
     }
 
-    /// Most LONG1 fit 64 bits.
+    /// Pushes a LONG1, which usually fits 64 bits.
     fn long(&self, span: Span) -> Node {
         long::to_i64(span.of(self.pickle.bytes)).map_or(Node::BigInt(span), Node::Int)
     }
@@ -275,7 +276,7 @@ impl<'a> Machine<'a> {
 
     // Stack and memo
 
-    /// The height of the stack below its topmost `len` values, none of which lies under a mark.
+    /// Returns the stack height below its topmost `len` values, none of which may be below a mark.
     pub(super) fn height_for(&self, len: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(len) {
@@ -309,7 +310,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// POP takes back a MARK where one is on top; CPython writes that for recursive tuples.
+    /// Runs POP. POP removes a MARK that is on top; CPython writes that for recursive tuples.
     fn discard(&mut self) -> Done {
         if self.marks.last() == Some(&self.stack.len()) {
             self.marks.pop();
@@ -320,7 +321,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// What the memo keeps is fetched again, and so has more than one owner.
+    /// An entry that the memo stores is fetched later, and so has more than one owner.
     fn put(&mut self, index: Option<u32>) -> Done {
         let id = self.top()?;
         let kept = match index {
@@ -341,7 +342,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// UTF-8 in which each surrogate may stand alone as three bytes, as Python's `surrogatepass` writes it.
+/// Returns whether bytes are UTF-8 in which lone surrogates are allowed as three bytes, as Python's `surrogatepass`
+/// writes them.
 fn is_surrogatepass(mut bytes: &[u8]) -> bool {
     while let Err(error) = std::str::from_utf8(bytes) {
         match bytes[error.valid_up_to()..] {

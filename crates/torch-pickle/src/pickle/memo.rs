@@ -1,13 +1,13 @@
-//! The memo, holding only what is fetched again.
+//! The memo, which stores only the entries that are fetched later.
 //!
-//! CPython memoizes nearly every object it pickles and fetches few of them: a `.metadata` of a million
-//! chunks has some twenty million memo entries. A first walk over the opcodes marks the indices that a
-//! GET names; only those get a cell. Knowing them also tells which nodes have exactly one owner, and so
-//! may be freed once it is a row (see [`super::visitor`]).
+//! CPython memoizes nearly every object that it pickles and fetches few of them: a `.metadata` of a million chunks has
+//! about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only those
+//! get a cell. This also shows which nodes have exactly one owner, and so may be freed once they are a row (see
+//! [`super::visitor`]).
 //!
-//! The walk has to know no more than where opcodes begin, and frames tell: each holds whole opcodes. So a long pickle is
-//! walked from several of them at once. That is the same walk if every part ends where the next one begins; where one does
-//! not, it is made again in one go.
+//! The walk only needs the positions of opcodes. Each frame contains whole opcodes, so several threads walk a long
+//! pickle from different frames. The result is that of a single walk if every part ends where the next one starts.
+//! Otherwise a single walk is made.
 //!
 //! Unit: memo indices. Invariant: the cell of index `i` is the number of fetched indices below `i`.
 //!
@@ -23,10 +23,10 @@ use super::arena::NodeId;
 use super::bit_set::{BitSet, place};
 use super::opcode::{End, Lexer, frames};
 
-/// What is shorter is walked faster than it is shared out.
+/// The minimum length for a parallel walk. A shorter pickle is walked faster by one thread.
 const LONG_BYTES: usize = 2 << 20;
 
-/// The indices that opcodes from `start` on fetch, up to an `end` of this kind.
+/// Returns the indices that opcodes from `start` on fetch, up to an `end` of this kind.
 fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleError> {
     let mut fetched = BitSet::default();
     let mut lexer = Lexer::new(bytes)?;
@@ -37,7 +37,8 @@ fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleErro
     }
 }
 
-/// As in one walk from the beginning, by parts of whole frames; `None` where those are not what they should be.
+/// Returns the result of a single walk, computed in parts of whole frames. Returns `None` if an opcode
+/// crosses the end of a frame.
 fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
     let mut starts = vec![0];
     for frame in frames(bytes) {
@@ -53,18 +54,18 @@ fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
 
 pub(super) struct Memo {
     fetched: BitSet,
-    /// Fetched indices before each word of `fetched`, so that a cell is found in constant time.
+    /// The number of fetched indices before each word of `fetched`, so that a cell is found in constant time.
     before: Vec<u32>,
     cells: Vec<Option<NodeId>>,
     written: Written,
 }
 
-/// Indices ever written. MEMOIZE takes the next one, which is their count.
+/// The indices that were written. MEMOIZE takes the next index, which is the number of entries.
 #[derive(Default)]
 struct Written {
-    /// All below are.
+    /// All indices below this one are written.
     below: u32,
-    /// Those that PUT wrote out of turn, and how many of them lie beyond.
+    /// The entries that PUT wrote with non-consecutive indices, and the number of them past the dense range.
     ahead: BitSet,
     ahead_len: u32,
 }
@@ -109,7 +110,7 @@ impl Memo {
         Ok(Self { fetched, before, cells, written: Written::default() })
     }
 
-    /// Writes `index`; says whether it is kept, which is whether something fetches it.
+    /// Writes `index`, and returns whether the entry is stored, which is whether a GET fetches it.
     pub fn put(&mut self, index: u32, node: NodeId) -> bool {
         self.written.insert(index);
         let Some(cell) = self.cell(index) else {
@@ -119,36 +120,38 @@ impl Memo {
         true
     }
 
-    /// MEMOIZE: the index is implied.
+    /// Runs MEMOIZE, which writes the next index.
     pub fn push(&mut self, node: NodeId) -> bool {
         self.put(self.len(), node)
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     pub fn len(&self) -> u32 {
         self.written.len()
     }
 
-    /// Whether MEMOIZE makes one new entry after the other.
+    /// Returns whether all indices so far are consecutive.
     pub fn is_in_turn(&self) -> bool {
         self.written.ahead_len == 0
     }
 
+    /// Returns whether a GET fetches the entry.
     pub fn is_fetched(&self, index: u32) -> bool {
         self.fetched.contains(index)
     }
 
-    /// Whether one of the next entries is.
+    /// Returns whether one of the next entries is fetched later.
     pub fn fetches_next(&self, entries: u32) -> bool {
         let next = self.len();
         self.fetched.contains_any(next..next + entries)
     }
 
-    /// Makes the next entries, in turn, which are filled later or not fetched.
+    /// Adds the next entries, which are filled later or never fetched.
     pub fn skip(&mut self, entries: u32) {
         self.written.below += entries;
     }
 
+    /// Returns the entry, if it was written.
     pub fn get(&self, index: u32) -> Option<NodeId> {
         self.cells[self.cell(index)?]
     }
@@ -167,21 +170,21 @@ impl Memo {
 mod tests {
     use super::*;
 
-    /// A pickle of frames with these opcodes.
+    /// Returns a pickle of frames with these opcodes.
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()
     }
 
     #[test]
-    fn parts_are_one_walk() {
+    fn parallel_walk_equals_single_walk() {
         let whole = |bytes: &[u8]| fetched_in(bytes, 0, End::Stop).unwrap().words;
         let bytes = framed(&[b"]\x94h\0", b"N\x940j\x05\0\0\0h\x46", b"Kh0", b"h\x01."]);
         assert_eq!(whole(&bytes), [1 << 0 | 1 << 1 | 1 << 5, 1 << (0x46 - 64)]);
         for least_bytes in [1, 15, 20, 30, bytes.len()] {
             assert_eq!(fetched_by_parts(&bytes, least_bytes).unwrap().words, whole(&bytes), "{least_bytes}");
         }
-        // Opcodes that cross frames, and what stands behind STOP.
+        // These inputs have opcodes that cross frames, and bytes after STOP.
         for frames in [[b"h\x01K".as_slice(), b"h\x02."], [b"h", b"h\x02."], [b"h\x01.", b"h\x02."]] {
             let bytes = framed(&frames);
             assert!(fetched_by_parts(&bytes, 1).is_none());

@@ -1,9 +1,8 @@
-//! Pickles, read as data and written as protocol 2.
+//! Reads pickles as data and writes pickles of protocol 2.
 //!
-//! Why a reader of our own: a pickle is a program, and running it runs whatever its author wrote. Here it
-//! becomes a graph of nodes in which a call is a node too. Nothing named in a pickle is imported or
-//! called; [`decode`] turns the graph into a [`Value`](crate::Value) only where every name
-//! in it is on the list in [`symbols`].
+//! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. Here it
+//! becomes a graph of nodes in which a call is a node as well. No name of a pickle is imported or called; [`decode`]
+//! turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
 //!
 //! ```text
 //! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
@@ -12,11 +11,11 @@
 //!                         Visitor: known objects go straight into columns
 //! ```
 //!
-//! Invariants: every allocation is bounded by the length of the input; no walk over a pickle recurses,
-//! but for decoding, which counts its depth; no input makes this module panic.
+//! Invariants: the length of the input bounds every allocation. No walk over a pickle recurses, except for decoding,
+//! which counts its depth. No input makes this module panic.
 //!
 //! Source of the rules: CPython `Lib/pickle.py` and `Lib/pickletools.py` (protocols 2 to 5 are read), and
-//! `torch/_weights_only_unpickler.py` (what is written loads there if its content may).
+//! `torch/_weights_only_unpickler.py` (which loads the written pickles if their content is allowed).
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -60,15 +59,15 @@ pub use visitor::{NoVisitor, Row, Visitor};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteLeaves};
 
-/// Longer pickles are not read: positions in them are 32 bits.
+/// The maximum length of a pickle in bytes: positions in pickles have 32 bits.
 pub const MAX_BYTES: u64 = u32::MAX as u64;
 
-/// Reads the pickle at the start of `bytes`; also gives the number of bytes it takes, STOP included.
+/// Parses the pickle at the start of `bytes`. Also returns the length of the pickle in bytes, including STOP.
 pub fn parse<'a, F: Visitor + ?Sized>(bytes: &'a [u8], visitor: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
     parse_with(bytes, visitor, Limits::for_input(bytes.len()))
 }
 
-/// [`parse`] under limits of the caller's.
+/// Parses a pickle like [`parse`], with limits of the caller.
 pub fn parse_with<'a, F: Visitor + ?Sized>(
     bytes: &'a [u8],
     visitor: &mut F,
@@ -77,21 +76,22 @@ pub fn parse_with<'a, F: Visitor + ?Sized>(
     machine::Machine::new(bytes, limits)?.run(visitor)
 }
 
-/// Bounds on what an input may cost. Lengths and memo indices are bounded by the input itself.
+/// Limits on the memory and the work that an input may cause. Lengths and memo indices are bounded by the input
+/// itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Nesting of a decoded value. It keeps every recursion over a value off the end of the stack.
+    /// The maximum nesting of a decoded value. It prevents a stack overflow in every recursion over a value.
     pub max_depth: usize,
-    /// Nodes held at once while reading, at some 16 to 64 bytes each.
+    /// The maximum number of nodes in memory while reading, at 16 to 64 bytes each.
     pub max_nodes: u32,
-    /// Work of one [`decode`]: a visited node is one, eight copied bytes are one. A graph in which
-    /// everything is shared ("billion laughs") is small as a graph and endless as a tree.
+    /// The maximum work of one [`decode`]: a visited node counts as one, and so do eight copied bytes. A graph in
+    /// which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
     pub max_visits: u64,
 }
 
 impl Limits {
-    /// Generous for any real pickle of `len` bytes. Sharing makes a real tree larger than its graph, but
-    /// not by much: four visits a byte are hundreds for each object that CPython writes.
+    /// Returns limits that are generous for any real pickle of `len` bytes. Sharing makes a real tree larger than its
+    /// graph, but not by much: four visits per byte are hundreds for each object that CPython writes.
     pub fn for_input(len: usize) -> Self {
         Self {
             max_depth: 256,
@@ -101,26 +101,26 @@ impl Limits {
     }
 }
 
-/// Why a pickle cannot be read.
+/// An error of reading a pickle.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("byte {at}: {found}")]
 #[non_exhaustive]
 pub struct PickleError {
-    /// The kind of fault.
+    /// The kind of error.
     pub kind: PickleErrorKind,
-    /// The byte where the fault shows.
+    /// The position of the error in bytes.
     pub at: u64,
-    /// What is there.
+    /// The description of the input at that position.
     pub found: String,
 }
 
-/// The kinds of faults of a pickle.
+/// The kinds of errors of a pickle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PickleErrorKind {
     /// The input ends before STOP.
     Truncated,
-    /// The input is no pickle, or not one that CPython would write.
+    /// The input is not a pickle, or not a pickle that CPython would write.
     Malformed,
     /// The input exceeds a bound of [`Limits`] or of the node format.
     Limit,
@@ -129,7 +129,7 @@ pub enum PickleErrorKind {
 }
 
 impl PickleError {
-    /// What should be at that byte.
+    /// Returns the expected input at that byte.
     pub fn expected(&self) -> &'static str {
         match self.kind {
             PickleErrorKind::Truncated => "a whole pickle",

@@ -1,19 +1,18 @@
-//! The lexer: one opcode with its argument at a time.
+//! The lexer: it reads one opcode with its argument at a time.
 //!
-//! Why apart from the machine: the reader walks every pickle twice, first to learn which memo entries
-//! are ever fetched (see [`super::memo`]) and then to run it. Sharing one lexer means that the second
-//! walk can only meet what the first has already measured.
+//! Reason for a separate lexer: the reader walks every pickle twice, first to find the memo entries that are ever
+//! fetched (see [`super::memo`]) and then to run it. With a shared lexer, the second walk can only meet opcodes that
+//! the first one has measured.
 //!
-//! Unit: bytes of the input. Invariant: every [`Span`] handed out lies inside the input, and each opcode
-//! consumes at least one byte, so counts of opcodes, nodes and memo entries are bounded by its length.
+//! Unit: bytes of the input. Invariant: every returned [`Span`] is inside the input, and each opcode consumes at least
+//! one byte. So the length of the input bounds the numbers of opcodes, nodes and memo entries.
 //!
-//! Source of the rule: CPython `Lib/pickletools.py` (argument encodings) and `Lib/pickle.py`. The text
-//! opcodes of protocols 0 and 1, the extension registry and out-of-band buffers are refused by name:
-//! no checkpoint holds them.
+//! Source of the rule: CPython `Lib/pickletools.py` (argument encodings) and `Lib/pickle.py`. The text opcodes of
+//! protocols 0 and 1, the extension registry and out-of-band buffers are refused by name: no checkpoint uses them.
 
 use super::PickleError;
 
-/// A range of input bytes; 32 bits a side keep a node at 16 bytes.
+/// A range of input bytes. With 32 bits for each bound, a node takes 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub start: u32,
@@ -21,11 +20,13 @@ pub(super) struct Span {
 }
 
 impl Span {
+    /// Returns the bytes of the span.
     pub fn of(self, bytes: &[u8]) -> &[u8] {
         let start = self.start as usize;
         &bytes[start..start + self.len as usize]
     }
 
+    /// Returns the end of the span.
     pub fn end(self) -> usize {
         self.start as usize + self.len as usize
     }
@@ -33,7 +34,7 @@ impl Span {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op {
-    /// PROTO and FRAME, which say nothing the machine needs.
+    /// PROTO or FRAME, which the machine ignores.
     Nothing,
     Stop,
     Mark,
@@ -43,16 +44,16 @@ pub(super) enum Op {
     None,
     Bool(bool),
     Int(i64),
-    /// Little-endian two's complement, any length.
+    /// An int of any size in little-endian two's complement.
     Long(Span),
     Float(f64),
     Unicode(Span),
-    /// Python 2's `str`: text if it can be, else bytes.
+    /// Python 2's `str`: a text if it is valid UTF-8, otherwise bytes.
     String(Span),
     Bytes(Span),
     ByteArray(Span),
     EmptyTuple,
-    /// TUPLE1 to TUPLE3.
+    /// TUPLE1, TUPLE2 or TUPLE3.
     TupleOf(usize),
     Tuple,
     EmptyList,
@@ -79,7 +80,7 @@ pub(super) enum Op {
     Get(u32),
 }
 
-/// Bytes of the opcodes that are as long each time and fetch nothing; 0 for all others.
+/// The lengths of opcodes with a fixed length that do not access the memo; 0 for all other opcodes.
 const WIDTHS: [u8; 256] = {
     let mut widths = [0; 256];
     let mut index = 0;
@@ -97,15 +98,15 @@ const FIXED: [(u8, u8); 29] = [
     (b's', 1), (b'u', 1), (0x93, 1), (b'R', 1), (0x81, 1), (0x92, 1), (b'b', 1), (b'q', 2), (0x94, 1),
 ];
 
-/// Where a walk ends.
+/// The end of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Stop,
-    /// The input, and an opcode with it.
+    /// The end of the input, which is also the end of an opcode.
     Input,
 }
 
-/// Where the frames begin that follow one another from PROTO on.
+/// Returns the starts of the consecutive frames after PROTO.
 pub(super) fn frames(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let behind = |at: usize| {
         let [0x95, len @ ..] = bytes.get(at..)?.first_chunk::<9>()? else { return None };
@@ -120,8 +121,8 @@ pub(super) struct Lexer<'a> {
 }
 
 impl<'a> Lexer<'a> {
-    /// Inputs beyond 4 GiB would not fit a [`Span`]; tensor data never lies inside a checkpoint's pickle,
-    /// so no real one comes near.
+    /// Creates a lexer. Positions beyond 4 GiB do not fit a [`Span`]. Tensor data is never inside a checkpoint's
+    /// pickle, so real pickles are far shorter.
     pub fn new(bytes: &'a [u8]) -> Result<Self, PickleError> {
         if bytes.len() >= u32::MAX as usize {
             return Err(PickleError::limit(0, "the pickle is 4 GiB or longer"));
@@ -129,21 +130,21 @@ impl<'a> Lexer<'a> {
         Ok(Self { bytes, pos: 0 })
     }
 
-    /// Bytes consumed so far.
+    /// Returns the number of bytes consumed so far.
     pub fn pos(&self) -> usize {
         self.pos
     }
 
-    /// Goes on behind what was read ahead.
+    /// Continues at a position after bytes that were read ahead.
     pub fn seek(&mut self, pos: usize) {
         self.pos = pos;
     }
 
-    /// Walks to the end, and hands out the memo indices that a GET fetches.
+    /// Walks to the end, and passes the memo indices that a GET fetches to `fetch`.
     pub fn gets(&mut self, mut fetch: impl FnMut(u32)) -> Result<End, PickleError> {
         while let Some(op) = self.bytes.get(self.pos) {
             match WIDTHS[usize::from(*op)] {
-                // The three that most of a pickle is made of besides.
+                // Besides opcodes of fixed length, these three make up most of a pickle.
                 0 if *op == b'h' => {
                     self.pos += 1;
                     fetch(self.u8()?.into());
@@ -164,10 +165,11 @@ impl<'a> Lexer<'a> {
                 width => self.pos += usize::from(width),
             }
         }
-        // A fixed argument may have led beyond it.
+        // A fixed argument may have moved the position beyond the end.
         if self.pos == self.bytes.len() { Ok(End::Input) } else { Err(PickleError::truncated(self.bytes.len())) }
     }
 
+    /// Reads the next opcode with its argument.
     pub fn next(&mut self) -> Result<Op, PickleError> {
         let at = self.pos;
         Ok(match self.u8()? {
@@ -239,15 +241,16 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// A frame is a hint for buffering, yet one that claims more than there is tells of a cut file.
+    /// Reads a frame. A frame is only a hint for buffering, but a frame longer than the input shows that the file is
+    /// truncated.
     fn frame(&mut self) -> Result<Op, PickleError> {
         let len = u64::from_le_bytes(self.array()?);
         self.need(len)?;
         Ok(Op::Nothing)
     }
 
-    /// CPython numbers memo entries from 0, so an index past the input's length is no index; refusing it
-    /// keeps the memo as small as the input.
+    /// Checks a memo index. CPython numbers memo entries from 0, so an index past the input's length is invalid. This
+    /// check keeps the memo as small as the input.
     fn memo_index(&mut self, at: usize) -> Result<u32, PickleError> {
         let index = u32::from_le_bytes(self.array()?);
         if index as usize >= self.bytes.len() {
@@ -274,7 +277,7 @@ impl<'a> Lexer<'a> {
         self.span(len)
     }
 
-    /// LONG4 and BINSTRING count with a signed number.
+    /// Reads the signed length of LONG4 and BINSTRING.
     fn counted_i32(&mut self, at: usize, op: &str) -> Result<Span, PickleError> {
         let len = i32::from_le_bytes(self.array()?);
         match u64::try_from(len) {
@@ -283,7 +286,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// One newline-terminated argument of GLOBAL, without the newline.
+    /// Reads one newline-terminated argument of GLOBAL, without the newline.
     fn line(&mut self) -> Result<Span, PickleError> {
         let rest = &self.bytes[self.pos..];
         let Some(len) = rest.iter().position(|&byte| byte == b'\n') else {
@@ -319,7 +322,7 @@ impl<'a> Lexer<'a> {
     #[inline]
     fn span(&mut self, len: u64) -> Result<Span, PickleError> {
         self.need(len)?;
-        // Both fit: the input is shorter than 4 GiB and holds `len` more bytes.
+        // Both bounds fit: the input is shorter than 4 GiB and has `len` more bytes.
         let span = Span { start: self.pos as u32, len: len as u32 };
         self.pos += len as usize;
         Ok(span)

@@ -1,6 +1,6 @@
-//! Where in a value something is, as Python would spell it: `param_groups[0].lr`.
+//! Paths into a value, spelled as in Python: `param_groups[0].lr`.
 //!
-//! Only errors need it, so while a pickle is decoded the path is a stack of steps, and text only at the end.
+//! Only errors need a path. So during decoding the path is a stack of steps, and only an error turns it into text.
 
 use std::fmt::Write;
 
@@ -16,7 +16,7 @@ pub(super) enum Step<'a> {
     Index(usize),
     /// An argument of the call that makes an object.
     Argument(usize),
-    /// A part of an object that Python has no subscript for.
+    /// A part of an object for which Python has no subscript.
     Part(&'static str),
 }
 
@@ -41,7 +41,7 @@ pub(super) fn render(steps: &[Step<'_>]) -> String {
     path
 }
 
-/// `path` as seen from outside of `prefix`.
+/// Returns `path` prefixed with `prefix`.
 pub(super) fn join(prefix: &str, path: &str) -> String {
     let dot = if prefix.is_empty() || path.is_empty() || path.starts_with('[') { "" } else { "." };
     format!("{prefix}{dot}{path}")
@@ -59,7 +59,7 @@ fn subscript(path: &mut String, index: impl std::fmt::Display) {
     _ = write!(path, "[{index}]");
 }
 
-/// Names are for humans; a longer one than any FQN is cut.
+/// Appends a name. A name longer than any FQN is truncated.
 fn text_subscript(path: &mut String, name: &str) {
     match name.char_indices().nth(MAX_NAME) {
         Some((end, _)) => subscript(path, format_args!("'{}…'", name[..end].escape_debug())),

@@ -1,13 +1,13 @@
-//! Records: objects of a few plain fields, read straight from their opcodes.
+//! Records: objects with a few plain fields, read directly from their opcodes.
 //!
-//! Why: nearly all of a large `.metadata` are five classes whose state is numbers, texts, sizes and each other, written
-//! by the same opcodes each time. Making nodes of these only to free them when the object becomes a row takes
-//! most of the time of reading; here nothing is made but what the memo is asked for later.
+//! Reason: nearly all of a large `.metadata` consists of five classes with numbers, texts, sizes and each other as
+//! state, always written with the same opcodes. Creating nodes for these, only to free them when the object becomes a
+//! row, takes most of the reading time. Here only the entries that the memo needs later are created.
 //!
-//! Invariant: a record is read whole, or the machine is left where it was: whatever is unusual or wrong is for the
-//! machine to run or to refuse, so there is one judge of what a pickle may be. An attempt reads no further than the
-//! first thing it does not know, and records are nested [`MAX_DEPTH`] deep, so both together stay linear. Rows of
-//! an attempt that failed are rows that nothing refers to.
+//! Invariant: a record is read whole, or the machine is left unchanged. Unusual or invalid input is left to the
+//! machine, which runs or refuses it, so only one place decides what a pickle may contain. An attempt reads no further
+//! than the first unknown opcode, and records are nested at most [`MAX_DEPTH`] deep, so the total work is linear. Rows
+//! of a failed attempt stay unreferenced.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -24,11 +24,12 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::{Row, Visitor};
 
-/// A tensor's metadata, and its chunks.
+/// The maximum nesting of records: the metadata of a tensor, and its chunks.
 const MAX_DEPTH: usize = 2;
 
 impl Machine<'_> {
-    /// NEWOBJ: whether the object was a record of which the visitor made a row, and that is on the stack.
+    /// Runs NEWOBJ as a record. Returns whether the object was a record for which the visitor made a row, which is
+    /// then on the stack.
     pub(super) fn record<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
@@ -62,7 +63,7 @@ impl Machine<'_> {
         Ok(true)
     }
 
-    /// The object of a class that follows, and which entries of it the memo keeps.
+    /// Reads the object of a class that follows, and returns the entries that the memo stores.
     fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
@@ -88,7 +89,7 @@ impl Machine<'_> {
         };
         let span = Span { start: start as u32, len: (pos - start) as u32 };
         let record = Ahead { class, span, entries: next - first, row };
-        // Others are read as fast as they are compared.
+        // Comparing other records takes as long as reading them.
         if holds_others && kept.is_empty() {
             self.alike.keep(record);
         }
@@ -96,16 +97,16 @@ impl Machine<'_> {
     }
 }
 
-/// Entries of the memo that are fetched later, by their number.
+/// Memo entries that are fetched later, by their index.
 type Entries = SmallVec<[(u32, Kept); 2]>;
 
-/// What the memo is asked for later.
+/// A value that a GET fetches later.
 enum Kept {
     Text(Span),
     Dims(SmallVec<[u64; 4]>),
 }
 
-/// Looks ahead of the machine. `None` is whatever a record does not have.
+/// Reads ahead of the machine. `None` means that the input is not a record.
 struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
     pickle: &'m Pickle<'a>,
@@ -113,17 +114,17 @@ struct Reader<'m, 'a, F: ?Sized> {
     visitor: &'m mut F,
     fields: &'m mut Fields<'a>,
     pos: usize,
-    /// The memo entry that MEMOIZE makes.
+    /// The memo entry that the next MEMOIZE writes.
     next: u32,
     kept: Entries,
-    /// Objects around the one that is read.
+    /// The number of objects around the current one.
     depth: usize,
-    /// Whether there were objects within.
+    /// True if the record contains other objects.
     holds_others: bool,
 }
 
 impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
-    /// What follows NEWOBJ: the state, and BUILD.
+    /// Reads the input after NEWOBJ: the state, and BUILD.
     fn object(&mut self) -> Option<()> {
         self.memo_of_none()?;
         match self.op()? {
@@ -134,7 +135,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.expect(b'b')
     }
 
-    /// What follows an empty dict: MARK, fields and SETITEMS.
+    /// Reads the input after an empty dict: MARK, fields and SETITEMS.
     fn dict(&mut self) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
@@ -151,7 +152,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         None
     }
 
-    /// What follows MARK: items and TUPLE.
+    /// Reads the input after MARK: items and TUPLE.
     fn tuple(&mut self) -> Option<()> {
         let bottom = self.fields.top();
         loop {
@@ -173,7 +174,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.memo_of_none()
     }
 
-    /// The last items of a tuple are those of a tuple within it.
+    /// The last items of the tuple belong to a nested tuple.
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let first = bottom.named.checked_sub(len).filter(|first| *first >= outer.named)?;
@@ -219,7 +220,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// An object of a class that was fetched.
+    /// Reads an object of a class that was fetched from the memo.
     fn nested(&mut self, class: Global<'a>) -> Option<Row> {
         self.expect(b')')?;
         self.expect(0x81)?;
@@ -231,13 +232,13 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.depth += 1;
         self.object()?;
         self.depth -= 1;
-        // The machine reports what the visitor refuses.
+        // The machine reports objects that the visitor refuses.
         let row = self.visitor.record(class.symbol, &self.fields.record_from(bottom)).ok()?;
         self.fields.truncate(bottom);
         row
     }
 
-    /// The objects of a list, appended one by one or from MARK to APPENDS.
+    /// Reads the objects of a list, appended one by one or from MARK to APPENDS.
     fn rows(&mut self) -> Option<Field<'a>> {
         self.memo_of_none()?;
         let bottom = self.fields.top();
@@ -277,7 +278,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// The name of a field: a text, or a text fetched.
+    /// Reads the name of a field: a text, or a text from the memo.
     fn name(&mut self, op: u8) -> Option<&'a [u8]> {
         match op {
             0x8c => self.text().map(str::as_bytes),
@@ -312,7 +313,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// The arguments of `torch.Size`, a tuple of one tuple, and the call.
+    /// Reads the arguments of `torch.Size`, which are a tuple of one tuple, and the call.
     fn size(&mut self) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let mut op = self.op()?;
@@ -348,7 +349,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// MEMOIZE, where it follows.
+    /// Reads MEMOIZE, if it follows.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;
@@ -359,7 +360,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// MEMOIZE of something that makes no field, and is not fetched.
+    /// Reads MEMOIZE of a value that is not a field and is not fetched.
     fn memo_of_none(&mut self) -> Option<()> {
         if self.peek() == Some(0x94) {
             self.pos += 1;

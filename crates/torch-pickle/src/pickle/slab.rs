@@ -1,6 +1,6 @@
-//! A vector with holes: slots are handed out, given back and handed out again.
+//! A vector with holes: slots are allocated, freed and reused.
 //!
-//! Invariant: a slot given back is not read until it is handed out again; its owner sees to that.
+//! Invariant: a freed slot is not read until it is allocated again. The owner of the slot ensures this.
 
 pub(super) struct Slab<T> {
     slots: Vec<T>,
@@ -8,34 +8,40 @@ pub(super) struct Slab<T> {
 }
 
 impl<T: Default> Slab<T> {
+    /// Returns an empty slab.
     pub fn new() -> Self {
         Self { slots: Vec::new(), free: Vec::new() }
     }
 
+    /// Stores a value in a free slot and returns the slot.
     pub fn insert(&mut self, value: T) -> u32 {
         if let Some(slot) = self.free.pop() {
             self.slots[slot as usize] = value;
             return slot;
         }
-        // Fits: a slot costs at least one byte of an input shorter than 4 GiB.
+        // The number fits: a slot takes at least one byte of an input shorter than 4 GiB.
         let slot = self.slots.len() as u32;
         self.slots.push(value);
         slot
     }
 
+    /// Frees a slot and returns its value.
     pub fn remove(&mut self, slot: u32) -> T {
         self.free.push(slot);
         std::mem::take(&mut self.slots[slot as usize])
     }
 
+    /// Returns the value of a slot.
     pub fn get(&self, slot: u32) -> &T {
         &self.slots[slot as usize]
     }
 
+    /// Returns the value of a slot for modification.
     pub fn get_mut(&mut self, slot: u32) -> &mut T {
         &mut self.slots[slot as usize]
     }
 
+    /// Returns the number of slots in use.
     pub fn live(&self) -> usize {
         self.slots.len() - self.free.len()
     }

@@ -1,49 +1,49 @@
-//! Which globals of a pickle may become data: the three lists.
+//! The globals of a pickle that may become data, in three lists.
 //!
-//! * **Known**: read into a value of their own (`OrderedDict`, `set`, `bytearray`, ...); that list is
+//! * **Known**: decoded to a value of their own variant (`OrderedDict`, `set`, `bytearray`, ...); that list is
 //!   `known.rs`.
-//! * **Inert**: carried by name with their arguments and state. Being written back, they run in whoever
-//!   loads the result, so a name is here only if making such an object does nothing but make it.
-//! * Everything else is refused by name. There is no pattern, no prefix and no module on the list:
-//!   `builtins.getattr`, `os.system` and `torch.load` are each one name that is not here.
+//! * **Inert**: carried by name with their arguments and state. If they are written again, they run in the program
+//!   that loads the result, so a name is on the list only if creating such an object has no other effect.
+//! * All other names are refused. The lists have no pattern, no prefix and no module: `builtins.getattr`,
+//!   `os.system` and `torch.load` are each a name that is not listed.
 //!
-//! Invariant: what a listed name does with its arguments is store them, or call the listed types among
-//! them, as `defaultdict` does with its factory. A name that would call more than that stays off.
+//! Invariant: a listed name only stores its arguments, or calls the listed types among them, as `defaultdict` does
+//! with its factory. A name that would call anything else is not listed.
 //!
-//! Source of the rule: `torch/_weights_only_unpickler.py` for torch's names, the `__reduce_ex__` of each
-//! class for the others, and CPython `Lib/_compat_pickle.py` for the spellings of protocol 2.
+//! Source of the rule: `torch/_weights_only_unpickler.py` for the names of torch, the `__reduce_ex__` of each class
+//! for the others, and CPython `Lib/_compat_pickle.py` for the spellings of protocol 2.
 
-/// How an inert global may occur.
+/// The allowed uses of an inert global.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Bare only: a type or a constant that is stored, never called.
+    /// Bare only: a type or a constant that is stored and never called.
     Type,
-    /// Called by REDUCE only.
+    /// Only called by REDUCE.
     Function,
-    /// Bare, called, or made by NEWOBJ; may be given items, entries and state.
+    /// Bare, called, or made by NEWOBJ. It may get items, entries and state.
     Class,
 }
 
 impl Use {
-    /// Whether the name may be a value itself.
+    /// Returns whether the name itself may be a value.
     pub fn bare(self) -> bool {
         self != Use::Function
     }
 
-    /// Whether the name may be called.
+    /// Returns whether the name may be called.
     pub fn made(self) -> bool {
         self != Use::Type
     }
 }
 
-/// The use that is allowed of an inert global; `None` for all that is not listed.
+/// Returns the allowed use of an inert global, or `None` for an unlisted name.
 pub fn inert(module: &str, name: &str) -> Option<Use> {
     let listed = |(modules, names, _): &&(&[&str], &[&str], Use)| modules.contains(&module) && names.contains(&name);
     INERT.iter().find(listed).map(|&(_, _, usage)| usage)
 }
 
-/// Protocol 2 spells Python 3's names as Python 2's. No module of Python 3 has one of the old names, so
-/// they are read as the new ones whatever the protocol says, like torch's reader does.
+/// Returns the Python 3 spelling of a name. Protocol 2 uses Python 2's spelling. No module of Python 3 has one of the
+/// old names, so old names are converted for every protocol, as in torch's reader.
 pub(super) fn modern<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("__builtin__", "xrange") => ("builtins", "range"),
@@ -55,7 +55,7 @@ pub(super) fn modern<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     }
 }
 
-/// The reverse of [`modern`], as CPython writes protocol 2.
+/// Reverses [`modern`], as CPython does for protocol 2.
 pub(super) fn legacy<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("builtins", "range") => ("__builtin__", "xrange"),
@@ -69,7 +69,7 @@ pub(super) fn legacy<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
 
 type Row = (&'static [&'static str], &'static [&'static str], Use);
 
-/// (modules, names, use): each name of a row may come from each module of it.
+/// Rows of (modules, names, use). Each name of a row may come from each module of the row.
 #[rustfmt::skip]
 const INERT: &[Row] = &[
     (&["builtins"], &[
@@ -99,7 +99,7 @@ const INERT: &[Row] = &[
     (&["torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"], &[
         "Shard", "_StridedShard", "Replicate", "Partial",
     ], Use::Class),
-    // An enum's member is its class and a value, and which classes are enums no name tells: these are.
+    // A member of an enum is pickled as its class and a value. No name shows which classes are enums; these are.
     (&["torch.distributed.distributed_c10d", "torch._C._distributed_c10d"], &[
         "ReduceOp", "ReduceOp.RedOpType", "RedOpType",
     ], Use::Class),
@@ -110,7 +110,7 @@ const INERT: &[Row] = &[
     (&["numpy._core.multiarray", "numpy.core.multiarray"], &["_reconstruct", "scalar"], Use::Function),
     (&["numpy._core.numeric", "numpy.core.numeric"], &["_frombuffer"], Use::Function),
     (&["numpy.random._pickle"], &["__randomstate_ctor", "__generator_ctor"], Use::Function),
-    // numpy 1.24 to 1.26 hands this function to the other two.
+    // numpy 1.24 to 1.26 passes this function to the other two.
     (&["numpy.random._pickle"], &["__bit_generator_ctor"], Use::Class),
     (&["numpy.random._mt19937"], &["MT19937"], Use::Type),
     (&["numpy.random._pcg64"], &["PCG64", "PCG64DXSM"], Use::Type),
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn denies_by_default() {
+    fn unlisted_names_have_no_use() {
         for (module, name) in [
             ("os", "system"),
             ("posix", "system"),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn types_are_not_called() {
+    fn bare_types_may_not_be_called() {
         assert!(!inert("builtins", "type").unwrap().made());
         assert!(!inert("numpy._core.multiarray", "scalar").unwrap().bare());
     }

@@ -1,4 +1,4 @@
-//! What the parts do together. `tests/*.pkl` are CPython's own, made by `tests/samples.py`.
+//! Tests of reading and writing together. `tests/*.pkl` were written by CPython with `tests/samples.py`.
 
 mod hostile;
 mod reading;

@@ -1,6 +1,6 @@
-//! Whether the name behind a node is let through, and as what. Nothing else decides that.
+//! Decides whether the name of a node is allowed, and for which use. No other module decides that.
 //!
-//! Invariant: no symbol leaves here that is not on a list, in a use that its list allows.
+//! Invariant: every returned symbol is on a list, in a use that the list allows.
 
 use super::Ref;
 use super::decode_error::DecodeError;
@@ -9,16 +9,16 @@ use super::symbols::{self, Use};
 use crate::value::Symbol;
 
 pub(super) enum Verdict {
-    /// A name and no more: `getattr` of a class within a class.
+    /// A bare name: `getattr` of a class inside a class.
     Bare(Symbol),
     OrderedDict,
-    /// A call that is read into a value of its own.
+    /// A call that is decoded to a value of its own variant.
     Known(Symbol),
-    /// A call or an object that is carried.
+    /// A call or an object that is carried by name.
     Inert(Symbol),
 }
 
-/// A call, an object or a persistent id.
+/// Decides about a call, an object or a persistent id.
 pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
     let Some(callee) = r.callee() else {
         return Err(DecodeError::malformed("a storage outside of a tensor"));
@@ -39,7 +39,7 @@ pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
     }
 }
 
-/// A name that is not called here.
+/// Decides about a name that is not called here.
 pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     match r.symbol() {
         Some((module, name)) if symbols::inert(module, &name).is_some_and(Use::bare) => Ok(Symbol::new(module, &name)),
@@ -47,7 +47,7 @@ pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     }
 }
 
-/// The name to give for something called. It may itself be made by calls; a few of them deep is enough.
+/// Returns the name to show for a called node. A call may itself be the callee; a few levels are enough.
 fn blame(mut r: Ref<'_>) -> String {
     for _ in 0..8 {
         match (r.symbol(), r.callee()) {

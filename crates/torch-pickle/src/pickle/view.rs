@@ -1,5 +1,5 @@
-//! Typed, cheap looks at a node. No view recurses, allocates for what it only borrows, or fails loudly:
-//! a node of another type is `None`, and what that means is for the caller to say.
+//! Typed, cheap views of a node. No view recurses, allocates for borrowed data, or panics: a node of another type
+//! gives `None`, which the caller interprets.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,34 +11,34 @@ use super::items::{Entries, Items};
 use super::long;
 use super::visitor::Row;
 
-/// One node of a [`Pickle`].
+/// A node of a [`Pickle`].
 #[derive(Clone, Copy)]
 pub struct Ref<'a> {
     pickle: &'a Pickle<'a>,
     id: NodeId,
 }
 
-/// REDUCE of a global: `module.name(*args)`.
+/// A global called by REDUCE: `module.name(*args)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
     /// The module of the callee or class.
     pub module: &'a str,
-    /// Its name in there.
+    /// The name within the module.
     pub name: &'a str,
-    /// Arguments by position.
+    /// The positional arguments.
     pub args: Items<'a>,
 }
 
-/// NEWOBJ of a global: `module.name.__new__(*args)`, then perhaps BUILD with `state`.
+/// An object made by NEWOBJ of a global: `module.name.__new__(*args)`, possibly followed by BUILD with `state`.
 #[derive(Clone, Copy, Debug)]
 pub struct Instance<'a> {
     /// The module of the callee or class.
     pub module: &'a str,
-    /// Its name in there.
+    /// The name within the module.
     pub name: &'a str,
-    /// Arguments by position.
+    /// The positional arguments.
     pub args: Items<'a>,
-    /// What BUILD gave it.
+    /// The state that BUILD set.
     pub state: Option<Ref<'a>>,
 }
 
@@ -47,23 +47,23 @@ impl<'a> Ref<'a> {
         Self { pickle, id }
     }
 
-    /// Equal ids are the same Python object. While the pickle is being read an id stays valid only if
-    /// the node [is shared](Self::is_shared).
+    /// Returns the id of the node. Equal ids are the same Python object. While the pickle is being read, an id stays
+    /// valid only if the node [is shared](Self::is_shared).
     pub fn id(self) -> NodeId {
         self.id
     }
 
-    /// The pickle that the node is of.
+    /// Returns the pickle of the node.
     pub fn pickle(self) -> &'a Pickle<'a> {
         self.pickle
     }
 
-    /// Whether something may refer to this node more than once. Such nodes are never freed.
+    /// Returns whether the node may have more than one reference. Such nodes are never freed.
     pub fn is_shared(self) -> bool {
         self.pickle.is_pinned(self.id)
     }
 
-    /// Whether this is `None`.
+    /// Returns whether this is `None`.
     pub fn is_none(self) -> bool {
         matches!(self.node(), Node::None)
     }
@@ -93,7 +93,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// An int of any size, as minimal little-endian two's complement.
+    /// Returns an int of any size as minimal little-endian two's complement.
     pub fn as_int_bytes(self) -> Option<SmallVec<[u8; 8]>> {
         match self.node() {
             Node::Int(value) => Some(SmallVec::from_slice(long::minimal(&value.to_le_bytes()))),
@@ -102,7 +102,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Floats only; an int is not silently one.
+    /// Returns a float. Ints are not converted.
     pub fn as_f64(self) -> Option<f64> {
         match self.node() {
             Node::Float(value) => Some(value),
@@ -118,7 +118,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// A string that holds lone surrogates, in Python's `surrogatepass` form.
+    /// Returns a string with lone surrogates, in Python's `surrogatepass` form.
     pub fn as_surrogates(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Surrogates(span) => Some(span.of(self.pickle.bytes)),
@@ -126,7 +126,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Bytes of their own opcode; those of protocol 2 are a call of `_codecs.encode`.
+    /// Returns bytes that have an opcode of their own. The bytes of protocol 2 are a call of `_codecs.encode`.
     pub fn as_bytes(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Bytes(span) => Some(span.of(self.pickle.bytes)),
@@ -174,7 +174,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// The entries of a dict or an `OrderedDict`, as written: were a key written twice, so it is here.
+    /// Returns the entries of a dict or an `OrderedDict` as written, including duplicate keys.
     pub fn as_dict(self) -> Option<Entries<'a>> {
         match self.node() {
             Node::Dict(seq) => Some(Entries::new(self.items_of(seq))),
@@ -183,13 +183,14 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// The value of a dict's text key; of several, the last, as Python has it. Searches the whole dict.
+    /// Returns the value of a text key of a dict. Of several, the last one counts, as in Python. Searches the whole
+    /// dict.
     pub fn get(self, key: &str) -> Option<Ref<'a>> {
         let mut entries = self.as_dict()?.rev();
         entries.find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
     }
 
-    /// A `torch.Size` of up to 16 dims.
+    /// Returns a `torch.Size` of up to 16 dims.
     pub fn as_dims(self) -> Option<&'a [u64]> {
         match self.node() {
             Node::Dims(block) => Some(self.pickle.dims(block)),
@@ -197,12 +198,13 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// A `torch.Size`, or a tuple or list of non-negative ints.
+    /// Returns a `torch.Size`, or a tuple or list of non-negative ints.
     pub fn to_dims(self) -> Option<SmallVec<[u64; 4]>> {
         self.to_dims_up_to(usize::MAX)
     }
 
-    /// [`to_dims`](Self::to_dims) of few: one long tuple may be asked for its dims very often.
+    /// Returns dims like [`to_dims`](Self::to_dims), but at most `max_ndim`: a long shared tuple may be converted very
+    /// often.
     pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
         if let Some(dims) = self.as_dims() {
             return Some(SmallVec::from_slice(dims));
@@ -214,13 +216,13 @@ impl<'a> Ref<'a> {
         (items.len() <= max_ndim).then(|| items.map(Ref::as_u64).collect())?
     }
 
-    /// A bare name: a class, a function, a dtype.
+    /// Returns a bare name: a class, a function or a dtype.
     pub fn global(self) -> Option<(&'a str, &'a str)> {
         self.pickle.global(self.id).map(|global| global.symbol)
     }
 
-    /// A bare name, or `getattr` of one: protocol 2 has no other spelling for a class inside a class, such
-    /// as `ShardedTensor.ProcessGroupState`.
+    /// Returns a bare name, or `getattr` of one. Protocol 2 has no other spelling for a class inside a class, such as
+    /// `ShardedTensor.ProcessGroupState`.
     pub fn symbol(self) -> Option<(&'a str, Cow<'a, str>)> {
         if let Some((module, name)) = self.global() {
             return Some((module, name.into()));
@@ -242,7 +244,7 @@ impl<'a> Ref<'a> {
         Some(Call { module, name, args: self.at(make.args).as_tuple()? })
     }
 
-    /// Returns an object that NEWOBJ made of a named class.
+    /// Returns an object that NEWOBJ made from a named class.
     pub fn object(self) -> Option<Instance<'a>> {
         let Node::New(make) = self.node() else {
             return None;
@@ -252,44 +254,44 @@ impl<'a> Ref<'a> {
         Some(Instance { module, name, args, state: self.state() })
     }
 
-    /// Whether NEWOBJ or NEWOBJ_EX made this.
+    /// Returns whether NEWOBJ or NEWOBJ_EX made the object.
     pub fn is_new(self) -> bool {
         matches!(self.node(), Node::New(_))
     }
 
-    /// What REDUCE called, or the class of NEWOBJ; mostly a global.
+    /// Returns the function that REDUCE called, or the class of NEWOBJ; usually a global.
     pub fn callee(self) -> Option<Ref<'a>> {
         Some(self.at(self.make()?.callee))
     }
 
-    /// The arguments of REDUCE or NEWOBJ.
+    /// Returns the arguments of REDUCE or NEWOBJ.
     pub fn args(self) -> Option<Items<'a>> {
         self.at(self.make()?.args).as_tuple()
     }
 
-    /// The keyword arguments of NEWOBJ_EX.
+    /// Returns the keyword arguments of NEWOBJ_EX.
     pub fn kwargs(self) -> Option<Entries<'a>> {
         self.at(self.pickle.more(self.make()?)?.kwargs?).as_dict()
     }
 
-    /// The BUILD state of anything that was made.
+    /// Returns the BUILD state of a made object.
     pub fn state(self) -> Option<Ref<'a>> {
         Some(self.at(self.pickle.more(self.make()?)?.state?))
     }
 
-    /// The items appended to something made: a subclass of list, a deque.
+    /// Returns the items appended to a made object: a subclass of list, a deque.
     pub fn items(self) -> Items<'a> {
         let more = self.make().and_then(|make| self.pickle.more(make));
         self.items_of(more.map_or(Seq::EMPTY, |more| more.items))
     }
 
-    /// The entries set on something made: an `OrderedDict`, a `defaultdict`.
+    /// Returns the entries set on a made object: an `OrderedDict`, a `defaultdict`.
     pub fn entries(self) -> Entries<'a> {
         let more = self.make().and_then(|make| self.pickle.more(make));
         Entries::new(self.items_of(more.map_or(Seq::EMPTY, |more| more.entries)))
     }
 
-    /// What BINPERSID was given; for torch a tuple that names a storage.
+    /// Returns the argument of BINPERSID. In torch it is a tuple that names a storage.
     pub fn persistent_id(self) -> Option<Ref<'a>> {
         match self.node() {
             Node::PersistentId(id) => Some(self.at(id)),
@@ -297,7 +299,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns the row that an object became.
+    /// Returns the row that replaced an object.
     pub fn row(self) -> Option<Row> {
         match self.node() {
             Node::Row(row) => Some(row),
@@ -305,7 +307,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// What this is, for messages: `dict`, `call of torch.Size`.
+    /// Returns a description for messages: `dict`, `call of torch.Size`.
     pub fn describe(self) -> String {
         let kind = match self.node() {
             Node::None => "None",

@@ -1,23 +1,23 @@
-//! A writer of protocol 2, without a memo of its own.
+//! A writer of protocol 2, without an automatic memo.
 //!
-//! Why protocol 2: it is what `torch.save` writes, and `torch.load(weights_only=True)` takes no opcode of
-//! the later ones. Why no memo: no reader needs one, and without it a file does not depend on which
-//! equal objects happened to be the same. One price: shared objects are written out each time, unless a
-//! format that means them to be one [`put`](Writer::put)s and [`get`](Writer::get)s them.
+//! Reason for protocol 2: `torch.save` writes it, and `torch.load(weights_only=True)` refuses the opcodes of later
+//! protocols. Reason for no memo: no reader needs one, and without it a file does not depend on which equal objects
+//! happened to be identical. The cost: shared objects are written again each time, unless a format
+//! [`put`](Writer::put)s and [`get`](Writer::get)s them explicitly.
 //!
-//! Here are the opcodes; [`super::write_value`] strings them together for whole values. What a format spells
-//! out through these methods is its own promise.
+//! This module writes single opcodes; [`super::write_value`] writes whole values. A format that calls these methods
+//! directly is responsible for the opcodes it writes.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Pickler`, and `torch/_weights_only_unpickler.py`.
 
 use super::long;
 use super::symbols;
 
-/// CPython's batch of items for one APPENDS or SETITEMS.
+/// The number of items in one APPENDS or SETITEMS, as in CPython.
 const BATCH: usize = 1000;
 
-/// A pickle under way. The low-level methods append one opcode each and can be chained; that the
-/// sequence makes sense is for the caller to see to.
+/// A pickle that is being written. The low-level methods append one opcode each and can be chained; the caller ensures
+/// that the sequence is valid.
 pub struct Writer {
     out: Vec<u8>,
     pub(super) depth: usize,
@@ -30,33 +30,33 @@ impl Default for Writer {
 }
 
 impl Writer {
-    /// A pickle that so far says PROTO 2.
+    /// Creates a pickle that contains PROTO 2.
     pub fn new() -> Self {
         Self { out: vec![0x80, 2], depth: 0 }
     }
 
-    /// The pickle so far.
+    /// Returns the bytes written so far.
     pub fn written(&self) -> &[u8] {
         &self.out
     }
 
-    /// Ends with STOP.
+    /// Ends the pickle with STOP and returns it.
     pub fn finish(mut self) -> Vec<u8> {
         self.out.push(b'.');
         self.out
     }
 
-    /// NONE
+    /// Writes NONE.
     pub fn none(&mut self) -> &mut Self {
         self.op(b'N')
     }
 
-    /// NEWTRUE or NEWFALSE
+    /// Writes NEWTRUE or NEWFALSE.
     pub fn boolean(&mut self, value: bool) -> &mut Self {
         self.op(if value { 0x88 } else { 0x89 })
     }
 
-    /// The shortest opcode for an int.
+    /// Writes the shortest opcode for an int.
     pub fn int(&mut self, value: i64) -> &mut Self {
         if let Ok(value) = u8::try_from(value) {
             self.op(b'K').raw(&[value])
@@ -69,7 +69,7 @@ impl Writer {
         }
     }
 
-    /// The shortest opcode for an int that is not negative.
+    /// Writes the shortest opcode for a non-negative int.
     pub fn uint(&mut self, value: u64) -> &mut Self {
         match i64::try_from(value) {
             Ok(value) => self.int(value),
@@ -77,7 +77,7 @@ impl Writer {
         }
     }
 
-    /// An int of any size as little-endian two's complement.
+    /// Writes an int of any size, given as little-endian two's complement.
     ///
     /// # Panics
     /// If it takes 2 GiB or more, which LONG4 cannot count.
@@ -88,12 +88,12 @@ impl Writer {
         }
     }
 
-    /// BINFLOAT
+    /// Writes BINFLOAT.
     pub fn float(&mut self, value: f64) -> &mut Self {
         self.op(b'G').raw(&value.to_be_bytes())
     }
 
-    /// BINUNICODE
+    /// Writes BINUNICODE.
     ///
     /// # Panics
     /// If the text takes 4 GiB or more, which BINUNICODE cannot count.
@@ -101,7 +101,7 @@ impl Writer {
         self.unicode(text.as_bytes())
     }
 
-    /// Bytes as protocol 2 has them: text of one character a byte, and the call that encodes it.
+    /// Writes bytes in the form of protocol 2: a text with one character per byte, and the call that encodes it.
     ///
     /// # Panics
     /// If that text takes 4 GiB or more.
@@ -113,18 +113,18 @@ impl Writer {
         self.global("_codecs", "encode").string(&text).string("latin1").tuple(2).reduce()
     }
 
-    /// MARK
+    /// Writes MARK.
     pub fn mark(&mut self) -> &mut Self {
         self.op(b'(')
     }
 
-    /// EMPTY_TUPLE
+    /// Writes EMPTY_TUPLE.
     pub fn empty_tuple(&mut self) -> &mut Self {
         self.op(b')')
     }
 
-    /// A tuple of the topmost `len` values. More than three must lie on a [`mark`](Self::mark) of their
-    /// own; up to three must not.
+    /// Makes a tuple of the topmost `len` values. More than three values need a [`mark`](Self::mark) below them; up to
+    /// three must not have one.
     pub fn tuple(&mut self, len: usize) -> &mut Self {
         match len {
             0 => self.empty_tuple(),
@@ -135,41 +135,41 @@ impl Writer {
         }
     }
 
-    /// EMPTY_LIST
+    /// Writes EMPTY_LIST.
     pub fn empty_list(&mut self) -> &mut Self {
         self.op(b']')
     }
 
-    /// APPEND
+    /// Writes APPEND.
     pub fn append(&mut self) -> &mut Self {
         self.op(b'a')
     }
 
-    /// APPENDS
+    /// Writes APPENDS.
     pub fn appends(&mut self) -> &mut Self {
         self.op(b'e')
     }
 
-    /// EMPTY_DICT
+    /// Writes EMPTY_DICT.
     pub fn empty_dict(&mut self) -> &mut Self {
         self.op(b'}')
     }
 
-    /// SETITEM
+    /// Writes SETITEM.
     pub fn setitem(&mut self) -> &mut Self {
         self.op(b's')
     }
 
-    /// SETITEMS
+    /// Writes SETITEMS.
     pub fn setitems(&mut self) -> &mut Self {
         self.op(b'u')
     }
 
-    /// A name in Python 3's spelling. One with a dot is a class inside a class, which protocol 2 can only
-    /// reach by `getattr`.
+    /// Writes a name in Python 3's spelling. A name with a dot is a class inside a class, which protocol 2 can only
+    /// access through `getattr`.
     ///
     /// # Panics
-    /// If a part holds a line break, which would end it.
+    /// If a part contains a line break, which would end it.
     pub fn global(&mut self, module: &str, name: &str) -> &mut Self {
         if let Some((outer, inner)) = name.rsplit_once('.') {
             let builder = self.global("builtins", "getattr").global(module, outer);
@@ -180,27 +180,27 @@ impl Writer {
         self.op(b'c').raw(module.as_bytes()).raw(b"\n").raw(name.as_bytes()).raw(b"\n")
     }
 
-    /// REDUCE: calls what is below the tuple on top.
+    /// Writes REDUCE, which calls the value below the tuple on top.
     pub fn reduce(&mut self) -> &mut Self {
         self.op(b'R')
     }
 
-    /// NEWOBJ: makes an object of the class below the tuple on top.
+    /// Writes NEWOBJ, which makes an object of the class below the tuple on top.
     pub fn newobj(&mut self) -> &mut Self {
         self.op(0x81)
     }
 
-    /// BUILD: gives the object below its state on top.
+    /// Writes BUILD, which sets the state on top on the object below it.
     pub fn build(&mut self) -> &mut Self {
         self.op(b'b')
     }
 
-    /// BINPERSID: the object that the value on top stands for.
+    /// Writes BINPERSID, which loads the object with the persistent id on top.
     pub fn binpersid(&mut self) -> &mut Self {
         self.op(b'Q')
     }
 
-    /// Remembers the value on top under a number.
+    /// Stores the value on top in the memo under a number.
     pub fn put(&mut self, index: u32) -> &mut Self {
         match u8::try_from(index) {
             Ok(index) => self.op(b'q').raw(&[index]),
@@ -208,7 +208,7 @@ impl Writer {
         }
     }
 
-    /// The very object that was remembered.
+    /// Loads the stored object from the memo.
     pub fn get(&mut self, index: u32) -> &mut Self {
         match u8::try_from(index) {
             Ok(index) => self.op(b'h').raw(&[index]),
@@ -268,7 +268,7 @@ impl AsMut<Self> for Writer {
     }
 }
 
-/// [`Writer::extend_list`], for somebody who has the writer and more.
+/// Appends items like [`Writer::extend_list`], for a type that contains a writer.
 pub fn append_all<W: AsMut<Writer>, T, E>(
     out: &mut W,
     items: impl ExactSizeIterator<Item = T>,
@@ -277,7 +277,7 @@ pub fn append_all<W: AsMut<Writer>, T, E>(
     batches(out, items, each, Writer::append, Writer::appends)
 }
 
-/// [`Writer::extend_dict`], for somebody who has the writer and more.
+/// Sets entries like [`Writer::extend_dict`], for a type that contains a writer.
 pub fn set_all<W: AsMut<Writer>, T, E>(
     out: &mut W,
     entries: impl ExactSizeIterator<Item = T>,

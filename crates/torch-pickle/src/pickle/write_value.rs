@@ -1,7 +1,7 @@
-//! Values as opcodes of protocol 2.
+//! Writes values as opcodes of protocol 2.
 //!
-//! Invariant: no name is written that is not listed in [`super::symbols`], nor in another use than the one
-//! listed. Whoever loads the result runs what it names, so this holds for values of any origin.
+//! Invariant: only names that are listed in [`super::symbols`] are written, and only in the listed use. The program
+//! that loads the result runs these names, so this holds for values from any source.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Pickler`, under protocol 2.
 
@@ -14,16 +14,17 @@ use super::symbols::{self, Use};
 use super::write::Writer;
 use crate::value::{Construct, Dict, DictKind, Entry, Extension, Object, Symbol, Value};
 
-/// More than any decoded value has, even within a few levels of a format's own; little enough for any stack.
+/// The maximum nesting of a written value: more than any decoded value has, even within a few levels of a format, and
+/// small enough for any stack.
 const MAX_DEPTH: usize = 300;
 
-/// Writes the opcodes for the leaves of a value that only the caller knows: tensors, and values of its own. A closure that
-/// writes tensors is enough where there are none of these.
+/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. If there are no
+/// such own values, a closure that writes tensors implements this trait.
 pub trait WriteLeaves<T, X> {
     /// Writes a tensor as one value.
     fn tensor(&mut self, writer: &mut Writer, tensor: T) -> Result<(), WriteError>;
 
-    /// Writes a value of the caller's own as one value.
+    /// Writes one of the caller's own values as one value.
     fn other(&mut self, writer: &mut Writer, other: &X) -> Result<(), WriteError>;
 }
 
@@ -37,40 +38,40 @@ impl<T, F: FnMut(&mut Writer, T) -> Result<(), WriteError>> WriteLeaves<T, Infal
     }
 }
 
-/// Why a value cannot be written.
+/// An error of writing a value.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// A name that is on none of the lists, or not in this use.
+    /// The name is not on any list, or not in this use.
     #[error("`{symbol}` is not among the Python objects that are known to be plain data")]
     Forbidden {
         /// The name: `os.system`.
         symbol: String,
     },
-    /// An object with keyword arguments.
-    #[error("`{symbol}` has keyword arguments, which protocol 2 cannot hold")]
+    /// The object has keyword arguments.
+    #[error("`{symbol}` has keyword arguments, which protocol 2 cannot store")]
     Keywords {
-        /// Its class.
+        /// The class of the object.
         symbol: String,
     },
-    /// A text, bytes or an int that protocol 2 has no opcode for.
+    /// The text, bytes or int is too long for the opcodes of protocol 2.
     #[error("a {what} of {len} bytes is too long for pickle protocol 2")]
     TooLong {
-        /// Its type.
+        /// The type of the value.
         what: &'static str,
-        /// Its length in bytes.
+        /// The length in bytes.
         len: usize,
     },
-    /// A value that a reader would not read back.
+    /// The value is nested too deeply for a reader.
     #[error("a value nested deeper than {MAX_DEPTH}")]
     TooDeep,
-    /// A leaf that the caller cannot write, in the caller's words.
+    /// The caller cannot write a leaf, for this reason.
     #[error("{0}")]
     Leaf(String),
 }
 
 impl Writer {
-    /// A value, with `leaves` for what only the caller knows.
+    /// Writes a value, with `leaves` for the leaves that only the caller knows.
     pub fn value<T: Copy + fmt::Display, X: Extension<T>>(
         &mut self,
         value: &Value<T, X>,
@@ -98,7 +99,7 @@ impl Writer {
             Value::Float(value) => self.float(*value),
             Value::Str(text) => self.unicode(fits(text.as_bytes(), "str", u32::MAX as usize)?),
             Value::SurrogateStr(text) => self.unicode(fits(text, "str", u32::MAX as usize)?),
-            // As text a byte may take two.
+            // In a text, a byte may take two bytes.
             Value::Bytes(bytes) => self.bytes(fits(bytes, "bytes", i32::MAX as usize)?),
             Value::ByteArray(bytes) if bytes.is_empty() => self.global("builtins", "bytearray").empty_tuple().reduce(),
             Value::ByteArray(bytes) => {

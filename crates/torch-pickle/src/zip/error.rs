@@ -1,30 +1,30 @@
-//! Why an archive cannot be read.
+//! Errors of reading an archive.
 
 use std::io;
 
-/// Why an archive cannot be read.
+/// An error of reading an archive.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArchiveError {
-    /// The archive is damaged, or the bytes are no archive.
+    /// The archive is damaged, or the bytes are not an archive.
     #[error("{at}: expected {expected}, found {found}")]
     Malformed {
-        /// Which part of the archive, or which byte of the source.
+        /// The part of the archive, or the byte of the source.
         at: String,
-        /// What should be there.
+        /// The expected content.
         expected: String,
-        /// What is there.
+        /// The content that was found.
         found: String,
     },
 
-    /// An entry is compressed. torch.save stores entries as they are, so another tool packed the archive again.
+    /// An entry is compressed. torch.save stores entries uncompressed, so another tool has repacked the archive.
     #[error("entry `{entry}` is compressed")]
     Compressed {
-        /// Name of the entry.
+        /// The name of the entry.
         entry: String,
     },
 
-    /// The archive is one of torch.jit.save.
+    /// The archive was written by torch.jit.save.
     #[error("a TorchScript archive, not a checkpoint")]
     TorchScript,
 

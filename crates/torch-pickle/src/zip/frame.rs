@@ -1,15 +1,15 @@
-//! What of an archive tells where one of its records lies: its frame.
+//! Frames: the parts of an archive that determine the location of one of its records.
 //!
-//! A DCP data file is a row of archives that differ in little but their data: finding the tensor in each of a million
-//! costs reading a directory and a pickle a million times. Archives with the same frame have their data at the same
-//! place, so those that follow one that was read in full are only compared with it.
+//! A DCP data file is a sequence of archives that differ in little but their data. Locating the tensor in each of a
+//! million archives takes a million reads of a directory and a pickle. Archives with the same frame have their data at
+//! the same location, so archives after the first with a frame are only compared with it.
 //!
-//! A frame is all that reading looked at: the directory, the records that were read, and the local header of the
-//! record that was located. Of the CRC-32s in the directory only those of the records that were read are part of it: that
-//! of the located record is given out, and nobody looks at the others.
+//! A frame contains everything that the reader looked at: the directory, the records that were read, and the local
+//! header of the located record. Of the CRC-32s in the directory, only those of the records that were read belong to
+//! the frame. The CRC-32 of the located record is returned with its location, and the others are ignored.
 //!
-//! Offsets count bytes from where the archive begins. Invariant: an archive that has the frame is read with the same
-//! result as the one that the frame is from, but for that CRC-32.
+//! Unit: offsets are bytes from the start of the archive. Invariant: an archive with the frame has the same reading
+//! result as the archive from which the frame was made, except for the CRC-32 of the located record.
 
 use std::ops::Range;
 
@@ -18,37 +18,37 @@ use super::error::ArchiveError;
 use super::read::Record;
 use crate::ReadAt;
 
-/// What of an archive tells where one of its records lies. An archive that has the same frame has that record at the same
-/// place.
+/// The parts of an archive that determine the location of one of its records. Archives with the same frame have that
+/// record at the same location.
 #[derive(Debug)]
 pub struct Frame {
-    /// Of the archive.
+    /// The length of the archive.
     len: u64,
-    /// Everything before the data of the located record.
+    /// All bytes before the data of the located record.
     head: End,
-    /// Everything from the directory on, and what lies between it and the data where something there was read.
+    /// All bytes from the directory on, and the bytes between the data and the directory if any of them were read.
     tail: End,
-    /// Where the directory has the CRC-32 of the located record.
+    /// The offset in the directory of the CRC-32 of the located record.
     crc_at: u64,
-    /// Where its local header and its data are.
+    /// The offsets of the local header and of the data of the located record.
     header: u64,
     data: Range<u64>,
 }
 
-/// One end of an archive.
+/// One end of an archive: its head or its tail.
 #[derive(Debug)]
 struct End {
-    /// Offset of its first byte.
+    /// The offset of the first byte.
     at: u64,
     bytes: Vec<u8>,
     /// The ranges of `bytes` that belong to the frame.
     fixed: Vec<Range<usize>>,
 }
 
-/// Frames with a longer end are not worth keeping.
+/// The maximum length of an end. Frames with a longer end are not worth caching.
 const MAX_END_BYTES: u64 = 4 << 10;
 
-/// Archives at least this long are not copied from a mapping: only their ends are of interest.
+/// The minimum length of archives that are not copied from a mapping, because only their ends are needed.
 const SMALL_BYTES: u64 = 64 << 10;
 
 /// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
@@ -58,8 +58,8 @@ const ENTRY_BYTES: usize = 46;
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// The frame of the archive in the bytes `range` of a source, of which the records `read` were read and `located` was
-    /// located. `None` where it is unusual: nothing depends on there being one.
+    /// Returns the frame of the archive in the bytes `range` of a source, of which the records `read` were read and
+    /// `located` was located. Returns `None` for an unusual archive; a frame is only an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -108,8 +108,8 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Where the data of the located record begins in the archive that is the bytes `range` of a source, and the record;
-    /// `None` where that archive has another frame. `buffer` is used again.
+    /// Returns the start of the data of the located record in the archive in the bytes `range` of a source, and the
+    /// record. Returns `None` if that archive has another frame. `buffer` is reused.
     ///
     /// # Errors
     /// `Io`.
@@ -136,7 +136,7 @@ impl Frame {
         Ok(self.record(base, head, tail))
     }
 
-    /// The located record of the archive at `base` that has these ends; `None` where they are not like the frame.
+    /// Returns the located record of the archive at `base` with these ends, or `None` if they do not match the frame.
     fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
         let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
@@ -147,14 +147,14 @@ impl Frame {
 }
 
 impl End {
-    /// A range of the archive as one of `bytes`.
+    /// Converts a range of the archive to a range of `bytes`.
     fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
         let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
         let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
         (start <= end && end <= self.bytes.len()).then_some(start..end)
     }
 
-    /// This end of another archive of the same length.
+    /// Returns this end of another archive of the same length.
     fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
         let start = usize::try_from(self.at).expect("within a small archive");
         &archive[start..start + self.bytes.len()]
@@ -164,8 +164,9 @@ impl End {
         self.fixed.iter().all(|range| self.bytes[range.clone()] == other[range.clone()])
     }
 
-    /// Whether the last record of the archive has the directory where it was found. Where it has not, reading looked there
-    /// first, at what is no part of the frame, and the offsets in the directory mean other places.
+    /// Returns whether the end record of the archive gives the location at which the directory was found. If not, the
+    /// reader first looked at the given location, which is not part of the frame, and the offsets in the directory
+    /// refer to other positions.
     fn names(&self, directory: u64) -> bool {
         let Some([b'P', b'K', 5, 6, .., d0, d1, d2, d3, 0, 0]) = self.bytes.last_chunk::<END_BYTES>() else {
             return false;
@@ -173,8 +174,8 @@ impl End {
         u64::from(u32::from_le_bytes([*d0, *d1, *d2, *d3])) == directory
     }
 
-    /// Make the directory part of the frame, but for CRC-32s of records that were not `read`; gives where that of the
-    /// located one is. Records go by where their local headers are.
+    /// Adds the directory to the frame, except for CRC-32s of records that were not `read`. Returns the offset of the
+    /// CRC-32 of the located record. Records are identified by the offsets of their local headers.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
         let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
         let (mut entry, mut crc_at) = (fixed, None);
@@ -213,7 +214,7 @@ mod tests {
         bytes
     }
 
-    /// An archive of one record `a/x` of 100 bytes, whose offsets do not count what is `before` it.
+    /// Returns an archive with one record `a/x` of 100 bytes, whose offsets do not count the bytes `before` it.
     fn archive(before: usize) -> Vec<u8> {
         let mut bytes = vec![0; before];
         bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_that_is_not_where_it_says_has_no_frame() {
+    fn archive_with_shifted_offsets_has_no_frame() {
         for (before, has_frame) in [(0, true), (50, false)] {
             let bytes = archive(before);
             let source = bytes.as_slice();

@@ -1,4 +1,4 @@
-//! torch.save archives: ZIP files whose entries are all stored, read and written without touching tensor data.
+//! torch.save archives: ZIP files with only uncompressed entries, read and written without touching tensor data.
 //!
 //! Source of the layout: `caffe2/serialize/inline_container.cc` (`PyTorchStreamReader`, `PyTorchStreamWriter`).
 

@@ -1,7 +1,7 @@
-//! Reading an archive's directory, and finding where a record's data begins.
+//! Reads the directory of an archive, and locates the data of its records.
 //!
-//! An archive may be a whole source or a range of one (an item of a DCP data file). Offsets in it are relative to
-//! where it begins; everything this module gives out is absolute in the source. Sizes and offsets are hostile until
+//! An archive may be a whole source or a range of one (an item of a DCP data file). Offsets in an archive are relative
+//! to its start; all returned offsets are absolute in the source. Sizes and offsets are untrusted until they are
 //! checked against the range.
 
 use std::collections::HashMap;
@@ -14,46 +14,46 @@ use crate::ReadAt;
 
 type Result<T, E = ArchiveError> = std::result::Result<T, E>;
 
-/// A stored entry of an archive, as the directory has it.
+/// An uncompressed entry of an archive, as listed in the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Offset of its local header in the source.
+    /// The offset of the local header in the source.
     pub header: u64,
-    /// Length of its data.
+    /// The length of the data.
     pub len: u64,
-    /// CRC-32 of its data; 0 where the writer did not compute it.
+    /// The CRC-32 of the data; 0 if the writer did not compute it.
     pub crc: u32,
 }
 
 /// The directory of an archive.
 #[derive(Debug)]
 pub struct Archive {
-    /// Text before the first `/` of every name.
+    /// The text before the first `/` of every name.
     prefix: String,
-    /// By name without the prefix.
+    /// The records by name without the prefix.
     records: HashMap<Box<str>, Record>,
-    /// Where the directory begins in the source.
+    /// The start of the directory in the source.
     directory: u64,
     ends: Ends,
 }
 
-/// A directory entry takes this many bytes at least, so a directory cannot claim more entries than fit its file.
+/// The minimum length of a directory entry. It bounds the number of entries by the length of the file.
 const MIN_ENTRY_BYTES: u64 = 46;
 
 impl Archive {
-    /// Reads the directory of the archive that is the whole source.
+    /// Reads the directory of an archive that fills the whole source.
     ///
     /// # Errors
-    /// As [`read_at`](Self::read_at).
+    /// The errors of [`read_at`](Self::read_at).
     pub fn read<S: ReadAt + ?Sized>(source: &S) -> Result<Self> {
         Self::read_at(source, 0, source.len_bytes())
     }
 
-    /// Reads the directory of the archive that is the bytes `[base, base + len)` of a source.
+    /// Reads the directory of the archive in the bytes `[base, base + len)` of a source.
     ///
     /// # Errors
-    /// `Malformed` where it is no archive, `Compressed` where entries are compressed, `TorchScript` for an archive of
-    /// torch.jit.save that is recognised by such entries, `Io`.
+    /// `Malformed` if the bytes are not an archive, `Compressed` if entries are compressed, `TorchScript` for an
+    /// archive of torch.jit.save, which is recognised by such entries, `Io`.
     pub fn read_at<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> Result<Self> {
         let malformed =
             |found: String| ArchiveError::malformed(place(base, "zip directory"), "a torch.save archive", found);
@@ -64,7 +64,7 @@ impl Archive {
         }
         let ends = Ends::read(source, base, len)?;
         let window = Window { source, ends: &ends };
-        // An item of a few hundred kB a thousand times over: small archives get small buffers.
+        // A DCP file may have a thousand items of a few hundred kB, so small archives get small buffers.
         let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
         let archive = ZipLocator::new()
             .locate_in_reader(&window, &mut buffer, len)
@@ -74,7 +74,7 @@ impl Archive {
         }
         let directory = base.saturating_add(archive.directory_offset());
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
-            // Only archives of torch.jit.save have code, and nothing else of theirs is compressed.
+            // Only archives of torch.jit.save contain code, and only the code in them is compressed.
             Fault::Compressed(name) if name.contains("/code/") => ArchiveError::TorchScript,
             Fault::Compressed(entry) => ArchiveError::Compressed { entry },
             fault => fault.within(&malformed),
@@ -82,19 +82,19 @@ impl Archive {
         Ok(Self { prefix, records, directory, ends })
     }
 
-    /// The record of a name, which goes without the folder that all names of an archive begin with.
+    /// Returns the record of a name. The name is given without the folder with which all names of an archive start.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Record> {
         self.records.get(name).copied()
     }
 
-    /// Where the directory begins in the source.
+    /// The start of the directory in the source.
     #[must_use]
     pub fn directory(&self) -> u64 {
         self.directory
     }
 
-    /// All records with their names, in the order of the archive.
+    /// Returns all records with their names, in the order of the archive.
     #[must_use]
     pub fn records(&self) -> Vec<(&str, Record)> {
         let mut records: Vec<_> = self.records.iter().map(|(name, record)| (name.as_ref(), *record)).collect();
@@ -102,10 +102,10 @@ impl Archive {
         records
     }
 
-    /// Where the data of `name` begins and how long it is, if the archive has it.
+    /// Returns the start and the record of the data of `name`, if the archive has it.
     ///
     /// # Errors
-    /// `Malformed` where its local header is not what the directory says.
+    /// `Malformed` if the local header differs from the directory.
     pub fn locate<S: ReadAt + ?Sized>(&self, source: &S, name: &str) -> Result<Option<(u64, Record)>> {
         let Some(record) = self.get(name) else { return Ok(None) };
         let window = self.window(source);
@@ -117,8 +117,8 @@ impl Archive {
         Ok(Some((data, record)))
     }
 
-    /// The content of `name`, if the archive has it. For records that are not tensor data. A record longer than
-    /// `max_len` is not read: the length of a sparse file bounds nothing.
+    /// Reads the content of `name`, if the archive has it. Only for records that are not tensor data. A record longer
+    /// than `max_len` is not read, because a sparse file can have any length.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -147,17 +147,17 @@ impl Archive {
 }
 
 impl Archive {
-    /// Checks the CRC-32 of each record, if the writer computed any, and calls `each_block` with the length of every block
-    /// that was read.
+    /// Checks the CRC-32 of each record if the writer computed any, and calls `each_block` with the length of every
+    /// block that was read.
     ///
     /// # Errors
-    /// `Malformed` naming the record that has changed, `Io`, which includes what `each_block` returns.
+    /// `Malformed` with the changed record, `Io`, which includes the errors of `each_block`.
     pub fn check<S: ReadAt + ?Sized>(
         &self,
         source: &S,
         each_block: &mut dyn FnMut(u64) -> io::Result<()>,
     ) -> Result<()> {
-        // All zero: the writer did not compute them (an empty record's sum is zero anyway).
+        // If all are zero, the writer did not compute them (the sum of an empty record is zero anyway).
         if self.records.values().all(|record| record.crc == 0) {
             return Ok(());
         }
@@ -167,7 +167,7 @@ impl Archive {
     /// Checks the CRC-32 of a record, block by block.
     ///
     /// # Errors
-    /// `Malformed` where it does not hold, `Io`, which includes what `each_block` returns.
+    /// `Malformed` if the CRC-32 differs, `Io`, which includes the errors of `each_block`.
     pub fn check_record<S: ReadAt + ?Sized>(
         &self,
         source: &S,
@@ -199,15 +199,15 @@ impl Archive {
     }
 }
 
-/// Records below this length are looked for in memory, where the source has them there.
+/// The maximum length of records that are read from memory, if the source has them there.
 const SHORT_BYTES: u64 = 64 << 10;
 
-/// Where the data of a record begins.
+/// Returns the start of the data of a record.
 ///
 /// # Errors
-/// `Malformed` where there is no local header, `Io`.
+/// `Malformed` if there is no local header, `Io`.
 pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: Record) -> Result<u64> {
-    // The data itself is likely to be read from there.
+    // The caller is likely to read the data from there.
     let is_mapped = len < SHORT_BYTES;
     let read = |buffer: &mut [u8], offset: u64| {
         let len = buffer.len() as u64;
@@ -221,7 +221,7 @@ pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: R
 
 const LOCAL_HEADER: usize = 30;
 
-/// The offset after a local header, its name and its extra field, if there is such a header before `end`.
+/// Returns the offset after a local header with its name and its extra field, if there is such a header before `end`.
 fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<(), E>) -> Result<Option<u64>, E> {
     let fits = |offset: u64, len: u64| offset.checked_add(len).filter(|after| *after <= end);
     let Some(name) = fits(header, LOCAL_HEADER as u64) else { return Ok(None) };
@@ -231,13 +231,13 @@ fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<
     let extra_len = u16::from_le_bytes([e0, e1]);
     let Some(at) = fits(name, u64::from(u16::from_le_bytes([n0, n1]))) else { return Ok(None) };
     let Some(data) = fits(at, u64::from(extra_len)) else { return Ok(None) };
-    // Nothing else tells a wrong length of the extra field, which would shift the data.
+    // No other check detects a wrong length of the extra field, which would shift the data.
     let mut extra = vec![0; usize::from(extra_len)];
     read(&mut extra, at)?;
     Ok(is_extra_field(&extra).then_some(data))
 }
 
-/// Whether these are whole pairs of an id and a value.
+/// Returns whether the bytes are whole pairs of an id and a value.
 fn is_extra_field(mut extra: &[u8]) -> bool {
     while let [_, _, low, high, rest @ ..] = extra {
         match rest.get(usize::from(u16::from_le_bytes([*low, *high]))..) {
@@ -252,7 +252,7 @@ fn bad_header(name: &str, header: u64) -> ArchiveError {
     ArchiveError::malformed(format!("byte {header}"), format!("the local header of {name}"), "something else")
 }
 
-/// A buffer for so many bytes.
+/// Returns a buffer of `len` bytes.
 fn zeroed(len: u64) -> io::Result<Vec<u8>> {
     let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
     let mut buffer = Vec::new();
@@ -268,7 +268,7 @@ fn place(base: u64, what: &str) -> String {
 enum Fault {
     Malformed(String),
     Compressed(String),
-    /// The source could not be read, which says nothing about the archive.
+    /// The source could not be read; the archive may be valid.
     Unread(io::Error),
 }
 
@@ -281,7 +281,7 @@ impl Fault {
     }
 }
 
-/// An error of the source on its way through a reader of archives, which has errors of the same type.
+/// An error of the source, passed through the ZIP reader, which has errors of the same type.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Unread(io::Error);
@@ -300,7 +300,7 @@ fn unwrapped(error: io::Error) -> ArchiveError {
 fn describe(error: &rawzip::Error) -> String {
     match error.kind() {
         rawzip::ErrorKind::MissingEndOfCentralDirectory => {
-            String::from("no end of an archive: it is cut short, or no archive at all")
+            String::from("no end record: the file is truncated or not an archive")
         }
         _ => error.to_string(),
     }
@@ -334,7 +334,7 @@ fn read_entries<S: ReadAt + ?Sized>(
         if entry.compression_method() != CompressionMethod::STORE {
             return Err(Fault::Compressed(full.to_owned()));
         }
-        // PyTorch takes the prefix from the first entry and looks all others up below it.
+        // PyTorch takes the prefix from the first entry and looks up all others below it.
         let Some((own, name)) = full.split_once('/') else {
             return Err(Fault::Malformed(format!("entry `{full}` in no folder")));
         };
@@ -352,7 +352,7 @@ fn read_entries<S: ReadAt + ?Sized>(
             return Err(Fault::Malformed(format!("two entries `{full}`")));
         }
     }
-    // A header or a size that is off by a bit would give one record's bytes for another's.
+    // A damaged header offset or size would return the bytes of another record.
     let mut spans: Vec<(u64, u64)> = Vec::with_capacity(records.len());
     for (name, record) in &records {
         spans.push((record.header, name.len() as u64 + record.len));
@@ -366,8 +366,8 @@ fn read_entries<S: ReadAt + ?Sized>(
     Ok((prefix, records))
 }
 
-/// Both ends of an archive: its directory is in its tail, the pickle and the local headers in its head, so finding a
-/// tensor in an item costs two reads.
+/// Both ends of an archive. The directory is in the tail, the pickle and the local headers are in the head, so
+/// locating a tensor in an item takes two reads.
 #[derive(Debug)]
 struct Ends {
     base: u64,
@@ -380,7 +380,7 @@ const HEAD_BYTES: u64 = 2 << 10;
 const TAIL_BYTES: u64 = 1 << 10;
 
 impl Ends {
-    /// The range must lie within the source.
+    /// Reads both ends of a range, which must be within the source.
     fn read<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> io::Result<Self> {
         let head_len = if len <= HEAD_BYTES + TAIL_BYTES { len } else { HEAD_BYTES };
         let tail_len = TAIL_BYTES.min(len - head_len);
@@ -395,7 +395,7 @@ impl Ends {
     }
 }
 
-/// An archive to read from. The source is asked for what lies between the ends.
+/// An archive to read from. Bytes between the ends are read from the source.
 struct Window<'a, S: ?Sized> {
     source: &'a S,
     ends: &'a Ends,

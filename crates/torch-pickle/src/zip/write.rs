@@ -1,44 +1,45 @@
-//! Laying out an archive exactly as `PyTorchStreamWriter` does: stored entries, data on multiples of 64 bytes counted
-//! from the start of the archive, a data descriptor behind each entry that is not empty, zip64 end records always.
+//! Lays out an archive exactly like `PyTorchStreamWriter`: uncompressed entries, data at multiples of 64 bytes from
+//! the start of the archive, a data descriptor after each non-empty entry, and always zip64 end records.
 //!
-//! Everything but the tensor data is known now. The CRC-32s of the data are not: each has two places, in the descriptor
-//! and in the directory.
+//! All bytes except the tensor data are known at layout time. The CRC-32s of the data are computed later; each is
+//! written to two places, the descriptor and the directory.
 
 use std::ops::Range;
 
-/// Alignment of record data, as `.storage_alignment` says.
+/// The alignment of record data, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
-/// Where a 32-bit field gives way to zip64.
+/// The value from which a 32-bit field is replaced by a zip64 field.
 const ZIP64: u64 = 0xFFFF_FFFF;
 
-/// Where the bytes of an archive go. Offsets count from its first byte.
+/// The layout of an archive. Offsets count from its first byte.
 #[derive(Debug, Default)]
 pub struct ArchiveLayout {
-    /// Length of the archive.
+    /// The length of the archive in bytes.
     pub len: u64,
-    /// Bytes that are known, each with its offset; ascending, none empty. All other bytes are data of the caller's.
+    /// The known bytes, each block with its offset, in ascending order and without empty blocks. All other bytes are
+    /// the caller's data.
     pub known: Vec<(u64, Vec<u8>)>,
-    /// What is computed once all data is there; ascending by range, disjoint.
+    /// The checksums to compute when all data is written, in ascending order of disjoint ranges.
     pub checksums: Vec<Checksum>,
 }
 
-/// A range of the archive whose CRC-32 (IEEE, little-endian, 4 bytes) is written to two places of it, which are 0 in what is
-/// known.
+/// A range of the archive whose CRC-32 (IEEE, little-endian, 4 bytes) is written to two places of the archive. These
+/// are 0 in the known bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
-    /// The data of a record.
+    /// The range of the data of a record.
     pub range: Range<u64>,
-    /// Offsets of the checksum: behind the data, and in the directory.
+    /// The offsets of the checksum: after the data, and in the directory.
     pub places: [u64; 2],
 }
 
 /// A part of a record.
 #[derive(Clone, Copy, Debug)]
 pub enum Span<'a> {
-    /// So many bytes of tensor data.
+    /// Tensor data of this many bytes.
     Payload(u64),
-    /// Bytes that are known.
+    /// Known bytes.
     Known(&'a [u8]),
 }
 
@@ -57,7 +58,7 @@ struct Entry {
     header: u64,
     len: u64,
     crc: u32,
-    /// Range of the data and offset of the CRC in the descriptor, where the data comes later.
+    /// The range of the data and the offset of the CRC in the descriptor, if the data comes later.
     payload: Option<(Range<u64>, u64)>,
 }
 
@@ -93,13 +94,13 @@ struct Entry {
 pub struct ArchiveWriter<'a> {
     layout: ArchiveLayout,
     prefix: &'a str,
-    /// Known bytes that the layout does not have yet.
+    /// Known bytes that are not yet in the layout.
     pending: Vec<u8>,
     entries: Vec<Entry>,
 }
 
 impl<'a> ArchiveWriter<'a> {
-    /// An archive without records, whose names begin with the folder `prefix`.
+    /// Creates an archive without records. All names will start with the folder `prefix`.
     pub fn new(prefix: &'a str) -> Self {
         Self { layout: ArchiveLayout::default(), prefix, pending: Vec::new(), entries: Vec::new() }
     }
@@ -109,8 +110,8 @@ impl<'a> ArchiveWriter<'a> {
         self.start_in_parts(pickle, &[]);
     }
 
-    /// Adds the same, with the pickle kept in parts that end at `cuts` (ascending), so that the caller can keep parts once
-    /// that other archives have too.
+    /// Adds the same records as [`start`](Self::start), with the pickle divided into parts that end at `cuts`
+    /// (ascending), so that the caller can store parts that several archives share only once.
     pub fn start_in_parts(&mut self, pickle: &[u8], cuts: &[usize]) {
         let header = self.header("data.pkl", pickle.len() as u64);
         let mut start = 0;
@@ -127,26 +128,26 @@ impl<'a> ArchiveWriter<'a> {
         self.literal("byteorder", b"little");
     }
 
-    /// Adds a record whose content is known.
+    /// Adds a record with known content.
     pub fn literal(&mut self, name: &str, content: &[u8]) {
         let header = self.header(name, content.len() as u64);
         self.pending.extend_from_slice(content);
         self.known(name, header, content);
     }
 
-    /// What follows content that is known.
+    /// Adds the bytes that follow known content.
     fn known(&mut self, name: &str, header: u64, content: &[u8]) {
         let crc = crc32fast::hash(content);
         self.descriptor(header, content.len() as u64, crc);
         self.entries.push(Entry { name: self.full(name), header, len: content.len() as u64, crc, payload: None });
     }
 
-    /// Adds a record of `len` bytes of tensor data; returns the offset of these in the archive.
+    /// Adds a record of `len` bytes of tensor data, and returns the offset of the data in the archive.
     pub fn payload(&mut self, name: &str, len: u64) -> u64 {
         self.mixed(name, &[Span::Payload(len)])[0]
     }
 
-    /// Adds a record of tensor data and known bytes; returns the offset of each span in the archive.
+    /// Adds a record of tensor data and known bytes, and returns the offset of each span in the archive.
     pub fn mixed(&mut self, name: &str, spans: &[Span<'_>]) -> Vec<u64> {
         let len = spans.iter().map(Span::len).sum();
         let header = self.header(name, len);
@@ -168,7 +169,7 @@ impl<'a> ArchiveWriter<'a> {
         let waits = spans.iter().any(|span| matches!(span, Span::Payload(1..)));
         let crc = if waits { 0 } else { known.finalize() };
         self.descriptor(header, len, crc);
-        // After the descriptor's signature.
+        // The CRC follows the signature of the descriptor.
         let payload = waits.then(|| (data..data + len, data + len + 4));
         self.entries.push(Entry { name: self.full(name), header, len, crc, payload });
         offsets
@@ -178,8 +179,8 @@ impl<'a> ArchiveWriter<'a> {
     #[must_use]
     pub fn finish(mut self) -> ArchiveLayout {
         self.literal("version", b"3\n");
-        // PyTorch puts a hash of names and one of contents here; any value is accepted. Contents are not known yet,
-        // and the id must not depend on anything else, so it is that of the names and the pickle.
+        // PyTorch writes a hash of names and a hash of contents here; any value is accepted. Contents are not known
+        // yet, and the id must not depend on other data, so it is the hash of the names and the pickle.
         let names =
             self.entries.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, entry| fnv1a(hash, entry.name.as_bytes()));
         let contents = self.entries.iter().fold(names, |hash, entry| fnv1a(hash, &entry.crc.to_le_bytes()));
@@ -200,7 +201,7 @@ impl<'a> ArchiveWriter<'a> {
         self.layout
     }
 
-    /// Offset from the start of the archive.
+    /// Returns the offset from the start of the archive.
     fn position(&self) -> u64 {
         self.layout.len + self.pending.len() as u64
     }
@@ -218,13 +219,14 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// The local header, padded so that data begins on a multiple of the alignment. Gives its offset in the archive.
+    /// Writes the local header, padded so that data starts at a multiple of the alignment. Returns the offset of the
+    /// header in the archive.
     fn header(&mut self, name: &str, len: u64) -> u64 {
         let header = self.position();
         let name = self.full(name);
         let mut zip64 = Vec::new();
         if len >= ZIP64 {
-            // Uncompressed and compressed size; the latter comes in the descriptor.
+            // These are the uncompressed and the compressed size; the latter is in the descriptor.
             zip64.extend_from_slice(&len.to_le_bytes());
             zip64.extend_from_slice(&0_u64.to_le_bytes());
         }
@@ -237,9 +239,9 @@ impl<'a> ArchiveWriter<'a> {
 
         let out = &mut self.pending;
         put(out, &[0x0403_4B50]);
-        // Version needed, flags, method, time, date.
+        // The fields are: version needed, flags, method, time, date.
         put16(out, &[0, flags(len), 0, 0, 0]);
-        // CRC and sizes: in the descriptor.
+        // The CRC and the sizes are in the descriptor.
         put(out, &[0, 0, 0]);
         put16(out, &[short(name.len()), short(zip64_len + 4 + padding)]);
         out.extend_from_slice(name.as_bytes());
@@ -253,7 +255,7 @@ impl<'a> ArchiveWriter<'a> {
         header
     }
 
-    /// The data descriptor; empty records have none.
+    /// Writes the data descriptor. Empty records have none.
     fn descriptor(&mut self, header: u64, len: u64, crc: u32) {
         if len == 0 {
             return;
@@ -279,10 +281,10 @@ impl<'a> ArchiveWriter<'a> {
         let extra_len = if zip64.is_empty() { 0 } else { 4 + zip64.len() };
         let out = &mut self.pending;
         put(out, &[0x0201_4B50]);
-        // Versions made by and needed, flags, method, time, date.
+        // The fields are: versions made by and needed, flags, method, time, date.
         put16(out, &[0, 0, flags(entry.len), 0, 0, 0]);
         put(out, &[entry.crc, saturate(entry.len), saturate(entry.len)]);
-        // Lengths of name, extra and comment; disk, internal attributes.
+        // The fields are: lengths of name, extra and comment; disk, internal attributes.
         put16(out, &[short(entry.name.len()), short(extra_len), 0, 0, 0]);
         put(out, &[0, saturate(entry.header)]);
         out.extend_from_slice(entry.name.as_bytes());
@@ -292,7 +294,7 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// zip64 end record, its locator and the classic end record: PyTorch writes all three always.
+    /// Writes the zip64 end record, its locator and the classic end record. PyTorch always writes all three.
     fn end_records(&mut self, directory: u64, count: u64) {
         let end = self.position();
         let size = end - directory;
@@ -315,10 +317,10 @@ impl<'a> ArchiveWriter<'a> {
     }
 }
 
-/// Offset of the CRC within a directory entry.
+/// The offset of the CRC in a directory entry.
 const DIRECTORY_CRC_OFFSET: u64 = 16;
 
-/// UTF-8 names; a data descriptor where there is data.
+/// Returns the flags: UTF-8 names, and a data descriptor if there is data.
 fn flags(len: u64) -> u16 {
     if len == 0 { 0x0800 } else { 0x0808 }
 }
@@ -347,9 +349,10 @@ fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
 
-    /// The offsets PyTorch 2.15 gives the records of `tiny.pt`: `{w: f32[2,3], wt: w.t()[1:], b: bf16 scalar}`.
+    /// The expected offsets are those of PyTorch 2.15 for the records of `tiny.pt`: `{w: f32[2,3], wt: w.t()[1:], b:
+    /// bf16 scalar}`.
     #[test]
-    fn records_lie_where_pytorch_puts_them() {
+    fn record_offsets_equal_those_of_pytorch() {
         let mut writer = ArchiveWriter::new("tiny");
         writer.start(&[b'.'; 298]);
         assert_eq!(writer.payload("data/0", 24), 832);
@@ -363,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_record_has_no_descriptor_and_no_sum() {
+    fn empty_record_has_no_descriptor_and_no_checksum() {
         let mut writer = ArchiveWriter::new("e");
         let first = writer.payload("data/0", 0);
         assert_eq!(first % ALIGNMENT, 0);
@@ -371,9 +374,9 @@ mod tests {
         assert!(writer.finish().checksums.is_empty());
     }
 
-    /// Known bytes lie within the range of the checksum; the checksum of a record of nothing else is known.
+    /// Known bytes are inside the range of the checksum. The checksum of a record with only known bytes is known.
     #[test]
-    fn a_record_is_data_and_known_bytes() {
+    fn mixed_record_has_data_and_known_bytes() {
         let mut writer = ArchiveWriter::new("m");
         let spans = [Span::Payload(10), Span::Known(&[42; 3]), Span::Payload(0), Span::Payload(7), Span::Known(&[0])];
         let offsets = writer.mixed("data/0", &spans);
@@ -395,9 +398,9 @@ mod tests {
         let first = writer.payload("data/0", 5 << 30);
         let second = writer.payload("data/1", 8);
         assert_eq!((first % ALIGNMENT, second % ALIGNMENT), (0, 0));
-        // A 24-byte descriptor, then a header with a zip64 extra for its own offset.
+        // A 24-byte descriptor is followed by a header with a zip64 extra for its own offset.
         assert_eq!(writer.entries[1].header, first + (5 << 30) + 24);
-        // The descriptor of an entry whose header lies beyond 4 GiB is of the long kind, too.
+        // The descriptor of an entry with a header beyond 4 GiB is of the long kind as well.
         assert_eq!(writer.finish().checksums[1].places[0], second + 8 + 4);
     }
 }

@@ -1,4 +1,4 @@
-//! Pickles that nobody means well with: errors, in bounded time and memory, and never a panic.
+//! Hostile pickles: they end in errors, in bounded time and memory, and never in a panic.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ fn every_truncation_is_an_error() {
 }
 
 #[test]
-fn lengths_are_checked_before_anything_is_read() {
+fn length_beyond_the_input_is_an_error() {
     let huge = b"\x8d\x00\x00\x00\x00\x00\x00\x00\x10abc.";
     assert_eq!(error_of(huge).kind, PickleErrorKind::Truncated);
     let frame = b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xffN.";
@@ -24,10 +24,10 @@ fn lengths_are_checked_before_anything_is_read() {
 }
 
 #[test]
-fn the_stack_is_guarded() {
+fn invalid_stack_operations_are_errors() {
     for bytes in [
         &b"."[..],          // STOP with an empty stack
-        b"(.",              // a mark is no value
+        b"(.",              // a mark is not a value
         b"((.",             // nor are two
         b"N(.",             // a value under a mark is out of reach
         b"NN.",             // a value left over
@@ -57,19 +57,19 @@ fn the_stack_is_guarded() {
 }
 
 #[test]
-fn errors_say_where() {
+fn errors_name_the_byte() {
     assert_eq!(error_of(b"\x80\x02N\xff.").to_string(), "byte 3: 0xff is not a pickle opcode");
     let text = error_of(b"\x80\x02I01\n.").to_string();
     assert_eq!(text, "byte 2: 0x49 is an opcode of the old text protocols, which no checkpoint uses");
 }
 
 #[test]
-fn memo_indices_are_bounded() {
+fn memo_index_beyond_the_input_is_an_error() {
     assert_eq!(error_of(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff.").kind, PickleErrorKind::Limit);
 }
 
 #[test]
-fn nodes_are_bounded() {
+fn too_many_nodes_are_an_error() {
     let limits = Limits { max_nodes: 10, ..Limits::for_input(0) };
     let error = parse_with(&[b'N'; 20], &mut NoVisitor, limits).err().unwrap();
     // The first walk already finds that STOP is missing.
@@ -81,7 +81,7 @@ fn nodes_are_bounded() {
 }
 
 #[test]
-fn depth_is_limited_where_it_would_recurse() {
+fn too_deep_value_is_an_error() {
     let nested = |n: usize| [vec![b']'; n], vec![b'a'; n - 1], vec![b'.']].concat();
     assert!(decoded(&nested(256)).is_ok());
     let bytes = nested(100_000);
@@ -91,7 +91,7 @@ fn depth_is_limited_where_it_would_recurse() {
     assert!(error.to_string().ends_with("[0][0]: nested deeper than 256"));
 }
 
-/// The deepest value of each make still fits the stack of a thread, even without optimisation.
+/// The deepest value of each construction fits the stack of a thread, even without optimisation.
 #[test]
 fn the_depth_limit_fits_the_stack() {
     for (before, after) in [
@@ -120,9 +120,9 @@ fn the_depth_limit_fits_the_stack() {
     }
 }
 
-/// Each list holds the one before twice: 40 lists are a tree of 2^40.
+/// Each list contains the previous list twice: 40 lists are a tree of 2^40 nodes.
 #[test]
-fn billion_laughs() {
+fn exponentially_shared_lists_are_an_error() {
     let mut bytes = b"]q\x00".to_vec();
     for i in 0..40 {
         bytes.extend([b'0', b']', b'(', b'h', i, b'h', i, b'e', b'q', i + 1]);
@@ -132,9 +132,9 @@ fn billion_laughs() {
     assert!(matches!(error, DecodeError::Limit { .. }), "{error}");
 }
 
-/// One long text, fetched again and again, is not copied without end.
+/// A long text that is fetched many times is not copied without limit.
 #[test]
-fn shared_text_is_paid_for() {
+fn text_fetched_too_often_is_an_error() {
     let mut bytes = b"](X\x00\x00\x10\x00".to_vec();
     bytes.extend(vec![b'x'; 1 << 20]);
     bytes.extend(b"q\x00");
@@ -144,7 +144,7 @@ fn shared_text_is_paid_for() {
 }
 
 #[test]
-fn a_call_is_only_a_node_and_never_a_value() {
+fn unlisted_calls_are_errors() {
     for (bytes, symbol) in [
         (
             &b"\x80\x02}q\x00X\x03\x00\x00\x00cfgq\x01]q\x02cposix\nsystem\nq\x03X\x02\x00\x00\x00idq\x04\x85q\x05Rq\
@@ -169,7 +169,7 @@ fn a_call_is_only_a_node_and_never_a_value() {
 }
 
 #[test]
-fn unlisted_arguments_spoil_the_object() {
+fn object_with_unlisted_argument_is_an_error() {
     let bytes = b"ccollections\ndefaultdict\ncos\nsystem\n\x85R.";
     let expected = DecodeError::Forbidden { symbol: "os.system".into(), path: "args[0]".into() };
     assert_eq!(decoded(bytes), Err(expected));
@@ -188,7 +188,7 @@ fn unlisted_objects_can_be_dropped() {
 }
 
 #[test]
-fn known_calls_take_only_what_cpython_writes() {
+fn known_calls_with_unusual_arguments_are_errors() {
     for bytes in [
         &b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."[..],
         b"cbuiltins\nset\n]\x85R}b.",
@@ -200,7 +200,7 @@ fn known_calls_take_only_what_cpython_writes() {
     }
 }
 
-/// A `torch.Size` of a long shared tuple costs five bytes: it is not copied each time.
+/// A `torch.Size` of a long shared tuple takes five bytes, and is not copied each time.
 #[test]
 fn long_sizes_are_not_copied() {
     let mut bytes = b"ctorch\nSize\nq\x000(".to_vec();
@@ -231,7 +231,7 @@ fn opcodes() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(piece, 0..80).prop_map(|pieces| pieces.concat())
 }
 
-/// Makes rows at random, to free what it can.
+/// Makes rows of every second built object and every third call, so that their nodes are freed.
 struct VisitSome(u32);
 
 impl Visitor for VisitSome {
@@ -270,7 +270,7 @@ proptest! {
     fn random_opcodes_never_panic(mut bytes in opcodes()) {
         bytes.push(b'.');
         survives(&bytes);
-        // Without errors, far more programs come to their end.
+        // Without errors, far more programs run to their end.
         bytes.insert(0, b'(');
         bytes.insert(bytes.len() - 1, b't');
         survives(&bytes);

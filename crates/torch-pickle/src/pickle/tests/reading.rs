@@ -1,8 +1,8 @@
-//! Pickles that CPython wrote, value by value.
+//! Pickles that CPython wrote are read to the expected values.
 
 use super::*;
 
-/// The graph of `samples.py`.
+/// Returns the object graph of `samples.py`.
 fn everything() -> Value {
     let ints = |ints: &[i64]| ints.iter().copied().map(Value::Int).collect::<Vec<_>>();
     let big = |low: u8, high: &[u8]| {
@@ -100,12 +100,12 @@ fn views_are_typed_and_know_identity() {
 }
 
 #[test]
-fn dicts_come_in_batches_of_a_thousand() {
+fn dict_of_several_batches_is_read() {
     let entries: Vec<_> = (0..2001).map(|i| (Value::Int(i), Value::Int(-i))).collect();
     let mut writer = Writer::new();
     writer.value(&dict(entries.clone()), &mut no_tensors).unwrap();
     let bytes = writer.finish();
-    // Two batches, and one entry that needs no mark.
+    // The dict has two batches, and one entry that needs no mark.
     assert!(bytes.ends_with(b"uM\xd0\x07J\x30\xf8\xff\xffs."));
     assert_eq!(decoded(&bytes), Ok(dict(entries)));
 }
@@ -140,7 +140,7 @@ fn recursive_tuples_use_pop() {
     }
 }
 
-/// Protocol 2 of `torch.distributed.ReduceOp.AVG`: the class is reached by `getattr`.
+/// Protocol 2 of `torch.distributed.ReduceOp.AVG` accesses the class through `getattr`.
 #[test]
 fn nested_classes_are_read_symbolically() {
     let bytes = b"\x80\x02c__builtin__\ngetattr\nq\x00ctorch.distributed.distributed_c10d\nReduceOp\nq\x01X\
@@ -153,7 +153,7 @@ fn nested_classes_are_read_symbolically() {
 }
 
 #[test]
-fn a_key_written_twice_has_its_last_value() {
+fn duplicate_key_has_its_last_value() {
     let bytes = b"\x80\x02}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00bK\x02X\x01\x00\x00\x00aK\x03u.";
     let pickle = read(bytes);
     assert_eq!(pickle.root().get("a").unwrap().as_i64(), Some(3));
@@ -168,7 +168,7 @@ fn reads_no_further_than_stop() {
 }
 
 #[test]
-fn tensors_are_the_callers() {
+fn caller_decodes_tensors() {
     let bytes = b"\x80\x02]((X\x07\x00\x00\x00storagetQNe.";
     let mut seen = Vec::new();
     let value = decode(read(bytes).root(), &mut |r| {

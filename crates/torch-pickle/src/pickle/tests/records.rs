@@ -1,20 +1,20 @@
-//! Records are what nodes would have been: whatever the bytes are, both ways of reading tell the same.
+//! Records equal objects read as nodes: for all input bytes, both ways of reading give the same result.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// Makes rows of all objects of `.metadata` that are made of fields, with or without nodes.
+/// Makes rows of all objects of `.metadata` that consist of fields, with or without nodes.
 struct Told {
     keeps: bool,
-    /// How many were told without nodes.
+    /// The number of objects that were read without nodes.
     records: usize,
     rows: Vec<String>,
 }
 
 impl Told {
     fn tell(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
-        // Numbers of rows differ where an attempt failed; what they are of does not.
+        // Row numbers differ after a failed attempt; the content of rows does not.
         let parts = rows(record).map(|row| self.rows[row.index as usize - 1].clone()).collect::<Vec<_>>();
         self.rows.push(format!("{} {} {parts:?}", class.1, described(record)));
         Row { kind: 0, index: u32::try_from(self.rows.len()).unwrap() }
@@ -44,12 +44,12 @@ fn rows(record: &Record<'_, '_>) -> impl Iterator<Item = Row> {
     })
 }
 
-/// The fields, rows without their numbers.
+/// Returns the fields as text, without the numbers of rows.
 fn described(record: &Record<'_, '_>) -> String {
     let text = |(name, field): &(&[u8], Field<'_>)| match field {
         Field::Row(_) => format!("{name:?} row"),
         Field::Rows(rows) => format!("{name:?} {} rows", record.rows_of(*rows).len()),
-        // An empty list is one of anything.
+        // An empty list matches every element type.
         Field::Dims(none) if none.is_empty() => format!("{name:?} 0 rows"),
         Field::Dims(dims) => format!("{name:?} {:?}", record.numbers_of(*dims)),
         other => format!("{name:?} {other:?}"),
@@ -62,11 +62,11 @@ fn is_kept(class: (&str, &str)) -> bool {
     nested || ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
 }
 
-/// The rows, how many were told without nodes, and the end of the reading.
+/// Returns the rows, the number of objects read without nodes, and the result of reading.
 fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
     let mut visitor = Told { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
-    // The rows of an attempt that failed are made again.
+    // The rows of a failed attempt are made again.
     let mut seen = std::collections::HashSet::new();
     visitor.rows.retain(|row| seen.insert(row.clone()));
     (visitor.rows, visitor.records, end)
@@ -75,16 +75,16 @@ fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize
 const METADATA: &[u8] = include_bytes!("metadata.4.pkl");
 
 #[test]
-fn real_metadata_is_records() {
+fn real_metadata_is_read_as_records() {
     let (with, without) = (told(METADATA, true), told(METADATA, false));
     assert_eq!((&with.0, &with.2), (&without.0, &without.2));
-    // The tensor and its properties name their classes for the first time, which nothing reads ahead.
+    // The tensor and its properties name their classes for the first time, which is never read ahead.
     assert_eq!((with.0.len(), with.1, without.1), (10, 8, 0));
 }
 
 #[test]
-fn what_the_memo_is_asked_for_later_is_kept() {
-    // The offsets of the chunk, and the name of its field, are fetched by the index that follows.
+fn values_fetched_later_are_stored_in_the_memo() {
+    // The index that follows fetches the offsets of the chunk and the name of its field.
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94cm\nChunkStorageMetadata\n)\x81}(\x8c\x07offsets\x94h\x00".to_vec();
     bytes.extend(b"K\x01K\x02\x86\x85R\x94\x8c\x05sizesh\x00)\x85Rub");
     bytes.extend(b"cm\nMetadataIndex\n)\x81}(h\x01h\x02\x8c\x01xNubt.");
@@ -95,7 +95,7 @@ fn what_the_memo_is_asked_for_later_is_kept() {
 }
 
 #[test]
-fn records_lie_within_records() {
+fn nested_records_are_read() {
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
     bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n)\x81}(\x8c\x0aproperties");
     bytes.extend(b"h\x02)\x81(h\x01\x89K\x03K\x01\x86tb\x8c\x04sizeh\x00K\x02K\x03\x86\x85R\x8c\x06chunks](");
@@ -111,8 +111,8 @@ fn records_lie_within_records() {
     assert!(rows[3].contains("2 rows"), "{}", rows[3]);
 }
 
-/// A tuple of tensors of one shape, and after each of them what is put there. Entry 5 of the memo is the size of a chunk,
-/// 6 a call.
+/// Returns a tuple of tensors of one shape, with the given opcodes after each. Memo entry 5 is the size of a chunk,
+/// entry 6 a call.
 fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
     bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n\x94h\x00K\x01K\x03\x86\x85R\x94");
@@ -128,14 +128,14 @@ fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
 }
 
 #[test]
-fn records_that_are_written_alike_are_one() {
+fn records_with_equal_bytes_become_one_row() {
     for (behind_each, records) in [
         ([b"".as_slice(), b""], 3),
-        // An entry that they fetch is written again.
+        // A memo entry that the records fetch is written again.
         ([b"h\x00K\x09K\x03\x86\x85Rq\x05", b""], 6),
-        // What was a call is a row, which the machine reads; the chunk is as it was.
+        // A call is now a row, which the machine reads; the chunk is unchanged.
         ([b"h\x06}b", b""], 4),
-        // A size that the second one makes is fetched, or itself.
+        // The second record's size is fetched, or the record itself.
         ([b"", b"h\x0e"], 6),
         ([b"", b"h\x0c"], 5),
     ] {

@@ -1,4 +1,4 @@
-//! What is written is read back as it was.
+//! Written values are read back unchanged.
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
@@ -13,7 +13,7 @@ fn leaf() -> impl Strategy<Value = Value> {
         (-70_000..70_000i64).prop_map(Value::Int),
         any::<u64>().prop_map(Value::from),
         vec(any::<u8>(), 9..300).prop_map(|mut bytes| {
-            // Neither a sign byte nor within 64 bits.
+            // The int has no redundant sign byte and does not fit 64 bits.
             bytes.push(0x55);
             Value::BigInt(bytes.into())
         }),
@@ -62,7 +62,7 @@ fn tree() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A tensor as a persistent id of its number.
+/// Writes a tensor as a persistent id of its number.
 fn written(value: &Value) -> Result<Vec<u8>, WriteError> {
     let mut writer = Writer::new();
     writer.value(value, &mut |w: &mut Writer, id: u32| {
@@ -95,9 +95,9 @@ proptest! {
     }
 }
 
-/// Byte for byte what `pickle.dumps(..., 2)` gives, without its BINPUTs.
+/// The output equals that of `pickle.dumps(..., 2)` without its BINPUTs.
 #[test]
-fn writes_what_cpython_writes() {
+fn output_equals_that_of_cpython() {
     let mut writer = Writer::new();
     writer.int(0).int(255).int(256).int(65536).int(-1).int(1 << 31).int(i64::MIN).uint(u64::MAX);
     let expected = b"\x80\x02K\x00K\xffM\x00\x01J\x00\x00\x01\x00J\xff\xff\xff\xff\x8a\x05\x00\x00\x00\x80\x00\
@@ -115,7 +115,7 @@ fn writes_what_cpython_writes() {
 }
 
 #[test]
-fn unlisted_names_are_not_written() {
+fn writing_unlisted_names_is_an_error() {
     let system = object(Construct::Call, "os", "system", vec![text("id")]);
     let getattr = object(Construct::Call, "builtins", "getattr", vec![]);
     let scalar = object(Construct::New, "numpy._core.multiarray", "scalar", vec![]);
@@ -130,7 +130,7 @@ fn unlisted_names_are_not_written() {
 }
 
 #[test]
-fn depth_is_limited() {
+fn writing_a_too_deep_value_is_an_error() {
     let mut deep = Value::None;
     for _ in 0..600 {
         deep = Value::List(vec![deep]);

@@ -1,4 +1,4 @@
-//! Making rows of the objects of a `.metadata` into columns: the rows are right, and the nodes are gone.
+//! The objects of a `.metadata` become rows of columns: the rows are correct, and the nodes are freed.
 
 use super::*;
 
@@ -7,16 +7,16 @@ const INDEX: u32 = 1;
 const STORAGE: u32 = 2;
 const TENSOR: u32 = 3;
 
-/// What a reader of `.metadata` keeps: a few numbers for each chunk.
+/// The columns of a reader of `.metadata`: a few numbers for each chunk.
 #[derive(Default)]
 struct Columns {
-    /// Offsets and sizes.
+    /// The offsets and sizes of chunks.
     chunks: Vec<(Vec<u64>, Vec<u64>)>,
-    /// FQN and offset.
+    /// The FQN and offset of index keys.
     indices: Vec<(String, Option<Vec<u64>>)>,
-    /// File, offset and length.
+    /// The file, offset and length of items.
     storage: Vec<(String, u64, u64)>,
-    /// Shape and rows of chunks.
+    /// The shape and the rows of chunks of tensors.
     tensors: Vec<(Vec<u64>, Vec<u32>)>,
 }
 
@@ -71,7 +71,7 @@ impl Visitor for Columns {
 }
 
 #[test]
-fn real_metadata() {
+fn real_metadata_becomes_rows() {
     let mut columns = Columns::default();
     let bytes = include_bytes!("metadata.4.pkl");
     let (pickle, _) = parse(bytes, &mut columns).unwrap();
@@ -116,8 +116,7 @@ fn visitor_can_refuse_an_object() {
     assert_eq!(error.to_string(), "byte 63: a ChunkStorageMetadata with missing fields");
 }
 
-/// The opcodes of a `.metadata` as CPython's pickler would write them: everything memoized, repeated
-/// objects fetched.
+/// Writes a `.metadata` as CPython's pickler would write it: everything is memoized, repeated objects are fetched.
 struct Metadata {
     out: Vec<u8>,
     memo: u32,
@@ -150,7 +149,7 @@ impl Metadata {
         self.memoize()
     }
 
-    /// Leaves the class in the memo only.
+    /// Stores the class in the memo only.
     fn class(&mut self, module: &str, name: &str) -> u32 {
         self.text(module);
         self.text(name);
@@ -185,7 +184,7 @@ impl Metadata {
         self.put(b"(");
     }
 
-    /// One tensor of `chunks` chunks, 16 tensors of which the columns are cut.
+    /// Returns a `.metadata` of `tensors` tensors with `chunks` chunks each.
     fn of(tensors: u32, chunks: u32) -> Vec<u8> {
         let mut w = Self { out: b"\x80\x04".to_vec(), memo: 0 };
         let module = "torch.distributed.checkpoint.metadata";
@@ -257,7 +256,7 @@ impl Metadata {
 }
 
 #[test]
-fn memory_follows_what_is_retained() {
+fn nodes_of_rows_are_freed() {
     let (tensors, chunks) = (10, 20_000);
     let bytes = Metadata::of(tensors, chunks);
     let mut columns = Columns::default();
@@ -271,7 +270,7 @@ fn memory_follows_what_is_retained() {
     assert_eq!(columns.chunks[count - 1], (vec![19_999, 0], vec![1, 8]));
     assert_eq!(columns.indices[count - 1].1, Some(vec![19_999, 0]));
 
-    // A key, a value, and the offsets that both tables share; the rest is a few names.
+    // A key, a value, and the offsets that both tables share remain; the rest is a few names.
     let live = pickle.live_nodes();
     assert!(live <= 3 * count + 100, "{live} nodes for {count} chunks");
 }
