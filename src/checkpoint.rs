@@ -1,4 +1,5 @@
-//! An open checkpoint: names, shapes and chunk positions, and the files to read tensor data from.
+//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Offsets and
+//! sizes of boxes count elements; buffers count bytes.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ use crate::layout::{Region, Tile};
 use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
 
-/// How a checkpoint is opened. The default opens everything, as the command line does.
+/// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
     /// Format, resources, and what the files do not record.
@@ -29,29 +30,29 @@ pub struct OpenOptions {
     pub contents: Contents,
     /// Checkpoint of the same model that gives the shapes FSDP1 flat parameters lack.
     pub like: Option<PathBuf>,
-    /// Opens a set of which files are missing, and lists them in [`Checkpoint::missing`].
+    /// Opens a set of files even if some are missing, and lists those in [`Checkpoint::missing`].
     pub incomplete: bool,
-    /// Takes FSDP1 flat parameters as they lie where nothing gives their shapes.
+    /// Reads FSDP1 flat parameters as 1-d tensors if nothing gives the shapes of their parameters.
     pub raw_flat: bool,
     /// Keeps wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) in the names that patterns match.
     pub keep_names: bool,
-    /// Which process this is, when it stops, and how its options are called.
+    /// Identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,
-    /// How the operation that follows writes. Needed by several processes that work together, which compare it; `None` also
-    /// has options that only a source of FSDP1 flat parameters has a use for refused for others.
+    /// Options of the operation that follows. Processes that work together need it, because they compare it. `None`
+    /// also refuses options for FSDP1 flat parameters if the source has none.
     pub writes: Option<Writes>,
 }
 
-/// What an operation writes, as far as opening the source depends on it: processes that exchange bytes compare it.
+/// Options for writing that opening the source depends on. Processes that exchange bytes compare them.
 #[derive(Clone, Debug, Default)]
 pub struct Writes {
-    /// The destination. Processes that exchange bytes meet beside it.
+    /// The destination. Processes that exchange bytes find each other in a hidden folder beside it.
     pub destination: Option<PathBuf>,
-    /// How the destination is written.
+    /// Options for writing the destination.
     pub execute: ExecuteOptions,
-    /// Nothing is written in the end.
+    /// True if nothing will be written.
     pub dry_run: bool,
-    /// How the processes of a run exchange bytes.
+    /// Options for exchanging bytes between the processes of a run.
     pub exchange: ExchangeOptions,
     /// Checks before anything is written.
     pub checks: CheckOptions,
@@ -82,17 +83,22 @@ impl Contents {
     }
 }
 
-/// A checkpoint that has been opened: everything but its tensor data.
+/// An open checkpoint: everything except its tensor data.
 ///
-/// Opening reads headers and metadata files only, so a checkpoint of terabytes opens in seconds. A file that is replaced
-/// while the checkpoint is open is detected when a conversion is published.
+/// Opening reads headers and metadata files only, so a checkpoint of terabytes opens in seconds. A file that is
+/// replaced while the checkpoint is open is detected when a conversion is published.
 pub struct Checkpoint {
+    /// The catalog and the files.
     pub(crate) inner: format::Checkpoint,
+    /// The other processes of the run, if they exchange bytes.
     pub(crate) peers: Option<convert::Peers>,
+    /// Threads and resources, shared with the conversions of this checkpoint.
     pub(crate) engine: Arc<Engine>,
+    /// The options of opening, which a conversion starts from.
     pub(crate) convert: ConvertOptions,
+    /// Receiver of progress and messages.
     pub(crate) progress: Arc<dyn Progress>,
-    /// Tensors by name, made when one is looked for.
+    /// Tensors by name, built at the first lookup.
     by_name: OnceLock<HashMap<String, TensorId>>,
 }
 
@@ -111,16 +117,16 @@ impl Checkpoint {
     /// `path` may also be a folder above a checkpoint, if exactly one checkpoint is below it.
     ///
     /// # Errors
-    /// `Unsupported` if no format matches, `Missing` if files are missing, `Malformed` if a file breaks the rules of its
-    /// format.
+    /// `Unsupported` if no format matches, `Missing` if files are missing, `Malformed` if a file breaks the rules of
+    /// its format.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &OpenOptions::default(), NoProgress)
     }
 
-    /// Opens a file or a folder with options. `progress` receives what opening brings to light.
+    /// Opens a file or a folder with options. `progress` receives the messages of opening.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`]; `Usage` for options that do not fit the checkpoint.
+    /// The errors of [`Checkpoint::open`]; `Usage` for options that do not fit the checkpoint.
     pub fn open_with(path: impl AsRef<Path>, options: &OpenOptions, progress: impl Progress + 'static) -> Result<Self> {
         let progress: Arc<dyn Progress> = Arc::new(progress);
         let convert = options.convert(path.as_ref());
@@ -179,7 +185,7 @@ impl Checkpoint {
         named.into_iter().map(|(name, id)| self.tensor_info(name.to_string(), id))
     }
 
-    /// Returns the tensor of this name, the whole dotted path in the state dict.
+    /// Returns the tensor of this name. A name is the whole dotted path in the state dict.
     #[must_use]
     pub fn tensor(&self, name: &str) -> Option<TensorInfo<'_>> {
         self.find(name).map(|id| self.tensor_info(name.to_owned(), id))
@@ -205,19 +211,20 @@ impl Checkpoint {
     /// Reads a whole tensor into `buffer`: its elements, row-major, in little-endian byte order.
     ///
     /// # Errors
-    /// `Usage` if no tensor has this name, or `buffer` has another length than the tensor; as reading files.
+    /// `Usage` if no tensor has this name, or if `buffer` has another length than the tensor; `Io` and `Malformed` from
+    /// reading files.
     pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
         let info = self.tensor(name).ok_or_else(|| self.unknown(name))?;
         let shape = info.shape().to_vec();
         self.read_box(name, &vec![0; shape.len()], &shape, buffer)
     }
 
-    /// Reads one box of a tensor into `buffer`, and nothing else of it. The box begins at `offsets`, has these `sizes`, and
-    /// comes row-major, in little-endian byte order. Partial values are reduced.
+    /// Reads one box of a tensor into `buffer`, without reading the rest. The box begins at `offsets` and has these
+    /// `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than
-    /// the box; as reading files.
+    /// the box; `Io` and `Malformed` from reading files.
     pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
         /// Bytes that one thread reads at a time.
         const BLOCK_BYTES: usize = 4 << 20;
@@ -257,7 +264,7 @@ impl Checkpoint {
         })
     }
 
-    /// Returns a checkpoint of the same files that no other process takes part in.
+    /// Returns a checkpoint of the same files, used by this process only.
     pub(crate) fn clone_alone(&self) -> Self {
         Self {
             inner: self.inner.clone(),
@@ -278,12 +285,12 @@ impl Checkpoint {
     /// Describes the checkpoint: a summary, tables, drawings and a JSON document.
     ///
     /// # Errors
-    /// `Usage` for a name that no tensor has; as reading, if digests are asked for.
+    /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn inspect<'a>(&'a self, options: &'a InspectOptions) -> Result<Inspection<'a>> {
         self.engine.work(&self.progress, |run| Inspection::new(&self.inner, options, run))
     }
 
-    /// Returns the layout of the tensors as a layout file: a JSON document, and the same as TOML.
+    /// Returns the layout of the tensors as a layout file: a JSON document, and the same document as TOML.
     ///
     /// # Errors
     /// `Unsupported` if the files do not record a layout, or record more than one.
@@ -291,7 +298,7 @@ impl Checkpoint {
         describe::layout(&self.inner)
     }
 
-    /// Returns the values that ranks store differently, an error for each.
+    /// Returns an error for each value that ranks store differently.
     #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         self.inner.catalog.conflicts()
@@ -314,7 +321,7 @@ impl OpenOptions {
         }
     }
 
-    /// Returns which process this is.
+    /// Returns the identity of this process in its job.
     #[must_use]
     pub fn launch(&self) -> &Launch {
         &self.setup.launch
@@ -354,14 +361,14 @@ impl TensorInfo<'_> {
         self.entry.len_bytes()
     }
 
-    /// Returns the placements, one a mesh dimension, in PyTorch's notation: `S(0),R`. `None` if the format does not record
-    /// them, as DCP does not.
+    /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. `None` if the format does
+    /// not record them; DCP does not.
     #[must_use]
     pub fn placements(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)
     }
 
-    /// Returns the device mesh: `dp=2,tp=4`.
+    /// Returns the device mesh, such as `dp=2,tp=4`. `None` if the format does not record it.
     #[must_use]
     pub fn mesh(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())

@@ -1,4 +1,5 @@
-//! Conversions: what to write, the plan of it, and its execution.
+//! Conversions: a builder for the description of the output, the plan with every output file laid out, and the
+//! execution of the plan.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -18,21 +19,21 @@ use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 use crate::select::{Root, Wrappers};
 
-/// What the result of a conversion is.
+/// The kind of result of a conversion.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// Everything, for a mesh: other placements, another world size, another format.
+    /// Every tensor and object, sharded for a mesh: other placements, another world size, or another format.
     Sharded(ReshardOptions),
-    /// Whole tensors, the nested state dict kept.
+    /// Whole tensors in the nested state dict.
     Whole(UnshardOptions),
     /// FSDP1 flat parameters.
     Flat(FlattenOptions),
-    /// The model alone, merged, with the files loaders need beside it.
+    /// The model only, with whole tensors, and the config and tokenizer files that loaders need beside it.
     Model(ConsolidateOptions),
 }
 
 impl Target {
-    /// Returns the parts of a checkpoint folder that this target is made of.
+    /// Returns the parts of a checkpoint folder that this target needs.
     #[must_use]
     pub fn contents(&self) -> Contents {
         match self {
@@ -42,7 +43,7 @@ impl Target {
         }
     }
 
-    /// Returns the checkpoint of the same model that is named, which may give shapes that the source lacks.
+    /// Returns the path of the `like` checkpoint, which has the same model and may give shapes that the source lacks.
     #[must_use]
     pub fn like(&self) -> Option<&Path> {
         match self {
@@ -68,10 +69,10 @@ impl Target {
     }
 }
 
-/// What to write: a builder that starts as "everything, as it is".
+/// A builder that describes the output. It starts with every tensor and object, unchanged.
 ///
-/// Patterns match whole names; `*` stays inside one component, `**` crosses dots, `{a,b}` alternates. A pattern that
-/// matches a module covers everything below it.
+/// Patterns match whole names: `*` matches within one component, `**` matches across dots, `{a,b}` matches either
+/// alternative. A pattern that matches a module covers everything below it.
 #[derive(Debug)]
 pub struct Conversion {
     checkpoint: Checkpoint,
@@ -88,8 +89,9 @@ impl From<Checkpoint> for Conversion {
 }
 
 impl Conversion {
-    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog, and reports no progress of
-    /// planning; [`Conversion::from`] takes the checkpoint as it is. Processes that exchange bytes need that.
+    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog, and reports no
+    /// progress of planning. Processes that exchange bytes must use [`Conversion::from`], which takes the checkpoint
+    /// itself.
     #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
         checkpoint.clone_alone().into()
@@ -98,7 +100,7 @@ impl Conversion {
     /// Keeps only names that `pattern` covers, and their optimizer state. Another call keeps more.
     ///
     /// # Errors
-    /// `Layout` if the text is no pattern. Planning fails if it covers nothing.
+    /// `Layout` for an invalid pattern. Planning fails if the pattern covers nothing.
     pub fn include(mut self, pattern: &str) -> Result<Self> {
         Pattern::parse(pattern)?;
         self.convert.select.include.push(pattern.to_owned());
@@ -108,21 +110,21 @@ impl Conversion {
     /// Leaves out names that `pattern` covers, and their optimizer state.
     ///
     /// # Errors
-    /// As [`Conversion::include`].
+    /// The errors of [`Conversion::include`].
     pub fn exclude(mut self, pattern: &str) -> Result<Self> {
         Pattern::parse(pattern)?;
         self.convert.select.exclude.push(pattern.to_owned());
         Ok(self)
     }
 
-    /// Sets all options of names and dtypes at once, in place of those before.
+    /// Sets all options of names and dtypes at once. Replaces earlier settings.
     #[must_use]
     pub fn select(mut self, select: SelectOptions) -> Self {
         self.convert.select = select;
         self
     }
 
-    /// Casts floating-point tensors of one or more dimensions, optimizer state apart. Rounds to nearest even, as
+    /// Casts floating-point tensors of one or more dimensions, except optimizer state. Rounds to nearest even, as
     /// `Tensor.to` does.
     #[must_use]
     pub fn cast(mut self, dtype: Dtype) -> Self {
@@ -130,29 +132,29 @@ impl Conversion {
         self
     }
 
-    /// Chooses what becomes of several names of one tensor.
+    /// Chooses how a tensor with several names (tied weights) is written.
     #[must_use]
     pub fn tied(mut self, tied: Tied) -> Self {
         self.convert.tied = tied;
         self
     }
 
-    /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, placements of the source are kept where the
-    /// mesh has the same dimensions, and `S(0)` is used on a mesh of one dimension.
+    /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, the placements of the source are kept if
+    /// the mesh has the same dimensions; otherwise `S(0)` is used on a mesh of one dimension.
     ///
     /// # Errors
-    /// `Layout` if the text is no mesh.
+    /// `Layout` for an invalid mesh.
     pub fn mesh(mut self, mesh: &str) -> Result<Self> {
         DeviceMesh::parse(mesh)?;
         self.sharded().mesh.push(mesh.to_owned());
         Ok(self)
     }
 
-    /// Adds a placement rule: tensors that `pattern` covers get `placements`, one a mesh dimension, such as `S(0),R`. The
-    /// first rule that matches a tensor wins; optimizer state follows its parameter.
+    /// Adds a placement rule: tensors that `pattern` covers get `placements`, one for each mesh dimension, such as
+    /// `S(0),R`. The first rule that matches a tensor wins; optimizer state follows its parameter.
     ///
     /// # Errors
-    /// `Layout` if a text is no pattern or no placements. Planning fails if the placements do not fit a tensor.
+    /// `Layout` for an invalid pattern or invalid placements. Planning fails if the placements do not fit a tensor.
     pub fn place(mut self, pattern: &str, placements: &str) -> Result<Self> {
         Pattern::parse(pattern)?;
         parse_placements(placements)?;
@@ -160,37 +162,39 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets the placements of tensors that no rule matches, one a mesh dimension. A mesh dimension on which they do not fit a
-    /// tensor is replicated.
+    /// Sets the placements of tensors that no rule matches, one for each mesh dimension. A tensor is replicated on a
+    /// mesh dimension where the placement does not fit it.
     ///
     /// # Errors
-    /// `Layout` if the text is no list of placements.
+    /// `Layout` for invalid placements.
     pub fn place_all(mut self, placements: &str) -> Result<Self> {
         parse_placements(placements)?;
         self.sharded().placements.push(placements.to_owned());
         Ok(self)
     }
 
-    /// Writes whole tensors, the nested state dict kept.
+    /// Writes whole tensors in the nested state dict.
     #[must_use]
     pub fn whole_tensors(self) -> Self {
         self.target(Target::Whole(UnshardOptions::default()))
     }
 
-    /// Writes the model alone, merged, under the names that loaders know, with config and tokenizer files beside it.
+    /// Writes the model only, with whole tensors, under the names that loaders expect, with config and tokenizer files
+    /// beside it.
     #[must_use]
     pub fn model(self) -> Self {
         self.target(Target::Model(ConsolidateOptions::default()))
     }
 
-    /// Sets what the result is, with all options of it. Replaces what [`Conversion::mesh`] and [`Conversion::place`] have set.
+    /// Sets the kind of result, with all its options. Replaces the settings of [`Conversion::mesh`] and
+    /// [`Conversion::place`].
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.target = target;
         self
     }
 
-    /// Chooses the format to write; else it follows from the target, or from the suffix of the destination.
+    /// Chooses the format to write. Otherwise the target or the suffix of the destination determines it.
     #[must_use]
     pub fn to(mut self, format: Format) -> Self {
         self.convert.destination.to = Some(format);
@@ -204,7 +208,7 @@ impl Conversion {
         self
     }
 
-    /// Takes the format from the suffix of a destination, and names a single file as it is called there.
+    /// Sets the destination. Its suffix determines the format, and its name is the name of a single output file.
     #[must_use]
     pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
         self.convert.dst = Some(path.into());
@@ -221,12 +225,13 @@ impl Conversion {
         }
     }
 
-    /// Checks the description against the source, proves that the chunks of every tensor cover each element exactly once, and
-    /// lays out every file of the result: its length, its headers, and the position of every chunk. Nothing is written to the
-    /// destination.
+    /// Checks the description against the source, checks that the chunks of every tensor cover each element exactly
+    /// once, and lays out every file of the result: its length, its headers, and the position of every chunk. Writes
+    /// nothing to the destination.
     ///
     /// # Errors
-    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and `Layout` for a description that does not fit the source.
+    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and
+    /// `Layout` for a description that does not fit the source.
     pub fn plan(self) -> Result<Plan> {
         let Self { checkpoint, mut target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
@@ -257,7 +262,7 @@ impl Conversion {
     }
 }
 
-/// A conversion of which every file is laid out. `Display` prints a summary.
+/// A conversion with every output file laid out. `Display` prints a summary.
 pub struct Plan {
     prepared: Prepared,
     convert: ConvertOptions,
@@ -266,35 +271,36 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes what an execution would read and how much memory it would take, and checks the destination, if one was named
-    /// by [`Conversion::destination`].
+    /// Computes the bytes that an execution would read and the memory it would need, and checks the destination, if
+    /// [`Conversion::destination`] set one.
     ///
-    /// Processes that exchange bytes leave each other after a preview: such a plan cannot be executed any more.
+    /// Processes that exchange bytes disconnect after a preview, so such a plan cannot be executed afterwards.
     ///
     /// # Errors
-    /// As reading the source.
+    /// Errors of reading the source.
     pub fn preview(&mut self) -> Result<Preview> {
         let Self { prepared, convert, engine, progress } = self;
         engine.work(progress, |run| convert::preview(prepared, convert, run))
     }
 
-    /// Moves the bytes and publishes the result at `destination`, whose parents are made. As one of several processes it does
-    /// the part of this one; [`Report::outcome`] says whether the destination is there.
+    /// Moves the bytes and publishes the result at `destination`; creates missing parent folders. One of several
+    /// processes writes only its own share; [`Report::outcome`] shows whether the destination is complete.
     ///
     /// A single file gets this path whatever its suffix; [`Conversion::destination`] chooses the format by suffix.
     ///
     /// # Atomicity
-    /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that dies leaves the hidden
-    /// folder, never a partial destination. An existing destination is an error unless [`ExecuteOptions::overwrite`] is set.
+    /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that is killed leaves
+    /// the hidden folder, never a partial destination. An existing destination is an error unless
+    /// [`ExecuteOptions::overwrite`] is set.
     ///
     /// # Memory
-    /// Anonymous memory stays below [`SourceOptions::max_memory`](crate::options::SourceOptions::max_memory) plus the catalog, which
-    /// grows with the number of chunks, not with their bytes.
+    /// Anonymous memory stays below [`SourceOptions::max_memory`](crate::options::SourceOptions::max_memory) plus the
+    /// catalog, which grows with the number of chunks, not with their bytes.
     ///
     /// # Errors
-    /// `Malformed` for damaged files; `Io` with the file; `Usage` for a
-    /// destination that is in the way; `Stopped` after [`Stop`](crate::Stop) was raised; `Comm` and `Device` if another process
-    /// or a GPU fails. Nothing is published then.
+    /// `Malformed` for damaged files; `Io` with the path of the file; `Usage` for a destination that already exists;
+    /// `Stopped` after [`Stop`](crate::Stop) was raised; `Comm` if another process fails; `Device` if a GPU fails.
+    /// After an error, nothing is published.
     pub fn execute(
         &mut self,
         destination: impl AsRef<Path>,

@@ -1,7 +1,7 @@
-//! Errors of the library: one type beside each concept, and [`Error`] over all of them.
+//! The errors of the library. Each area has an error type of its own, and [`Error`] contains all of them.
 //!
-//! A message names the file or tensor, what was expected and what was found. [`Error::hint`] says what to do next.
-//! Messages and hints name an option as `options::max_memory`, by its field in [`options`](crate::options).
+//! A message names the file or tensor, the expected value and the value found. [`Error::hint`] gives the next step for
+//! the user. Messages and hints name an option as `options::max_memory`, by its field in [`options`](crate::options).
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub enum Error {
     #[error(transparent)]
     Storage(#[from] StorageError),
 
-    /// A file is damaged, missing, or of a kind that is not converted.
+    /// A file is damaged, missing, or of an unsupported kind.
     #[error(transparent)]
     Format(#[from] FormatError),
 
@@ -42,7 +42,7 @@ pub enum Error {
     #[error(transparent)]
     Layout(#[from] LayoutError),
 
-    /// Options ask for something that cannot be done.
+    /// Options contradict each other or the checkpoint, or ask for something that is not possible.
     #[error(transparent)]
     Usage(#[from] UsageError),
 
@@ -58,7 +58,7 @@ pub enum Error {
     #[error(transparent)]
     Stopped(#[from] Stopped),
 
-    /// The message of `source` shortens a list of names; these are all of them.
+    /// The message of `source` shortens a list of names; `names` has all of them.
     #[error("{source}")]
     Naming { names: Vec<String>, source: Box<Error> },
 
@@ -125,7 +125,7 @@ impl Error {
         self
     }
 
-    /// Returns the error that is within others.
+    /// Returns the innermost error, without the wrappers `Within` and `Naming`.
     fn innermost(&self) -> &Self {
         match self {
             Self::Within { source, .. } | Self::Naming { source, .. } => source.innermost(),
@@ -140,7 +140,7 @@ impl Error {
         }
     }
 
-    /// Returns the checkpoint of the tensor that the error is about.
+    /// Returns the path of the checkpoint whose tensor the error is about.
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Within { path, .. } => Some(path),
@@ -149,7 +149,7 @@ impl Error {
         }
     }
 
-    /// Returns a damaged file and the place of a hint that says more than the usual one.
+    /// Returns the path of the damaged file, and the field for a more specific hint.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self.innermost_mut() {
             Self::Format(error) => error.damaged_mut(),
@@ -166,7 +166,7 @@ impl Error {
         }
     }
 
-    /// Names the checkpoint where the error names a tensor only.
+    /// Adds the path of the checkpoint to an error that names only a tensor.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {
@@ -176,7 +176,7 @@ impl Error {
         }
     }
 
-    /// Returns what the reader can do next.
+    /// Returns the next step for the user, as an imperative sentence.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
@@ -192,8 +192,8 @@ impl Error {
         }
     }
 
-    /// Returns the JSON document of the error: `kind`, `message`, `file`, `fqn`, `expected`, `found`, `hint`, and `names`
-    /// if it lists names.
+    /// Returns the JSON document of the error: `kind`, `message`, `file`, `fqn`, `expected`, `found`, `hint`, and
+    /// `names` if it lists names.
     #[must_use]
     pub fn to_json(&self) -> Json {
         let mut document = json!({
@@ -237,8 +237,8 @@ impl Error {
         }
     }
 
-    /// Returns true if bytes exist but are wrong, which `verify` reports as a finding (exit 1) and every other verb as bad
-    /// input (exit 2).
+    /// Returns true if the error is about the content of a checkpoint: damaged or missing files, or tensors that do not
+    /// fit together. `verify` reports such an error as a finding (exit 1), every other verb as bad input (exit 2).
     #[must_use]
     pub fn is_about_content(&self) -> bool {
         matches!(
@@ -257,7 +257,7 @@ impl Error {
         }
     }
 
-    /// Returns the message without the name, for lists that have names in a column of their own.
+    /// Returns the message without the tensor name, for tables that print names in a separate column.
     #[must_use]
     pub fn detail(&self) -> String {
         let error = self.innermost();
@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusal_of_the_system_is_the_source_of_an_error() {
+    fn operating_system_error_is_the_source_of_an_io_error() {
         let error = Error::io("open", "out")(io::ErrorKind::NotFound.into());
         let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
         assert_eq!(source.map(io::Error::kind), Some(io::ErrorKind::NotFound));
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn untrusted_file_is_named_once_and_is_usage() {
+    fn untrusted_link_is_a_usage_error_that_names_the_path_once() {
         let link = Untrusted::Link { path: "out".into(), target: "other".into() };
         let error = Error::io("open", "folder")(link.into());
         assert!(matches!(&error, Error::Storage(StorageError::Untrusted { .. })), "{error:?}");

@@ -1,10 +1,11 @@
-//! Options as plain values. Every struct has a default that asks for nothing special.
+//! The options of all operations, as plain structs. Every struct implements `Default`; the default values ask
+//! for nothing special.
 //!
 //! Messages of the library name an option by `options::` and its field, such as `options::max_memory`;
 //! [`spell_options`](crate::text::spell_options) replaces these names.
 //!
-//! [`OpenOptions`](crate::OpenOptions) says how a source is opened, [`Target`] what the result of a
-//! [`Conversion`](crate::Conversion) is, [`ExecuteOptions`](crate::ExecuteOptions) how its plan is executed.
+//! [`OpenOptions`](crate::OpenOptions) is for opening a source, [`Target`] for the result of a
+//! [`Conversion`](crate::Conversion), and [`ExecuteOptions`](crate::ExecuteOptions) for executing its plan.
 
 pub use crate::checkpoint::{Contents, Writes};
 pub use crate::conversion::Target;

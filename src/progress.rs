@@ -1,7 +1,7 @@
-//! Progress: what a long operation reports while it runs.
+//! Reports of a long operation while it runs: bytes done, phases and messages.
 //!
-//! The library prints nothing. It counts bytes and hands messages to a [`Progress`]; a terminal, a log or a test decides
-//! what becomes of them. Counts bytes.
+//! The library prints nothing. It passes byte counts and messages to a [`Progress`], which a terminal, a log or a test
+//! implements. All counts are in bytes.
 
 use std::sync::Arc;
 
@@ -10,15 +10,15 @@ use crate::exec::Reporter;
 
 /// Receives progress and messages. Every method has a default that ignores its arguments.
 ///
-/// Methods are called from worker threads, [`advance`](Self::advance) once a block of some megabytes.
+/// Worker threads call the methods: [`advance`](Self::advance) once for each block of some megabytes.
 pub trait Progress: Send + Sync {
     /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next one begins.
     fn begin(&self, _task: &'static str, _bytes: u64) {}
 
-    /// Counts bytes of the task that an earlier run has done.
+    /// Adds bytes of the task that an earlier run has completed.
     fn skip(&self, _bytes: u64) {}
 
-    /// Counts bytes that are done.
+    /// Adds bytes that are done.
     fn advance(&self, _bytes: u64) {}
 
     /// Enters another phase of the task.
@@ -30,7 +30,7 @@ pub trait Progress: Send + Sync {
     /// Receives one message, without a line break at its end.
     fn message(&self, _level: Level, _text: &str) {}
 
-    /// Returns whether waits are reported at once, and not only after some seconds.
+    /// Returns true if waits are reported immediately, not only after some seconds.
     fn is_verbose(&self) -> bool {
         false
     }
@@ -69,13 +69,13 @@ impl<P: Progress + ?Sized> Progress for Arc<P> {
 /// Kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// A detail for readers who asked for more.
+    /// A detail, for verbose output.
     Detail,
-    /// What was done, and is the same for all processes of a run.
+    /// A fact about the result that is the same for all processes of a run.
     Note,
-    /// What was done by this process alone.
+    /// The result of this process alone.
     Outcome,
-    /// A result that may not be what was meant.
+    /// A result that may differ from what the user wanted.
     Warning,
 }
 
@@ -86,32 +86,38 @@ pub struct NoProgress;
 impl Progress for NoProgress {}
 
 impl dyn Progress + '_ {
+    /// Sends a note.
     pub(crate) fn note(&self, text: &str) {
         self.message(Level::Note, text);
     }
 
+    /// Sends a detail.
     pub(crate) fn detail(&self, text: &str) {
         self.message(Level::Detail, text);
     }
 
+    /// Sends the result of this process.
     pub(crate) fn outcome(&self, text: &str) {
         self.message(Level::Outcome, text);
     }
 
+    /// Sends a warning.
     pub(crate) fn warning(&self, text: &str) {
         self.message(Level::Warning, text);
     }
 }
 
-/// One task of a [`Progress`]: it ends when this is dropped.
+/// One task of a [`Progress`]. Dropping it ends the task.
 pub(crate) struct Task<'a>(&'a dyn Progress);
 
 impl<'a> Task<'a> {
+    /// Begins a task over `bytes` bytes.
     pub fn start(progress: &'a dyn Progress, task: &'static str, bytes: u64) -> Self {
         progress.begin(task, bytes);
         Self(progress)
     }
 
+    /// Adds bytes of the task that an earlier run has completed.
     pub fn skip(&self, bytes: u64) {
         self.0.skip(bytes);
     }

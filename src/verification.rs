@@ -1,4 +1,4 @@
-//! Verification of checkpoints.
+//! Verification of one checkpoint, and comparison of two.
 
 use std::sync::Arc;
 
@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::progress::Progress;
 
 /// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
-/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and formats.
+/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and
+/// formats.
 ///
 /// ```no_run
 /// use dtshard::{NoProgress, Setup, VerifyOptions, verify};
@@ -21,7 +22,8 @@ use crate::progress::Progress;
 /// ```
 ///
 /// # Errors
-/// `Usage` for options that do not fit the checkpoints, `Io`; damage and differences are findings, not errors.
+/// `Usage` for options that do not fit the checkpoints; `Io` if a file cannot be read. Damage and differences are
+/// findings, not errors.
 pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 'static) -> Result<Verification> {
     let progress: Arc<dyn Progress> = Arc::new(progress);
     let engine = Engine::reading(&options.source, setup)?;

@@ -1,4 +1,4 @@
-//! The JSON document of a checkpoint.
+//! The JSON document that `inspect --json` prints. Shapes, offsets and sizes count elements.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -6,7 +6,8 @@ use super::{Inspection, parts};
 use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::layout::DeviceMesh;
 
-/// `tensors` and `bytes` are of what was chosen with --tensor, the rest of the whole checkpoint.
+/// Returns the document. `tensors` and `bytes` cover the tensors chosen with `--tensor`; all other fields cover the
+/// whole checkpoint.
 pub fn document(view: &Inspection<'_>) -> Json {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let meshes: Vec<Json> = catalog.meshes.iter().map(mesh_document).collect();
@@ -41,12 +42,12 @@ pub fn document(view: &Inspection<'_>) -> Json {
     document
 }
 
-/// `{"type": "int", "value": 1000}`
+/// Returns the document of a value that is not a tensor: `{"type": "int", "value": 1000}`.
 pub fn object_document(value: &Value) -> Json {
     json!({ "type": value.type_name(), "value": object_value(value) })
 }
 
-/// `[["dp", 4], ["tp", 2]]`; dims without a name have null.
+/// Returns the names and sizes of mesh dimensions: `[["dp", 4], ["tp", 2]]`; the name is null if a dimension has none.
 fn mesh_document(mesh: &DeviceMesh) -> Json {
     let name = |dim: usize| mesh.names().map(|names| names[dim].clone());
     (0..mesh.ndim()).map(|dim| json!([name(dim), mesh.shape()[dim]])).collect()
@@ -67,7 +68,7 @@ fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> J
     document
 }
 
-/// Plain values as they are; others as Python would print them.
+/// Returns a value as JSON if JSON can express it, else as the text that Python would print.
 fn object_value(value: &Value) -> Json {
     match value {
         Value::None => Json::Null,

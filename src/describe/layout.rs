@@ -1,9 +1,9 @@
 //! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
 //!
-//! What each tensor of rank files is to be, reshard's own [`Chooser`] tells where it keeps the layout of its source. The
-//! most frequent list becomes the fallback, other tensors of the model get rules, and the same chooser, asked with the
-//! document that was made, tells what still needs one. Invariant: a document that is printed says of every tensor what
-//! the checkpoint has.
+//! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
+//! of placements becomes the fallback, and other tensors of the model get rules. Then the same resolver applies the
+//! finished document, which shows the tensors that still need a rule. Invariant: a printed document gives every tensor
+//! the layout that it has in the checkpoint.
 
 #[cfg(test)]
 mod tests;
@@ -25,10 +25,10 @@ use crate::layout::{DeviceMesh, LayoutError, Pattern, Placement, PlacementSpec, 
 use crate::select::Wrappers;
 pub use file::toml;
 
-/// The document of a checkpoint.
+/// Returns the layout document of a checkpoint.
 ///
 /// # Errors
-/// `Unsupported` where its files do not tell, or what they tell is not one layout.
+/// `Unsupported` if the files do not record a layout, or record more than one.
 pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
     if let Some(flat) = &checkpoint.catalog.flat {
         let text = fsdp_flat::document::render(flat);
@@ -39,56 +39,59 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
     Ok(file::document(&of_tensors(&checkpoint.catalog, checkpoint.format, mesh)?))
 }
 
-/// The layout of tensors that ranks share.
+/// Returns the layout of sharded tensors.
 fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<MeshLayout> {
     let tensors = tensors(catalog, format, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
-    let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
-    let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
-    layout.rules = rules_of(&tensors, &wanting, RuleNames::InModel, &layout)?;
+    let unmatched = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
+    let unmatched: BTreeSet<usize> = unmatched.map(|(index, _)| index).collect();
+    layout.rules = rules_of(&tensors, &unmatched, RuleNames::InModel, &layout)?;
     for naming in [RuleNames::Wide, RuleNames::Whole] {
-        let wanting = misled(catalog, format, &layout, &tensors)?;
-        let more = rules_of(&tensors, &wanting, naming, &layout)?;
+        let unmatched = misled(catalog, format, &layout, &tensors)?;
+        let more = rules_of(&tensors, &unmatched, naming, &layout)?;
         layout.rules.splice(..0, more);
     }
     match misled(catalog, format, &layout, &tensors)?.first() {
         None => Ok(layout),
         Some(index) => Err(Error::unsupported(
-            format!("{}: no rules by names tell how it lies", tensors[*index].path),
-            "`dtshard inspect` shows the layout of every tensor; options::like CKPT takes it as it is",
+            format!("{}: no rule by name can describe its layout", tensors[*index].path),
+            "see the layout of every tensor with `dtshard inspect`; use it unchanged with options::like CKPT",
         )),
     }
 }
 
-/// Why there is no layout to print.
+/// Returns the error for a checkpoint that does not record one layout.
 fn untold(checkpoint: &Checkpoint) -> Error {
     let (root, meshes) = (checkpoint.root.display(), &checkpoint.catalog.meshes);
     if !meshes.is_empty() {
         let meshes: Vec<String> = meshes.iter().map(ToString::to_string).collect();
         return Error::unsupported(
-            format!("{root}: its tensors lie on several meshes, {}, and a layout has one", meshes.join(" and ")),
-            "`dtshard inspect` shows the mesh of every tensor; options::like CKPT takes its layout as it is",
+            format!(
+                "{root}: its tensors are on several meshes, {}, but a layout file has only one",
+                meshes.join(" and ")
+            ),
+            "see the mesh of every tensor with `dtshard inspect`; use its layout unchanged with options::like CKPT",
         );
     }
     let by_hand = "write a layout by hand: docs/reference/layout-file.md";
     match checkpoint.format.tensors() {
-        TensorStorage::Ranks => Error::unsupported(format!("{root}: none of its tensors lies on a mesh"), by_hand),
+        TensorStorage::Ranks => Error::unsupported(format!("{root}: none of its tensors is on a mesh"), by_hand),
         TensorStorage::Boxes => Error::unsupported(
-            format!("{root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
+            format!("{root}: a DCP directory does not record the mesh and placements of its tensors"),
             format!("inspect rank files of the same job; or {by_hand}"),
         ),
         TensorStorage::Whole | TensorStorage::Flat => Error::unsupported(
-            format!("{root}: {} holds whole tensors, which lie on no mesh", checkpoint.format),
+            format!("{root}: {} holds whole tensors, which are not on a mesh", checkpoint.format),
             format!("inspect rank files of the same job; or {by_hand}"),
         ),
     }
 }
 
-/// A name of a tensor, and how it lies.
+/// A name of a tensor, and the tensor's layout.
 struct NamedTensor {
     path: Path,
     id: TensorId,
-    /// Within the model, where it is of that.
+    /// The name within the model; empty if the tensor is not part of the model.
     name: String,
     of_model: bool,
     ndim: usize,
@@ -96,7 +99,7 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Whether it needs no rule: it lies as the fallback says, or there is nothing to say.
+    /// Returns true if the tensor needs no rule: the fallback gives it the right layout, or it is a plain scalar.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
             PlacementChoice::Plain => self.ndim == 0,
@@ -105,16 +108,16 @@ impl NamedTensor {
     }
 }
 
-/// What the fallback gives a tensor of so many dims.
+/// Returns the placements that the fallback gives to a tensor of `ndim` dimensions.
 fn usual(layout: &MeshLayout, ndim: usize) -> PlacementList {
-    let Fallback::Placements(list) = &layout.fallback else { unreachable!("a layout that is printed says all") };
+    let Fallback::Placements(list) = &layout.fallback else { unreachable!("a printed layout has a fallback") };
     let fitting = |spec: &PlacementSpec| spec.resolve(ndim).map_or(PlacementSpec::Replicate, PlacementSpec::from);
     let placements: Vec<PlacementSpec> = list.iter().map(fitting).collect();
     let split = layout.split.clone().unwrap_or_default();
     PlacementList { splits: splits_of(&placements, &vec![split; list.len()]), placements, slice: None }
 }
 
-/// Splits of what is cut; none where all is cut as in DTensors.
+/// Returns the splits of sharded mesh dimensions; an empty list if all are `torch.chunk` splits, as in DTensors.
 fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     let is_cut = |spec: &PlacementSpec| matches!(spec, PlacementSpec::Shard(_) | PlacementSpec::StridedShard { .. });
     let of_dim = |(spec, split): (&PlacementSpec, &Split)| if is_cut(spec) { split.clone() } else { Split::Chunk };
@@ -122,19 +125,19 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-/// How a tensor lies where reshard writes it again in the same format.
+/// Returns the layout that `reshard` would give a tensor in the same format.
 fn lies(
-    chooser: &mut PlacementResolver,
+    resolver: &mut PlacementResolver,
     format: Format,
     mesh: &DeviceMesh,
     path: &Path,
     entry: &TensorEntry,
 ) -> Result<PlacementChoice> {
     let records_splits = format.entry().write_shards.is_some_and(WriteShards::records_splits);
-    let local = if records_splits { chooser.local_layout(path, entry)? } else { None };
+    let local = if records_splits { resolver.local_layout(path, entry)? } else { None };
     let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
         Some((_, shared)) => shared,
-        None => match chooser.rank_layout(path, entry)? {
+        None => match resolver.rank_layout(path, entry)? {
             RankLayout::Plain => return Ok(PlacementChoice::Plain),
             RankLayout::Distributed { placements, slice } => SharedTensor { placements, splits: Vec::new(), slice },
             RankLayout::Local(shared) => shared,
@@ -153,20 +156,20 @@ fn lies(
     }))
 }
 
-/// Every tensor, as reshard would write it again.
+/// Returns every tensor with the layout that `reshard` would give it in the same format.
 fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<NamedTensor>> {
-    // ShardedTensors lie by rows, and record no mesh.
+    // ShardedTensors are sharded by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
     let layout = MeshLayout::new(mesh.clone(), Vec::new(), as_it_is, None)?;
-    let mut chooser = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
+    let mut resolver = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
     let found = model::model(&catalog.state);
     let names: BTreeSet<&str> = found.tensors.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let mut paths = Vec::new();
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensor = |(path, id): (Path, TensorId)| {
         let entry = catalog.tensor(id);
-        let lies = lies(&mut chooser, format, mesh, &path, entry)?;
+        let lies = lies(&mut resolver, format, mesh, &path, entry)?;
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
@@ -175,9 +178,10 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
     paths.into_iter().map(tensor).collect()
 }
 
-/// The mesh, what most tensors have, and no rules.
+/// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// Lists that are tried: the most frequent one may serve fewer tensors than another, but not many are frequent.
+    /// Number of lists to try as the fallback. The most frequent list is not always the one that fits the most tensors,
+    /// but few lists are frequent.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -204,19 +208,20 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
     Ok(best.1)
 }
 
-/// What rules call tensors.
+/// The form of the patterns in rules.
 #[derive(Clone, Copy)]
 enum RuleNames {
-    /// Names within the model, or `*` for their numbers.
+    /// Names within the model, with or without `*` for numbers.
     InModel,
-    /// Whole names, `*` for their numbers, or what is first and last in them: `optim.**.exp_avg`.
+    /// Whole names, with or without `*` for numbers, or only the first and last component: `optim.**.exp_avg`.
     Wide,
-    /// Whole names alone.
+    /// Whole names only.
     Whole,
 }
 
 impl RuleNames {
-    /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
+    /// Returns patterns to try before the name itself. A pattern is used if all tensors that it covers have the same
+    /// layout.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
         let numbers: Vec<usize> = (0..parts.len()).filter(|at| is_number(parts[*at])).collect();
@@ -236,10 +241,10 @@ impl RuleNames {
     }
 }
 
-/// A rule for each of these tensors, or for several.
+/// Returns rules for the tensors `unmatched`. One rule may cover several of them.
 fn rules_of(
     tensors: &[NamedTensor],
-    wanting: &BTreeSet<usize>,
+    unmatched: &BTreeSet<usize>,
     naming: RuleNames,
     layout: &MeshLayout,
 ) -> Result<Vec<Rule>> {
@@ -249,7 +254,7 @@ fn rules_of(
     };
     let mut found: IndexMap<String, &PlacementChoice> = IndexMap::new();
     let mut mixed: HashSet<String> = HashSet::new();
-    for &index in wanting {
+    for &index in unmatched {
         let tensor = &tensors[index];
         check_size(found.len() + mixed.len(), tensors.len())?;
         let name = name_of(tensor);
@@ -287,47 +292,52 @@ fn rules_of(
     found.into_iter().map(rule).collect()
 }
 
-/// The splits that tensors with these placements have where no rule says any.
+/// Returns the splits of tensors with these placements if no rule sets splits.
 fn usual_splits(spec: &PlacementList, layout: &MeshLayout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
 
-/// The number of a layer, or of an expert.
+/// Returns true if a component of a name is a number, such as the number of a layer or of an expert.
 fn is_number(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// A pattern that covers a name; what means something in patterns is any one character.
+/// Returns a pattern that covers a name. Each special character of patterns becomes `?`, which matches any character.
 fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
-/// Every pattern is held against every tensor, here and by whoever takes the layout.
+/// Maximal number of pattern matches. Every pattern is matched with every tensor, here and by each reader of the
+/// layout.
 const MAX_TRIALS: usize = 1 << 24;
 
+/// Checks that the number of pattern matches is not too large.
+///
 /// # Errors
-/// `Unsupported` where tensors lie in too many ways to be told by rules.
+/// `Unsupported` if the tensors have too many different layouts.
 fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     if patterns.saturating_mul(tensors) <= MAX_TRIALS {
         return Ok(());
     }
     Err(Error::unsupported(
-        format!("{tensors} tensors lie in so many ways that a layout would take {patterns} rules, and more"),
-        "options::like CKPT takes the layout as it is",
+        format!(
+            "{tensors} tensors have so many different layouts that a layout file would take {patterns} rules or more"
+        ),
+        "use the layout unchanged with options::like CKPT",
     ))
 }
 
-/// The tensors that a layout, as it will be read, says something else of than it should.
+/// Returns the tensors for which the layout, once printed and read again, gives another layout than the checkpoint's.
 fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = MeshLayout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
-    let mut chooser = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
+    let mut resolver = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let is_right = match lies(&mut chooser, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
+        let is_right = match lies(&mut resolver, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
             Ok(found) => found == tensor.lies,
-            // The pattern of another one that covers it, too: `w` covers `w.scale`.
+            // The pattern of another tensor covers this one as well: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
             Err(error) => return Err(error),
         };

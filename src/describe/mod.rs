@@ -1,6 +1,7 @@
-//! Description of a checkpoint: what it holds and how it is laid out.
+//! Descriptions of a checkpoint's contents and layout, for `inspect`.
 //!
-//! One document for programs; for people a summary, then a table, or for single tensors their chunks or a drawing.
+//! Programs get one JSON document. People get a summary and a table of tensors, or tables of chunks or drawings of
+//! single tensors.
 
 mod document;
 mod draw;
@@ -23,7 +24,8 @@ use crate::text::escape_invisible;
 pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
-/// What a checkpoint holds: tensors under every name they have, in the order of the state dict, and digests if asked for.
+/// The tensors of a checkpoint to describe, under every name they have, in the order of the state dict, with digests if
+/// asked for.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,
@@ -32,10 +34,10 @@ pub struct Inspection<'a> {
 }
 
 impl<'a> Inspection<'a> {
-    /// Chooses what to show of a checkpoint, and hashes it if asked for.
+    /// Chooses the tensors to show, and computes their digests if asked for.
     ///
     /// # Errors
-    /// `Usage` for a name that no tensor has; as reading tensors, for digests.
+    /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
         let names = model::all_tensors(&checkpoint.catalog.state);
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
@@ -43,7 +45,7 @@ impl<'a> Inspection<'a> {
         Ok(Self { checkpoint, args, names, digests })
     }
 
-    /// Returns the summary: format, parameters, step, meshes, dtypes, series, a line each.
+    /// Returns the summary, one line for each fact: format, parameters, step, meshes, dtypes, series.
     ///
     /// # Errors
     /// `Io` if the tensor that holds the training step cannot be read.
@@ -63,7 +65,7 @@ impl<'a> Inspection<'a> {
         table::chunks(self)
     }
 
-    /// Draws which rank or file holds which part of each tensor, at most `columns` wide.
+    /// Draws the parts of each tensor with the rank or file that stores them, at most `columns` characters wide.
     #[must_use]
     pub fn drawings(&self, columns: usize) -> Vec<Vec<Span>> {
         drawings(self, columns)
@@ -76,31 +78,31 @@ impl<'a> Inspection<'a> {
     }
 }
 
-/// Part of a line of a drawing, on one of 256 colours or on none.
+/// Part of a line of a drawing, with or without a background colour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Text, which may hold any characters.
+    /// Text, which may contain any characters.
     pub text: String,
-    /// Number of the background colour.
+    /// The background colour, as a number of the 256-colour palette of terminals.
     pub ground: Option<u8>,
 }
 
-/// Returns the layout of a checkpoint as a layout file: a JSON document, and the same as TOML.
+/// Returns the layout of a checkpoint as a layout file: a JSON document, and the same document as TOML.
 ///
 /// # Errors
-/// `Unsupported` if the files do not record it, or record more than one.
+/// `Unsupported` if the files do not record a layout, or record more than one.
 pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
     let document = layout::document(checkpoint)?;
     let text = layout::toml(&document);
     Ok((document, text))
 }
 
-/// Names may be given as the model has them.
+/// Returns the path of the model in the state dict, because users may give names without it.
 fn model_root(catalog: &Catalog) -> Option<String> {
     Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// The tensors that are asked for: those of a name, or else those that a pattern covers; all where nothing is asked.
+/// Returns the tensors that `wanted` selects, by exact name or else by pattern; all tensors if `wanted` is empty.
 fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);
@@ -130,7 +132,7 @@ fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, Tensor
 fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
     let names: Vec<String> = names.iter().map(|(name, _)| name.to_string()).collect();
     let hint = match nearest(wanted, &names).as_slice() {
-        [] => String::from("the checkpoint holds no tensors"),
+        [] => String::from("the checkpoint has no tensors"),
         nearest => format!("the nearest names are {}", nearest.join(", ")),
     };
     Error::usage(format!("options::tensor {wanted}: no tensor has a name like that"), hint)
@@ -156,8 +158,8 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
 }
 
 impl Inspection<'_> {
-    /// One digest for all tensors that are shown, the same in every layout and format: BLAKE3 of a line `DIGEST "NAME"`
-    /// for each, in the order of names, which are written as in JSON. `None` where a tensor has none.
+    /// Returns one digest for all tensors shown, which is equal in every layout and format: BLAKE3 over one line
+    /// `DIGEST "NAME"` per tensor, sorted by name, with names quoted as in JSON. `None` if a tensor has no digest.
     fn digest(&self) -> Option<String> {
         let mut listed: Vec<(&str, &String)> =
             self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
@@ -170,7 +172,7 @@ impl Inspection<'_> {
     }
 }
 
-/// Lines of a drawing.
+/// Maximal number of lines of a drawing.
 const LINES: usize = 24;
 
 fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
@@ -185,7 +187,7 @@ fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
     drawn
 }
 
-/// `model.norm.weight: S(0),R on dp=2,tp=2`
+/// Returns the heading of a drawing: `model.norm.weight: S(0),R on dp=2,tp=2`.
 fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     match &entry.sharding {
         Some(sharding) => {
@@ -196,20 +198,20 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     }
 }
 
-/// The rank or file of a chunk; an empty one may have neither.
+/// Returns the rank or file of a chunk; an empty chunk may have neither.
 fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
     let file = || file_name(view, chunk.location).map(ChunkHolder::File);
     chunk.rank.map(ChunkHolder::Rank).or_else(file)
 }
 
-/// The file of a chunk, relative to the checkpoint.
+/// Returns the file of a chunk, relative to the checkpoint.
 fn file_name(view: &Inspection<'_>, place: FileLocation) -> Option<String> {
     let path = view.checkpoint.files.path(place.file()?);
     let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
     Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())
 }
 
-/// A stored box of a tensor.
+/// A stored box of a tensor, in elements.
 struct StoredBox {
     offsets: Vec<u64>,
     sizes: Vec<u64>,
@@ -217,8 +219,8 @@ struct StoredBox {
     file: Option<String>,
 }
 
-/// The boxes of a tensor, chunk by chunk. A local tensor may be several boxes of the whole; an empty one is shown as
-/// PyTorch reports it.
+/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor; an
+/// empty one has the offsets that PyTorch reports.
 fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {

@@ -1,4 +1,5 @@
-//! What somebody wants to know first.
+//! The summary that `inspect` prints: format, numbers of parameters, bytes, training step, meshes, dtypes and files,
+//! one line for each.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +16,10 @@ use crate::quantity::{count, human_bytes};
 use crate::storage::lookup;
 use crate::text::escape_invisible;
 
+/// Returns the summary.
+///
 /// # Errors
-/// `Io` where the tensor that holds the training step cannot be read.
+/// `Io` if the tensor with the training step cannot be read.
 pub fn summary(view: &Inspection<'_>) -> Result<String> {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let mut lines = vec![("format", checkpoint.format.to_string())];
@@ -24,7 +27,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
         lines.push(("found at", checkpoint.root.display().to_string()));
     }
     if !checkpoint.missing.is_empty() {
-        // The other files of a set may lie beside the one that was given.
+        // If the user named one file of a set, the others are not missing: they were only not read.
         let is_one_file = !lookup::is_folder(&checkpoint.place(&checkpoint.root))?;
         lines.push((if is_one_file { "not read" } else { "missing" }, short_list(&checkpoint.missing, FEW)));
     }
@@ -78,7 +81,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     Ok(lines.into_iter().map(line).collect())
 }
 
-/// `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`
+/// Returns the text for flat parameters: `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`.
 fn units_text(flat: &FlatLayout) -> String {
     let hybrid = (flat.shard_group_size < flat.world_size).then(|| match flat.shard_group_size {
         1 => String::from("not sharded"),
@@ -90,7 +93,7 @@ fn units_text(flat: &FlatLayout) -> String {
     format!("{} over {} ranks{notes}", count(flat.units.len(), "flat parameter"), flat.world_size)
 }
 
-/// Tensors, each counted once, and their bytes.
+/// The number of distinct tensors, and their bytes.
 #[derive(Debug, Default)]
 struct TensorTotal {
     tensors: usize,
@@ -110,7 +113,7 @@ impl std::fmt::Display for TensorTotal {
     }
 }
 
-/// Who the tensors belong to.
+/// Totals of the model, the optimizer and other tensors, and of each dtype.
 #[derive(Debug, Default)]
 struct TensorTotals {
     model: TensorTotal,
@@ -148,7 +151,7 @@ impl TensorTotals {
         shares
     }
 
-    /// `1.24 B (1235814400)`
+    /// Returns the number of parameters: `1.24 B (1235814400)`.
     fn parameters(&self) -> String {
         let number = self.elements;
         let Some((unit, name)) = [(1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")]
@@ -157,13 +160,13 @@ impl TensorTotals {
         else {
             return number.to_string();
         };
-        // In hundredths, cut off: what is short of a billion is not called one.
+        // Truncated to hundredths, not rounded: 999.999 M is not shown as 1.00 B.
         let hundredths = u128::from(number) * 100 / u128::from(unit);
         format!("{}.{:02} {name} ({number})", hundredths / 100, hundredths % 100)
     }
 }
 
-/// The state dict of an optimizer itself, as the series of its rank files holds it.
+/// Returns true if `state` is the state dict of an optimizer, as in a series of optimizer rank files.
 fn is_optimizer(state: &Value) -> bool {
     state.as_dict().is_some_and(|dict| dict.get("state").is_some() && dict.get("param_groups").is_some())
 }
@@ -172,7 +175,7 @@ fn is_in_optimizer(path: &Path) -> bool {
     path.0.iter().any(|key| matches!(key, Key::Name(name) if optimizer::is_optimizer_key(name)))
 }
 
-/// `dp=2,tp=2 (4 ranks)`; the ranks themselves where they are others than the first ones.
+/// Returns the text for a mesh: `dp=2,tp=2 (4 ranks)`. Lists the ranks if they are not 0, 1, 2, ... in order.
 fn mesh_text(mesh: &DeviceMesh) -> String {
     if mesh.ranks_are_row_major() {
         return format!("{mesh} ({})", count(mesh.world_size(), "rank"));
@@ -181,11 +184,11 @@ fn mesh_text(mesh: &DeviceMesh) -> String {
     format!("{mesh} ({}: {})", count(mesh.world_size(), "rank"), short_list_of_counted(&ranks, FEW_NUMBERS))
 }
 
-/// Names of one tensor, `head.weight = embed.weight`.
+/// Returns the names of each tensor that has several: `head.weight = embed.weight`.
 fn tied(view: &Inspection<'_>) -> Vec<String> {
     let mut count = vec![0_u32; view.checkpoint.catalog.tensors.len()];
     view.names.iter().for_each(|(_, id)| count[id.0 as usize] += 1);
-    // Few tensors have several names, and there may be a million tensors.
+    // Counting first saves memory: there may be a million tensors, and only a few have several names.
     let mut names: IndexMap<TensorId, Vec<&str>> = IndexMap::new();
     for (name, id) in view.names.iter().filter(|(_, id)| count[id.0 as usize] > 1) {
         names.entry(*id).or_default().push(name.as_str());
@@ -196,10 +199,12 @@ fn tied(view: &Inspection<'_>) -> Vec<String> {
 /// Names that trainers give the training step.
 const STEP: [&str; 3] = ["step", "global_step", "iteration"];
 
-/// Where they put it, besides the top. Not in the optimizer, whose own steps may be counted otherwise.
+/// Dicts that may hold the training step, besides the top level. The optimizer is not among them, because it may count
+/// steps differently.
 const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
 
-/// The training step: an integer, or torchtitan's tensor of one. A damaged tensor is left to `verify`.
+/// Returns the training step: an integer, or a 0-d integer tensor as torchtitan stores it. Ignores a damaged tensor,
+/// because `verify` reports it.
 fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     let state = &view.checkpoint.catalog.state;
     let Some(top) = state.as_dict().filter(|_| !is_optimizer(state)) else { return Ok(None) };
@@ -221,7 +226,7 @@ fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     Ok(None)
 }
 
-/// The value of a 0-d integer tensor.
+/// Returns the value of a 0-d integer tensor; `None` for any other tensor.
 fn integer(view: &Inspection<'_>, entry: &TensorEntry) -> Result<Option<i64>> {
     if !entry.shape.is_empty() || entry.chunks.is_empty() || !["i32", "i64"].contains(&entry.dtype.name()) {
         return Ok(None);

@@ -1,4 +1,5 @@
-//! Tables for people: a line a tensor, a line a chunk.
+//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Offsets and sizes count
+//! elements.
 
 use std::iter::{self, zip};
 
@@ -8,7 +9,7 @@ use crate::format::TensorStorage;
 use crate::layout::{Region, chunk};
 use crate::text::escape_invisible;
 
-/// Every tensor. The last column is its digest where there are any.
+/// Returns the table of all tensors. The last column has the number of chunks, or the digest if digests were asked for.
 pub fn tensors(view: &Inspection<'_>) -> String {
     let ranks = has_boxes_alone(view).then(|| most_chunks(view));
     let row = |(name, id): &(Fqn, _)| {
@@ -28,18 +29,18 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
 }
 
-/// True if the format records boxes, but neither ranks nor placements.
+/// Returns true if the format records boxes, but neither ranks nor placements, as DCP does.
 fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
-/// The likely number of ranks: each stores at most one box of a tensor.
+/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one.
 fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }
 
-/// `S(0) x 8` where the boxes of a tensor are those that `Shard(0)` over 8 ranks makes with `torch.chunk`. Fewer ranks
-/// than `ranks` share a tensor that other mesh dims replicate.
+/// Returns `S(0) x 8` if the boxes of a tensor are the shards that `Shard(0)` over 8 ranks makes with `torch.chunk`.
+/// The number of shards may be below `ranks`: other mesh dimensions may replicate the tensor.
 fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     let mut boxes: Vec<Region> = entry
         .chunks
@@ -63,7 +64,7 @@ fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     Some(format!("S({dim}) x {parts}"))
 }
 
-/// Every chunk of every tensor, below its name.
+/// Returns the chunks of every tensor, as a table below the tensor's name.
 pub fn chunks(view: &Inspection<'_>) -> String {
     let mut text = String::new();
     for (name, id) in &view.names {
@@ -78,14 +79,15 @@ pub fn chunks(view: &Inspection<'_>) -> String {
     text
 }
 
-/// A longer name sticks out alone. Formatting panics from 2^16 on.
+/// Maximal width of a column, in characters. A longer cell does not widen the column. `format!` panics for widths of
+/// 2^16 or more.
 const MAX_WIDTH: usize = 4096;
 
 fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Columns as wide as their widest cell, up to what is a line at all: names come from files.
+/// Aligns columns to their widest cell, up to `MAX_WIDTH`: names come from files and may be of any length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];
@@ -119,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn boxes_of_one_shard_are_told_and_others_are_not() {
+    fn placement_is_inferred_only_from_boxes_that_torch_chunk_makes() {
         let rows = |cut: &[u64]| {
             let starts = cut.iter().scan(0, |at, len| Some(std::mem::replace(at, *at + len)));
             let all: Vec<([u64; 2], [u64; 2])> = zip(starts, cut).map(|(at, len)| ([at, 0], [*len, 3])).collect();

@@ -172,7 +172,7 @@ fn sharded_tensors_that_fsdp1_cannot_read_are_refused() {
         "--mesh a=2,b=2 --placements **.w1=R,S(0) --placements S(0),R",
         &["different mesh dims: embed.weight and blocks.0.w1.weight"],
     );
-    assert_refused("--mesh a=2 --to dcp --tensor-class sharded-tensor", &["--tensor-class is for rank files"]);
+    assert_refused("--mesh a=2 --to dcp --tensor-class sharded-tensor", &["--tensor-class needs rank files"]);
     let out = folder.path().join("out");
     succeed("reshard", &[&source, &out], "--mesh a=2,b=1,c=1 --placements S(0),S(1),_S(0,2)");
     assert_eq!(assert_boxes(&out, "model", 2, 2), 10 * 2);

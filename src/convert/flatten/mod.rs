@@ -1,4 +1,5 @@
-//! `flatten`: FSDP1 flat parameters, whatever the source is.
+//! `flatten` writes FSDP1 flat parameters from a source of any format. This module checks the target format, lays out
+//! the rank files, and requires that tensors which share one place in a flat parameter are equal.
 
 mod numbering;
 mod target;
@@ -27,7 +28,7 @@ pub use target::{FlattenRequest, GroupSize};
 /// Lays out the destination of `flatten`.
 ///
 /// # Errors
-/// `Usage` for another format than flat parameters; as [`Wish::layout`].
+/// `Usage` for another format than flat parameters; the errors of [`FlattenRequest::layout`].
 pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let source = with_others(source, (None, args.flat.like.as_deref()), &args.convert, run)?;
     let destination = args.convert.dst.as_deref();
@@ -35,19 +36,20 @@ pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -
     if to.tensors() != TensorStorage::Flat {
         return Err(Error::usage(
             format!("flatten writes flat parameters, not {to}"),
-            "`dtshard unshard` and `dtshard consolidate` write whole tensors, `dtshard reshard` DTensors",
+            "use `dtshard unshard` or `dtshard consolidate` to write whole tensors, `dtshard reshard` to write \
+             DTensors",
         ));
     }
-    let wish = FlattenRequest::of_arguments(args, &source)?;
-    lay_out(&wish, &args.convert, source, to, run)
+    let request = FlattenRequest::of_arguments(args, &source)?;
+    lay_out(&request, &args.convert, source, to, run)
 }
 
 /// Lays out flat parameters.
 ///
 /// # Errors
-/// As [`Wish::layout`].
+/// The errors of [`FlattenRequest::layout`] and [`reserve`].
 pub fn lay_out(
-    wish: &FlattenRequest,
+    request: &FlattenRequest,
     args: &ConvertOptions,
     mut source: ConversionSource,
     to: Format,
@@ -55,7 +57,7 @@ pub fn lay_out(
 ) -> Result<Prepared> {
     check_tied(args.tied, to)?;
     source.settle(args.checks, TargetFiles::Apart, run)?;
-    let (layout, mut notes) = wish.layout(&source)?;
+    let (layout, mut notes) = request.layout(&source)?;
     notes.extend(source.settled.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;
@@ -64,9 +66,11 @@ pub fn lay_out(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter
-/// must be the same under all of its names. What the optimizer numbers goes into the layout beside the files, whatever
-/// told it here.
+/// Lays out every series of the source. First checks that no value is lost: tensors that share one place in a flat
+/// parameter must be equal. The layout file beside the rank files records which parameters the optimizer numbers.
+///
+/// # Errors
+/// `Conflict` if two tensors that share one place differ.
 pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let root = model::model_root(&wanted.state);
@@ -95,7 +99,7 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
     Ok(whole)
 }
 
-/// Two tensors of which one is written, and the other read back from it.
+/// Checks that two tensors are equal, because only `kept` is written, and readers get `other` from the same place.
 fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {
     let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
     match source.difference([kept, other], kept_entry.dtype, run)? {
@@ -106,8 +110,8 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
             between: format!("it and {}", kept_entry.fqn),
             detail: format!("a flat parameter has one place for both: {difference}"),
             hint: Some(String::from(
-                "another options::flat_layout keeps tensors apart, options::use_orig_params the state of each parameter; options::exclude \
-                 leaves them out",
+                "give an options::flat_layout that separates the tensors, set options::use_orig_params to keep the \
+                 state of each parameter, or leave one out with options::exclude",
             )),
         })),
     }

@@ -1,5 +1,5 @@
-//! The flat layout to write: that of a file, of the source or of a checkpoint like it, or derived from the order of a
-//! state dict; for the ranks that are asked for.
+//! Determines the flat layout to write: its units, world size and shard group size. The units come from a layout file,
+//! the source or `--like`, or are derived from the order of a state dict.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -18,45 +18,55 @@ use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, TensorStorage, fsdp_flat};
 use crate::layout::Pattern;
 
-/// What files say grows with the square of it.
+/// Largest world size. Every file lists all ranks, so the total length of these lists grows with its square.
 const MAX_RANKS: u32 = 1 << 14;
 
-/// What a target starts from.
+/// The layout that a target starts from.
 struct FlatBase {
     layout: FlatLayout,
-    /// From nothing but the order of a state dict, which knows no ranks.
+    /// True if the layout comes from the order of a state dict, which does not record a world size.
     derived: bool,
     notes: Vec<String>,
 }
 
-/// How many ranks share a copy.
+/// The number of ranks over which one replica is sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupSize {
-    /// As the layout says, or all.
+    /// The group size of the layout, or all ranks.
     #[default]
     Unsaid,
+    /// All ranks: `FULL_SHARD`.
     All,
+    /// This many ranks: `HYBRID_SHARD`, or `NO_SHARD` for 1.
     Of(u32),
 }
 
-/// What is asked for.
+/// The flat layout that the user asks for; `None` where the base layout decides.
 #[derive(Default)]
 pub struct FlattenRequest {
-    /// Of the model, from a file. Where SRC is flat, that says how to read it, and nothing here.
+    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and is not used here.
     layout: Option<FlatLayout>,
-    /// What an optimizer numbers with `use_orig_params`, from the same file.
+    /// The parameters that the optimizer numbers with `use_orig_params`, from the same file.
     numbered: Option<Vec<Vec<Fqn>>>,
+    /// Modules that become units.
     pub wrap: Vec<Pattern>,
+    /// Tensors that are buffers, not parameters.
     pub buffers: Vec<Pattern>,
+    /// The number of ranks that will load the files.
     pub world_size: Option<u32>,
+    /// The number of ranks over which one replica is sharded.
     pub group: GroupSize,
+    /// FSDP's `use_orig_params`.
     pub use_orig_params: Option<bool>,
+    /// The dtype of the forward pass under mixed precision, which sets the alignment of parameters.
     pub forward_dtype: Option<Dtype>,
 }
 
 impl FlattenRequest {
+    /// Reads the request from the arguments of `flatten`.
+    ///
     /// # Errors
-    /// As reading the checkpoint and the layout that arguments name.
+    /// `Usage` for options that contradict each other; errors of reading the layout file.
     pub fn of_arguments(args: &FlattenOptions, source: &ConversionSource) -> Result<Self> {
         let flat = &args.flat;
         let group = match (flat.strategy, flat.shard_group_size) {
@@ -67,13 +77,13 @@ impl FlattenRequest {
             (Some(Strategy::HybridShard), None) => {
                 return Err(Error::usage(
                     "options::strategy hybrid-shard: how many ranks share one copy?",
-                    "say it with options::shard_group_size N; FSDP takes the ranks of a node",
+                    "give options::shard_group_size N; FSDP uses the ranks of one node",
                 ));
             }
             (Some(_), Some(_)) => {
                 return Err(Error::usage(
-                    "options::shard_group_size is for options::strategy hybrid-shard",
-                    "leave one of them out",
+                    "options::shard_group_size needs options::strategy hybrid-shard",
+                    "omit options::shard_group_size or options::strategy",
                 ));
             }
         };
@@ -81,12 +91,12 @@ impl FlattenRequest {
             let known = Dtype::from_name(name).filter(|dtype| dtype.is_float());
             known.ok_or_else(|| {
                 Error::usage(
-                    format!("options::forward_dtype {name}: no dtype of floats"),
-                    "f32, bf16 and f16 are usual",
+                    format!("options::forward_dtype {name}: not a floating-point dtype"),
+                    "give a floating-point dtype such as f32, bf16 or f16",
                 )
             })
         });
-        let wish = Self {
+        let request = Self {
             wrap: Pattern::parse_all(&flat.wrap)?,
             buffers: Pattern::parse_all(&flat.buffers)?,
             world_size: flat.world_size,
@@ -95,13 +105,13 @@ impl FlattenRequest {
             forward_dtype: forward_dtype.transpose()?,
             ..Self::default()
         };
-        wish.with_layout(&args.convert, flat.layout.as_deref(), source)
+        request.with_layout(&args.convert, flat.layout.as_deref(), source)
     }
 
-    /// With what a layout file, or else `--flat-layout`, says of the target.
+    /// Adds the layout of the target from `--layout`, or else from `--flat-layout`.
     ///
     /// # Errors
-    /// As reading the file, `Usage` where both say the same.
+    /// `Usage` if both give the units; errors of reading the file.
     pub fn with_layout(
         mut self,
         args: &ConvertOptions,
@@ -112,8 +122,8 @@ impl FlattenRequest {
         let given = args.source.flat_layout.as_deref();
         if let (Some(_), Some(_), false) = (target, given, of_source) {
             return Err(Error::usage(
-                "options::layout and options::flat_layout: both say the units",
-                "leave one of them out",
+                "options::layout and options::flat_layout both define the units",
+                "omit options::layout or options::flat_layout",
             ));
         }
         if let Some(path) = target.or(given) {
@@ -124,18 +134,21 @@ impl FlattenRequest {
         Ok(self)
     }
 
-    /// The layout of the target, and what to tell the user.
+    /// Returns the layout of the target, and notes for the user.
     ///
     /// # Errors
-    /// `Unsupported` where an order would be a guess, `Usage` for wishes that contradict each other.
+    /// `Unsupported` if the order of parameters would be a guess, `Usage` for options that contradict each other.
     pub fn layout(&self, source: &ConversionSource) -> Result<(FlatLayout, Vec<String>)> {
         let FlatBase { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
             return Err(Error::usage(
-                format!("options::forward_dtype {dtype}: without use_orig_params nothing is aligned"),
-                "leave it out, or give options::use_orig_params as well",
+                format!(
+                    "options::forward_dtype {dtype} has no effect: FSDP aligns parameters only with \
+                     use_orig_params"
+                ),
+                "omit options::forward_dtype, or add options::use_orig_params",
             ));
         }
         let optimizer = match (use_orig_params, &self.numbered) {
@@ -151,45 +164,51 @@ impl FlattenRequest {
         layout.check().map_err(|wrong| {
             Error::usage(
                 format!("the flat layout, {}: expected {}, found {}", wrong.at, wrong.expected, wrong.found),
-                "docs/how-to/fsdp1.md tells what a flat layout says",
+                "correct the layout; docs/how-to/fsdp1.md describes its format",
             )
         })?;
         Ok((layout, notes))
     }
 
-    /// The world size, and that of the groups in which ranks share a copy.
+    /// Returns the world size and the shard group size.
     fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
         let world_size = match self.world_size {
-            Some(0) => return Err(Error::usage("options::world_size 0: no ranks", "give the ranks that will load")),
+            Some(0) => {
+                return Err(Error::usage(
+                    "options::world_size 0: at least one rank is needed",
+                    "give the number of ranks that will load the files",
+                ));
+            }
             Some(size) if size > MAX_RANKS => {
                 return Err(Error::usage(
-                    format!("{size} ranks: every file lists them all"),
-                    format!("flat parameters are written for {MAX_RANKS} ranks at most"),
+                    format!("{size} ranks are too many: every file lists all ranks"),
+                    format!("give options::world_size at most {MAX_RANKS}"),
                 ));
             }
             Some(size) => size,
             None if derived => {
-                return Err(Error::usage("how many ranks will load the files?", "say it with options::world_size N"));
+                return Err(Error::usage("how many ranks will load the files?", "give options::world_size N"));
             }
             None => base.world_size,
         };
         let group = match self.group {
             GroupSize::All => world_size,
             GroupSize::Of(size) => size,
-            // NO_SHARD and HYBRID_SHARD stay what they are.
+            // A layout with NO_SHARD or HYBRID_SHARD keeps its strategy.
             GroupSize::Unsaid if !derived && base.shard_group_size < base.world_size => base.shard_group_size,
             GroupSize::Unsaid => world_size,
         };
         if group == 0 || !world_size.is_multiple_of(group) {
             return Err(Error::usage(
-                format!("groups of {group} among {world_size} ranks"),
-                "the size of a group must divide the world size: options::shard_group_size N",
+                format!("{world_size} ranks cannot be divided into groups of {group}"),
+                "give an options::shard_group_size that divides the world size",
             ));
         }
         Ok((world_size, group))
     }
 
-    /// Parameters that are cast are aligned as those of their new dtype are, but under mixed precision.
+    /// Sets the dtype and alignment of each unit from the tensors to write. A cast parameter gets the alignment of its
+    /// new dtype, unless the alignment comes from mixed precision.
     fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
         let wanted = &source.wanted.catalog;
         let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
@@ -206,7 +225,7 @@ impl FlattenRequest {
         }
     }
 
-    /// The units, and how ranks shared them.
+    /// Returns the units, and the world size and group size of their origin.
     fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
         let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
@@ -214,14 +233,17 @@ impl FlattenRequest {
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
             if let Some(pattern) = self.buffers.first() {
                 return Err(Error::usage(
-                    format!("options::buffers {}: the flat layout says what is a parameter", pattern.as_str()),
-                    "leave it out; what is not in the layout is a buffer",
+                    format!("options::buffers {}: the flat layout already lists the parameters", pattern.as_str()),
+                    "omit options::buffers; every tensor that is not in the layout is a buffer",
                 ));
             }
             return Ok(FlatBase { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {
-            return Err(Error::usage("options::wrap and a flat layout: both say the units", "leave one of them out"));
+            return Err(Error::usage(
+                "options::wrap and a flat layout both define the units",
+                "omit options::wrap or the flat layout",
+            ));
         }
         let wrapping = WrapPolicy { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
@@ -242,7 +264,7 @@ impl FlattenRequest {
         Ok(FlatBase { layout, derived: true, notes })
     }
 
-    /// The names of the model in the order of registration, where something keeps it.
+    /// Returns the names of the model in the order of registration, if `--like` or the source keeps that order.
     fn order(source: &ConversionSource) -> Option<Vec<Fqn>> {
         let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
         let like = source.like.as_ref().filter(|like| like.format.keeps_order());
@@ -255,7 +277,7 @@ impl FlattenRequest {
     }
 }
 
-/// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
+/// Returns true if the state dict has PyTorch's `_metadata` of all modules. Flat parameters are read in that order.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
     let dict = root.find(state).and_then(Value::as_dict);
@@ -267,7 +289,7 @@ fn knows_modules(state: &Value) -> bool {
 fn not_kept(checkpoint: &Checkpoint) -> String {
     let Checkpoint { format, root, .. } = checkpoint;
     match format.tensors() {
-        TensorStorage::Flat => format!("{} is flat, and its units would be others", root.display()),
-        _ => format!("{} is {format}, which does not keep it", root.display()),
+        TensorStorage::Flat => format!("{} has flat parameters of other units", root.display()),
+        _ => format!("{} is {format}, which does not keep the order", root.display()),
     }
 }

@@ -1,8 +1,9 @@
-//! The units of a model that is not flat yet: which parameters FSDP1 would put into which flat parameter, in which
-//! order.
+//! Derives the FSDP units of a model that is not flat yet: the parameters that FSDP1 would put into each flat
+//! parameter, and their order.
 //!
-//! That order is the one in which modules registered their parameters. A state dict has it, a sorted list of names has
-//! not, and with a wrong one parameters of equal shapes change places in silence: what has no order is refused.
+//! FSDP1 uses the order in which modules register their parameters. A state dict keeps that order, a sorted list of
+//! names does not. With a wrong order, parameters of equal shape would be swapped silently, so a model of unknown order
+//! is an error.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 
@@ -21,28 +22,31 @@ use crate::name_list::{FEW, short_list_of_counted};
 use crate::nearest;
 use crate::quantity::count;
 
-/// A model whose order is taken.
+/// A model whose state dict gives the order of parameters.
 pub struct OrderedModel<'a> {
-    /// Where its tensors are stored.
+    /// The checkpoint that stores the tensors.
     pub checkpoint: &'a Checkpoint,
-    /// The tensors by the same numbers, as they are wanted.
+    /// The selected tensors, with the same ids and with their target dtypes.
     pub catalog: &'a Catalog,
-    /// Its state dict, in the order of registration.
+    /// The state dict, in the order of registration.
     pub state: &'a Value,
 }
 
-/// What FSDP is told of the model.
+/// The modules that FSDP wraps, and the tensors that are buffers.
 pub struct WrapPolicy<'a> {
     /// Modules that are units.
     pub wrap: &'a [Pattern],
-    /// Tensors that are no parameters.
+    /// Tensors that are buffers, not parameters.
     pub buffers: &'a [Pattern],
 }
 
-/// Last parts of names that PyTorch's own modules and common models give to buffers of floats.
+/// Last components of the names that PyTorch's modules and common models give to floating-point buffers.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
-/// The layout for one rank, without its optimizer; and what to tell the user.
+/// Returns the layout for one rank, without the optimizer's numbers, and notes for the user.
+///
+/// # Errors
+/// `Unsupported` if the order of parameters or elements is not known, `Usage` for a pattern that matches nothing.
 pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = model::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
@@ -51,7 +55,7 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     let ModelTensors { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
     let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
     let mut units: Vec<FlatUnit> = with_root.map(|module| FlatUnit::new(module, None)).collect();
-    // The innermost module that holds it.
+    // The unit of a parameter is its innermost wrapped module.
     let unit_of = |fqn: &Fqn| {
         let holders = (1..).zip(&modules).filter(|(_, module)| is_within(fqn.as_str(), module));
         holders.max_by_key(|(_, module)| module.len()).map_or(0, |(index, _)| index)
@@ -81,10 +85,11 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     Ok((layout, notes))
 }
 
-/// Adds the names of a state dict that are tied to a parameter and that the layout, which is of another checkpoint, lacks.
+/// Adds names of a state dict that are tied to a parameter of the layout. The layout comes from another checkpoint,
+/// which may lack these names.
 ///
 /// # Errors
-/// `Unsupported` where both names would be in two units.
+/// `Unsupported` if the two names would be in different units.
 pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     let tensors = model::model(state).tensors;
     let in_units = layout.units.iter().enumerate();
@@ -110,7 +115,7 @@ pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     Ok(())
 }
 
-/// A state dict in another order than that of registration tells nothing of that.
+/// Checks that a state dict is in the order of registration, as far as its names show it.
 fn refuse_reordered(names: &[String]) -> Result<()> {
     let names = || names.iter().map(String::as_str);
     if order::is_sorted(names()) {
@@ -119,14 +124,12 @@ fn refuse_reordered(names: &[String]) -> Result<()> {
         ));
     }
     if order::has_interleaved_modules(names()) {
-        return Err(unordered(
-            "the state dict has tensors of other modules between those of one, as files that were made from DCP have",
-        ));
+        return Err(unordered("the state dict mixes the tensors of different modules, as files converted from DCP do"));
     }
     Ok(())
 }
 
-/// The error for a model without an order.
+/// Returns the error for a model whose order is not known.
 pub fn unordered(why: &str) -> Error {
     fsdp_flat::unknown_layout_error(format!("the order of parameters in flat parameters is not known: {why}"))
 }
@@ -134,19 +137,22 @@ pub fn unordered(why: &str) -> Error {
 fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
     let shape = entry.shape.as_slice();
     fsdp_flat::unknown_layout_error(format!(
-        "{fqn}: of shape {shape:?}, it may lie by rows or channels last, and the checkpoint does not tell"
+        "{fqn}: a tensor of shape {shape:?} may be row-major or channels-last, and the checkpoint does not record \
+         which"
     ))
 }
 
-/// FSDP1 makes two parameters of it, of which only one has a state.
+/// Returns the error for tied parameters in two units. FSDP1 would make two parameters of them, and only one of the two
+/// would have optimizer state.
 fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
         format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
-        "FSDP1 shares parameters within a unit: options::wrap neither of their modules, or one around both",
+        "FSDP1 shares parameters only within one unit: give options::wrap neither of their modules, or a module \
+         around both",
     )
 }
 
-/// The modules that patterns mean, in the order of the state dict.
+/// Returns the modules that patterns match, in the order of the state dict.
 fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>> {
     let mut modules: Vec<&str> = Vec::new();
     let mut seen = HashSet::new();
@@ -158,7 +164,7 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
         if !modules.iter().any(|module| pattern.matches(module)) {
             let modules: Vec<String> = modules.iter().map(ToString::to_string).collect();
             return Err(Error::usage(
-                format!("options::wrap {pattern}: no module has a path like that"),
+                format!("options::wrap {pattern}: no module path matches"),
                 nearest::pattern_hint(pattern.as_str(), &modules),
             ));
         }
@@ -167,7 +173,7 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
     Ok(modules.into_iter().map(str::to_owned).collect())
 }
 
-/// The tensors of a model by what they are.
+/// The parameters of a model, the names tied to them, and notes for the user.
 struct ModelTensors<'a> {
     parameters: Vec<(Fqn, TensorId, &'a TensorEntry)>,
     shared: Vec<SharedName>,
@@ -179,8 +185,8 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
     let mut used = vec![false; buffers.len()];
     let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
     let mut divided = ModelTensors { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
-    let mut doubtful: Vec<&Fqn> = Vec::new();
-    let mut taken_for_buffers: Vec<&str> = Vec::new();
+    let mut without_state: Vec<&Fqn> = Vec::new();
+    let mut buffer_names: Vec<&str> = Vec::new();
     for (fqn, id) in tensors {
         let entry = model.catalog.tensor(*id);
         let named = buffers.iter().zip(&mut used).filter(|(pattern, _)| pattern.covers(fqn.as_str()));
@@ -194,13 +200,13 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         }
         let is_trained = trained.as_ref().map(|names| names.contains(fqn));
         let last = fqn.as_str().rsplit('.').next().unwrap_or_default();
-        // FSDP1 has no parameters without dims.
+        // FSDP1 does not support 0-d parameters.
         if is_trained != Some(true) && (BUFFERS.contains(&last) || entry.shape.is_empty()) {
-            taken_for_buffers.push(fqn.as_str());
+            buffer_names.push(fqn.as_str());
             continue;
         }
         if is_trained == Some(false) {
-            doubtful.push(fqn);
+            without_state.push(fqn);
         }
         first_names.insert(*id, fqn.clone());
         divided.parameters.push((fqn.clone(), *id, entry));
@@ -209,44 +215,49 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
         let pattern = buffers[unused].as_str();
         return Err(Error::usage(
-            format!("options::buffers {pattern}: no tensor of the model has a name like that"),
+            format!("options::buffers {pattern}: no tensor name of the model matches"),
             nearest::pattern_hint(pattern, &names),
         ));
     }
-    if !doubtful.is_empty() {
-        return Err(doubt(&doubtful, &divided.parameters));
+    if !without_state.is_empty() {
+        return Err(doubt(&without_state, &divided.parameters));
     }
-    if !taken_for_buffers.is_empty() {
-        let number = count(taken_for_buffers.len(), "tensor");
-        divided.notes.push(format!("{number} taken for buffers: {}", short_list_of_counted(&taken_for_buffers, FEW)));
+    if !buffer_names.is_empty() {
+        let number = count(buffer_names.len(), "tensor");
+        divided.notes.push(format!("{number} treated as buffers: {}", short_list_of_counted(&buffer_names, FEW)));
     }
     if trained.is_none() {
-        let number = count(divided.parameters.len(), "tensor");
+        let number = divided.parameters.len();
+        let tensors = match number {
+            1 => String::from("the only float tensor is"),
+            _ => format!("all {number} float tensors are"),
+        };
         divided.notes.push(format!(
-            "no optimizer state by names tells parameters from buffers: {number} of floats taken for parameters \
-             (options::buffers names those that are none)"
+            "no optimizer state with parameter names found, so {tensors} treated as parameters; name buffers with \
+             options::buffers"
         ));
     }
     Ok(divided)
 }
 
-/// The error for tensors of floats that the optimizer does not know.
+/// Returns the error for floating-point tensors that have no optimizer state although others have.
 fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
     let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
     let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, ..)| fqn == name).map(|(.., entry)| &entry.shape);
-    let twin = names.iter().find_map(|name| {
+    let tied = names.iter().find_map(|name| {
         let shape = shape_of(name)?;
-        let alike = |(fqn, _, entry): &&(Fqn, TensorId, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
-        parameters.iter().find(alike).map(|(fqn, ..)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
+        let has_shape =
+            |(fqn, _, entry): &&(Fqn, TensorId, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
+        parameters.iter().find(has_shape).map(|(fqn, ..)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
     });
     Error::unsupported(
         format!(
-            "{} of floats without a place in the optimizer: {}{}",
-            count(names.len(), "tensor"),
+            "{} without optimizer state: {}{}",
+            count(names.len(), "float tensor"),
             short_list_of_counted(&texts, FEW),
-            twin.unwrap_or_default()
+            tied.unwrap_or_default()
         ),
-        "options::buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by options::flat_layout FILE",
+        "mark buffers with options::buffers PATTERN; list tied and frozen parameters in options::flat_layout FILE",
     )
     .naming(&texts)
 }

@@ -1,7 +1,6 @@
-//! Heads of attention, which tensor parallelism cuts through where they do not divide over its ranks.
-//!
-//! The numbers are those of `config.json`, as transformers has them. Values are right all the same; modules that reckon
-//! with whole heads are not.
+//! Finds parameters whose attention heads tensor parallelism would cut in two, because the number of heads is not a
+//! multiple of the tensor-parallel size. The numbers of heads come from `config.json`, with the keys of Hugging Face
+//! transformers. The written values are correct anyway; modules that expect whole heads on each rank would fail.
 
 use indexmap::IndexMap;
 use serde_json::Value as Json;
@@ -14,7 +13,7 @@ use crate::layout::parallelize::PlacementSource;
 use crate::name_list::short_list;
 use crate::quantity::count;
 
-/// Numbers of heads, where they are known.
+/// The numbers of attention heads of a model; `None` if unknown.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionHeads {
     query: Option<u64>,
@@ -22,20 +21,22 @@ pub struct AttentionHeads {
 }
 
 impl AttentionHeads {
+    /// Reads the numbers of heads from the `config.json` of a checkpoint.
+    ///
     /// # Errors
-    /// `Io` where the configuration cannot be read.
+    /// `Io` if `config.json` cannot be read.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
         Ok(config::read(checkpoint)?.map(|config| Self::of_config(&config)).unwrap_or_default())
     }
 
     fn of_config(config: &Json) -> Self {
-        // Models of several modalities have a configuration for each.
+        // Multimodal models have one configuration per modality.
         let number = |key: &str| config.get(key).or_else(|| config.get("text_config")?.get(key))?.as_u64();
         let query = number("num_attention_heads");
         Self { query, key_value: number("num_key_value_heads").or(query) }
     }
 
-    /// What a plan cuts within heads.
+    /// Returns a note for each group of parameters that the plan cuts within heads.
     pub fn notes(self, planned: &PlannedModel) -> Vec<String> {
         let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
         let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
@@ -53,7 +54,8 @@ impl AttentionHeads {
         within.into_iter().map(note).collect()
     }
 
-    /// Where the heads of a parameter do not divide into so many parts: how many there are, and of what.
+    /// Returns the `config.json` key and the number of heads of a parameter, if that number is not a multiple of
+    /// `parts`.
     fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {
@@ -72,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_are_cut_where_they_do_not_divide() {
+    fn heads_are_cut_if_their_number_is_not_a_multiple_of_the_parts() {
         let heads = AttentionHeads::of_config(&json!({ "num_attention_heads": 8, "num_key_value_heads": 2 }));
         assert_eq!(heads.cut_within("layers.0.self_attn.k_proj.weight", 4), Some(("num_key_value_heads", 2)));
         assert_eq!(heads.cut_within("layers.0.self_attn.k_proj.weight", 2), None);

@@ -1,19 +1,20 @@
-//! The Python class that tensors have in rank files: the one that is asked for, else that of each in --like or SRC.
+//! The Python class of sharded tensors in rank files: DTensor, ShardedTensor, or plain `torch.Tensor`. It is the class
+//! that `--tensor-class` names, else the class of each tensor in `--like` or SRC.
 
 use crate::catalog::{Catalog, Class};
 use crate::convert::options::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage};
 
-/// The Python class of tensors that ranks share; `None` for that of each in the source.
+/// Returns the Python class of sharded tensors; `None` if each tensor keeps its class from the source.
 ///
 /// # Errors
-/// `Usage` where the target does not keep it.
+/// `Usage` if the target format does not store the class.
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
         Some(_) if to.tensors() != TensorStorage::Ranks => Err(Error::usage(
-            format!("options::tensor_class is for rank files, and DST is to be {to}"),
-            "leave it out, or write rank files with options::to torch-ranks",
+            format!("options::tensor_class needs rank files, but the format of DST is {to}"),
+            "omit options::tensor_class, or write rank files with options::to torch-ranks",
         )),
         None | Some(TensorClass::Auto) => Ok(None),
         Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
@@ -22,12 +23,13 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
     }
 }
 
-/// That of tensors that have none in the source.
+/// Returns the class for tensors that are not sharded in the source: the class that sharded tensors of the source have,
+/// else DTensor.
 pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {
         [false, true, _] => Class::ShardedTensor,
-        // Plain tensors that are parts.
+        // The source's sharded tensors are plain per-rank tensors.
         [false, false, true] => Class::Tensor,
         _ => Class::DTensor,
     }

@@ -1,4 +1,5 @@
-//! `reshard` to flat parameters: those of SRC, or of a checkpoint like it, for another number of ranks.
+//! `reshard` to FSDP1 flat parameters, for another number of ranks. The units come from SRC, from `--like` or from a
+//! layout file. This module checks the options of `reshard` and translates them into a [`FlattenRequest`].
 
 use super::super::flatten::{self, FlattenRequest, GroupSize};
 use super::super::prepared::Prepared;
@@ -10,11 +11,15 @@ use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::layout::DeviceMesh;
 
+/// Lays out a destination of flat parameters.
+///
+/// # Errors
+/// `Usage` for options that flat parameters have no use for; the errors of [`flatten::lay_out`].
 pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run: &Run<'_>) -> Result<Prepared> {
     if let Some(placements) = args.placements.first() {
         return Err(Error::usage(
-            format!("options::placements {placements}: flat parameters have none"),
-            "options::to torch-ranks or options::to dcp writes tensors that are sharded one by one",
+            format!("options::placements {placements}: flat parameters have no placements"),
+            "use options::to torch-ranks or options::to dcp to shard each tensor by itself",
         ));
     }
     let plan = [
@@ -25,34 +30,38 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run:
     ];
     if let Some((option, Some(name))) = plan.into_iter().find(|(_, given)| given.is_some()) {
         return Err(Error::usage(
-            format!("{option} {name}: flat parameters are cut as a whole, by FSDP1 alone"),
-            "options::to torch-ranks or options::to dcp writes tensors that are sharded one by one",
+            format!("{option} {name}: only FSDP1 shards a flat parameter, and always as a whole"),
+            "use options::to torch-ranks or options::to dcp to shard each tensor by itself",
         ));
     }
     tensor_class(args.tensor_class, to)?;
     if args.split.is_some() {
-        return Err(Error::usage("options::split: flat parameters are cut in one way", "leave it out"));
+        return Err(Error::usage(
+            "options::split has no effect on flat parameters: FSDP1 always splits them in the same way",
+            "omit options::split",
+        ));
     }
-    let mut wish = FlattenRequest::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
+    let mut request = FlattenRequest::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
-        wish.world_size = u32::try_from(mesh.world_size()).ok();
-        wish.group = match *mesh.shape() {
+        request.world_size = u32::try_from(mesh.world_size()).ok();
+        request.group = match *mesh.shape() {
             [_] => GroupSize::All,
             [_, shard] => GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
             _ => {
                 return Err(Error::usage(
-                    format!("options::mesh {text}: flat parameters are cut once"),
-                    "give one dim, or two for HYBRID_SHARD: the copies, then the ranks that share one",
+                    format!("options::mesh {text}: flat parameters are sharded along one mesh dimension only"),
+                    "give options::mesh one dimension, or two for HYBRID_SHARD: first replicas, then the ranks of \
+                     one shard group",
                 ));
             }
         };
     }
     if args.mesh.len() > 1 || !args.mesh_ranks.is_empty() {
         return Err(Error::usage(
-            "flat parameters lie on the ranks from 0 on, in order",
-            "give one options::mesh, without options::mesh_ranks",
+            "flat parameters always use the ranks from 0 on, in order",
+            "give options::mesh once, and omit options::mesh_ranks",
         ));
     }
-    flatten::lay_out(&wish, &args.convert, source, to, run)
+    flatten::lay_out(&request, &args.convert, source, to, run)
 }

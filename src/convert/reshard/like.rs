@@ -1,7 +1,6 @@
-//! `--like`: where another checkpoint has its tensors.
-//!
-//! A tensor lies as the one of its name there; state of an optimizer that has no entry of its own there lies as its
-//! parameter, where it has the shape of that.
+//! `--like` takes the layout of another checkpoint. A tensor gets the placements of the tensor with the same name
+//! there. Optimizer state that has no entry of its own there gets the placements of its parameter, if it has the shape
+//! of its parameter.
 
 use std::path::Path as FilePath;
 
@@ -12,24 +11,28 @@ use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 use crate::select::Wrappers;
 
+/// The layout of the checkpoint that `--like` names.
 pub struct LikeLayout<'a> {
     root: &'a FilePath,
+    /// The catalog of the checkpoint.
     pub catalog: &'a Catalog,
     names: Names,
-    /// Tensors that are not there, with their names in the model.
+    /// The tensors that the checkpoint lacks, with their names in the model.
     missing: Vec<(Path, Option<String>)>,
 }
 
 impl<'a> LikeLayout<'a> {
+    /// Indexes the names of the checkpoint.
     pub fn new(checkpoint: &'a Checkpoint, wrappers: Wrappers) -> Self {
         let names = Names::new(&checkpoint.catalog.state, wrappers);
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
     }
 
-    /// The entry to follow: that of the tensor itself, else that of the parameter it is state of.
+    /// Returns the entry whose layout the tensor gets: the entry of the same name, else the entry of the parameter
+    /// whose state it is.
     ///
     /// # Errors
-    /// `Conflict` where the tensor itself has another number of dims there.
+    /// `Conflict` if the entry of the same name has another number of dimensions.
     pub fn find(
         &self,
         path: &Path,
@@ -47,7 +50,7 @@ impl<'a> LikeLayout<'a> {
                 what: "the number of dims",
                 between: format!("SRC and {}", self.root.display()),
                 detail: format!("{:?} and {:?}", entry.shape, own.shape),
-                hint: Some(String::from("options::placements 'PATTERN=LIST' says how it is to lie")),
+                hint: Some(String::from("set its placements with options::placements 'PATTERN=LIST'")),
             }));
         }
         let parameter = parameter.and_then(|name| self.names.parameter(name.as_str()));
@@ -66,20 +69,23 @@ impl<'a> LikeLayout<'a> {
         }
     }
 
-    /// Remember a tensor that is to be found and is not.
+    /// Records a tensor that the checkpoint should have but lacks.
     pub fn miss(&mut self, path: &Path, in_model: Option<&Fqn>) {
         self.missing.push((path.clone(), in_model.map(Fqn::to_string)));
     }
 
+    /// Checks that the checkpoint had every tensor that was looked up.
+    ///
     /// # Errors
-    /// `Usage` where tensors were missed.
+    /// `Usage` if it lacks tensors.
     pub fn finish(self) -> Result<()> {
         let Some((path, in_model)) = self.missing.first() else { return Ok(()) };
         let names: Vec<String> = self.missing.iter().map(|(path, _)| path.to_string()).collect();
         Err(Error::usage(
             format!("{}: options::like {} has no tensor of this name", short_list(&names, FEW), self.root.display()),
             format!(
-                "{}; options::placements '{path}=LIST' says how it is to lie, a bare LIST how all of them are",
+                "{}; set its placements with options::placements '{path}=LIST', or those of all tensors with \
+                 options::placements LIST",
                 self.names.nearest(path, in_model.as_deref())
             ),
         )
@@ -87,8 +93,7 @@ impl<'a> LikeLayout<'a> {
     }
 }
 
-/// Whether a tensor that --like lacks is whole on every rank without being asked about: there is nothing to cut, or
-/// each rank has its own.
+/// Returns true if a tensor that `--like` lacks is simply replicated: it is 0-d, or each rank has a value of its own.
 pub fn is_whole_anyway(path: &Path, entry: &TensorEntry) -> bool {
     entry.shape.is_empty() || model::is_random_state(path.fqn().as_str())
 }

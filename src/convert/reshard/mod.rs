@@ -1,4 +1,6 @@
-//! `reshard`: another mesh, other placements; everything is carried.
+//! `reshard` writes a checkpoint for another mesh or with other placements. The output keeps every tensor and object
+//! of the source. This module chooses the target format, lays out every output file, and collects the notes for the
+//! user.
 
 mod attention_heads;
 mod class;
@@ -42,7 +44,8 @@ pub use target::{own_mesh, row_specs, shared_mesh};
 /// Lays out the destination of `reshard`.
 ///
 /// # Errors
-/// `Usage` and `Layout` for a mesh, placements or a format that do not fit the source; as reading other checkpoints.
+/// `Usage` and `Layout` if a mesh, placements or a format do not fit the source. Errors of reading the checkpoints of
+/// `--like` and `--fill-from`.
 pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), &args.convert, run)?;
     if tells_shapes_alone(&source) {
@@ -84,18 +87,19 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Whether --like has the shapes that flat parameters lack, and no layout that could be meant.
+/// Returns true if `--like` serves only for the shapes of the source's flat parameters: it has no sharded tensors whose
+/// layout the user could mean.
 fn tells_shapes_alone(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
-        // A DCP directory is refused as a layout, and not taken for shapes alone.
+        // A DCP directory is refused later: it records no layout, and the user probably wanted one.
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
 }
 
-/// Lay out every part of the source by itself, and say what there is to say about the layout.
+/// Lays out every part of the source separately. Returns the reservation and the notes about the layout.
 fn reserve(
     source: &ConversionSource,
     layout: &MeshLayout,
@@ -130,7 +134,7 @@ fn reserve(
     Ok((whole, chooser.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
-/// The layouts of one part of the state dict.
+/// Resolves the layouts of one part of the state dict.
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     chooser: &'a mut PlacementResolver<'c>,
@@ -150,19 +154,22 @@ impl Layouts for PartLayouts<'_, '_> {
     }
 }
 
-/// The job that is to load rank files.
+/// The job that will load the rank files.
 pub struct LoadingJob {
+    /// The number of ranks of the job.
     pub world_size: u32,
+    /// The form of DTensors that the job's PyTorch version and device expect.
     pub style: torch::DTensorStyle,
 }
 
 impl LoadingJob {
-    /// It has the ranks of the mesh, and those of the job that `saved` a checkpoint on that, where some are not in it.
-    /// Its PyTorch is the `version` that is asked for, else that of the rank files of the source, its device that of
-    /// those.
+    /// Determines the job's world size, PyTorch version and device. The world size covers the ranks of the mesh, and
+    /// all ranks of the job that wrote `saved`, because some of them may be outside the mesh. The PyTorch version is
+    /// `version` if given, else the version of the source's rank files. The device is the device of the source's rank
+    /// files.
     ///
     /// # Errors
-    /// `Usage` for a version that is none, or one whose DTensors are not written.
+    /// `Usage` if `version` is not a PyTorch version, or is a version whose DTensors cannot be written.
     pub fn new(
         mesh: &DeviceMesh,
         saved: Option<&Checkpoint>,
@@ -177,25 +184,37 @@ impl LoadingJob {
         let release = torch::Release::from_version(version).ok_or_else(|| {
             Error::usage(
                 format!("options::torch_version {version}: expected a version from 2.5 on"),
-                "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load options::to dcp",
+                "give a version such as 2.9 or 2.15.0; for earlier PyTorch versions, whose DTensors differ, use \
+                 options::to dcp",
             )
         })?;
         Ok(Self { world_size, style: torch::DTensorStyle { release, ..own } })
     }
 }
 
-/// A job takes DTensors on a mesh whose dims are called as those of its own.
+/// Returns a note if no mesh dimension keeps its name. PyTorch loads a DTensor only if the job's mesh has the same
+/// dimension names.
 fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
     let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
     let none_in_common = !own.iter().any(|name| new.contains(name));
-    none_in_common.then(|| {
-        let (own, new) = (own.join(","), new.join(","));
-        format!("mesh dims are called {new} now, {own} in SRC: a job loads what is called as in the job")
+    none_in_common.then(|| match (own, new) {
+        ([own], [new]) => format!(
+            "mesh dimension {own} is now called {new}; PyTorch loads DTensors only if the job uses the same name"
+        ),
+        _ => {
+            let (own, new) = (own.join(","), new.join(","));
+            format!(
+                "mesh dimensions {own} are now called {new}; PyTorch loads DTensors only if the job uses the same \
+                 names"
+            )
+        }
     })
 }
 
+/// Checks that the lists of ranks in the output files fit into memory.
+///
 /// # Errors
-/// `Usage` where the lists of ranks alone take more memory than is allowed.
+/// `Usage` if the lists of ranks alone take more than `max_memory` bytes.
 fn check_room(
     source: &ConversionSource,
     mesh: &DeviceMesh,
@@ -203,9 +222,9 @@ fn check_room(
     class: Option<Class>,
     (to, max_memory): (Format, u64),
 ) -> Result<()> {
-    /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
+    /// Bytes of one shard's metadata in a ShardedTensor: once in memory, once in the pickle under construction.
     const BOX_BYTES: u64 = 2 * 40;
-    /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
+    /// Bytes for one rank in a file: every file lists the ranks of the mesh twice, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
     if !to.has_rank_files() {
@@ -223,7 +242,7 @@ fn check_room(
     parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
-/// The source's own format; a single file becomes a DCP directory, since it has no place for shards.
+/// Returns the source's own format, or DCP if the source is a single file, because such a file cannot hold shards.
 fn default_format(source: Format) -> Format {
     if source.tensors() == TensorStorage::Whole { Format::Dcp } else { source }
 }

@@ -1,4 +1,5 @@
-//! What is told once all tensors are laid out, and which of what was said had no effect.
+//! Collects what the user should know once all tensors are laid out: placements that did not fit, tensors that stay
+//! plain, and rules without effect. Counts are numbers of tensors.
 
 use std::collections::BTreeSet;
 
@@ -9,42 +10,47 @@ use crate::layout::rules::{Fallback, MeshLayout, unused_rule_warning};
 use crate::nearest;
 use crate::quantity::count;
 
+/// Counts of tensors and rules, gathered tensor by tensor.
 #[derive(Default)]
 pub struct PlacementReport {
-    /// Which rules are for some tensor.
+    /// Indices of the rules that match at least one tensor.
     used: BTreeSet<usize>,
-    /// Which of them are the first that is.
+    /// Indices of the rules that are the first match of at least one tensor.
     heard: BTreeSet<usize>,
-    /// For saying what a pattern came near to.
+    /// Names of all tensors, to suggest the nearest one for a pattern that matches none.
     names: Vec<String>,
-    /// Numbers of dims of the tensors that got the fallback.
+    /// Numbers of dimensions of the tensors that got the fallback.
     fallback_ndims: BTreeSet<usize>,
+    /// Tensors that the fallback does not fit on some mesh dimension.
     misfits: usize,
-    /// Those of them that have no dims at all.
+    /// Scalars among `misfits`.
     scalar_misfits: usize,
-    /// Tensors with dims that stay plain because the source has them plain beside shared ones.
+    /// Tensors of one or more dimensions that stay plain, because they are plain in a source that has sharded tensors.
     plain: usize,
-    /// State of parameters that are known by number only.
+    /// Optimizer state of parameters that are known by number only.
     nameless: usize,
-    /// Tensors of summands, of which only the value can be written.
+    /// Tensors with a Partial placement whose partial values cannot be written, so the reduced value is.
     reduced: usize,
 }
 
 impl PlacementReport {
+    /// Records the name of a tensor and the rules that match it.
     pub fn see(&mut self, subject: &TensorContext<'_>, layout: &MeshLayout) {
-        let for_it = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
-        let mut for_it = for_it.map(|(index, _)| index);
-        let first = for_it.next();
+        let matching = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
+        let mut matching = matching.map(|(index, _)| index);
+        let first = matching.next();
         self.heard.extend(first);
-        self.used.extend(first.into_iter().chain(for_it));
+        self.used.extend(first.into_iter().chain(matching));
         self.names.push(subject.path.to_string());
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
 
+    /// Counts a tensor of the model that stays plain.
     pub fn plain(&mut self, subject: &TensorContext<'_>) {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());
     }
 
+    /// Counts a tensor that gets the fallback.
     pub fn fallback(&mut self, subject: &TensorContext<'_>, is_misfit: bool) {
         let shape = &subject.entry.shape;
         self.fallback_ndims.insert(shape.len());
@@ -52,12 +58,15 @@ impl PlacementReport {
         self.scalar_misfits += usize::from(is_misfit && shape.is_empty());
     }
 
+    /// Counts a tensor whose partial values are reduced.
     pub fn reduced(&mut self) {
         self.reduced += 1;
     }
 
+    /// Checks that every rule and every placement for all tensors has an effect.
+    ///
     /// # Errors
-    /// `Usage` for rules that are for no tensor, and for placements of all tensors that fit none.
+    /// `Usage` for a rule that matches no tensor, and for a placement for all tensors that fits none.
     pub fn check(&self, layout: &MeshLayout) -> Result<()> {
         if let Some((_, rule)) = (0..).zip(&layout.rules).find(|(index, _)| !self.used.contains(index)) {
             return Err(Error::usage(
@@ -71,34 +80,37 @@ impl PlacementReport {
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
             None => Ok(()),
             Some(spec) => Err(Error::usage(
-                format!("placements {spec} for every tensor: they fit none"),
-                "tensors of n dims have the dims 0 to n-1; `dtshard inspect` shows their shapes",
+                format!("placement {spec} for every tensor does not fit any tensor"),
+                "use dims 0 to n-1 for a tensor of n dims; `dtshard inspect` shows the shapes",
             )),
         }
     }
 
-    /// What is not as somebody may think.
+    /// Returns notes about results that the user may not expect.
     pub fn notes(&self, layout: &MeshLayout, told_by: ParameterEvidence) -> Vec<String> {
         let mut notes = Vec::new();
+        let (scalars, others) = (self.scalar_misfits, self.misfits - self.scalar_misfits);
+        let be = |number: usize| if number == 1 { "is" } else { "are" };
+        if scalars > 0 {
+            let (number, be) = (count(scalars, "scalar"), be(scalars));
+            notes.push(format!("{number} {be} replicated: a 0-d tensor cannot be sharded"));
+        }
         let mut note = |number: usize, what: String| {
             if number > 0 {
                 notes.push(format!("{}{what}", count(number, "tensor")));
             }
         };
-        let scalars = match self.scalar_misfits {
-            0 => String::new(),
-            scalars => format!(" ({scalars} of them 0-d)"),
-        };
-        note(self.misfits, format!("{scalars} kept whole on a mesh dim where the placement does not fit"));
+        note(others, format!(" {} replicated on a mesh dimension where the placement does not fit", be(others)));
         let why = match told_by {
             ParameterEvidence::Class => "plain in the source (buffers)",
-            ParameterEvidence::Optimizer | ParameterEvidence::Nothing => "taken for buffers",
+            ParameterEvidence::Optimizer | ParameterEvidence::Nothing => "treated as buffers",
         };
-        note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
-        note(self.reduced, " R where Partial in SRC or options::like: values are written, not summands".into());
+        note(self.plain, format!(" without optimizer state, {why}: replicated on every rank"));
+        let what = " with Partial in SRC or options::like become R: reduced values are written, not partial values";
+        note(self.reduced, what.into());
         let unused = self.used.difference(&self.heard).map(|index| unused_rule_warning(&layout.rules[*index].origin));
         if !layout.rules.is_empty() || layout.plan.is_some() {
-            let what = " of optimizer state have numbers for names: rules for parameters did not reach them";
+            let what = " of optimizer state have numbers instead of names: rules for parameters do not match them";
             note(self.nameless, what.into());
         }
         notes.extend(unused);

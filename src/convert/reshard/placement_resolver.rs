@@ -1,12 +1,12 @@
 //! The placements of each tensor on the target mesh, and the Python class it has in rank files.
 //!
-//! Four may say how a tensor lies, and the first that does is heard: a rule for it, the plan, the checkpoint of --like,
-//! and what is said of all tensors. What the source stores plain beside DTensors (buffers, steps) stays plain unless a
-//! rule or the plan says otherwise.
+//! Four inputs can set the placements of a tensor, and the first that applies wins: a rule that matches its name, the
+//! plan, the checkpoint of `--like`, and the fallback for all tensors. A tensor that is plain in a source of DTensors
+//! (a buffer, a step) stays plain unless a rule or the plan shards it.
 //!
 //! ```text
 //!     rule  -->  plan  -->  --like  -->  fallback
-//!       a rule that does not fit is an error, the fallback is R where it does not fit
+//!       a rule that does not fit is an error; a fallback that does not fit becomes R
 //! ```
 
 use super::attention_heads::AttentionHeads;
@@ -27,45 +27,50 @@ use crate::layout::shards::{HeldTile, SharedTensor};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
-/// Chooses the placements of each tensor, and remembers what to tell the user.
+/// Chooses the placements of each tensor, and collects the notes for the user.
 pub struct PlacementResolver<'a> {
     layout: &'a MeshLayout,
     subjects: TensorContexts<'a>,
-    /// How the layout's plan has the parameters of this model.
+    /// The layout's plan, applied to the parameters of this model.
     planned: Option<PlannedModel>,
-    /// A checkpoint whose tensors say how those without a rule lie.
+    /// The checkpoint of `--like`, which sets the placements of tensors without a rule.
     like: Option<LikeLayout<'a>>,
-    /// The class of tensors that ranks share; `None` for that of each in the source.
+    /// The class of sharded tensors; `None` if each tensor keeps its class from the source.
     class: Option<Class>,
-    /// The same for those that have none there.
+    /// The class of tensors that are not sharded in the source.
     usual_class: Class,
     tally: PlacementReport,
 }
 
-/// How a tensor is to lie.
+/// The layout chosen for a tensor.
 enum Choice<'a> {
-    /// Plain on every rank.
+    /// A plain tensor, replicated on every rank.
     Plain,
+    /// A tensor on the mesh.
     Shared(ResolvedPlacements<'a>),
 }
 
+/// Placements on the mesh, and the input that set them.
 struct ResolvedPlacements<'a> {
     shared: SharedTensor,
     by: PlacementOrigin,
     cut: SplitChoice<'a>,
 }
 
-/// Who says so.
+/// The input that set the placements of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PlacementOrigin {
-    /// A rule, the plan or a fallback: it was asked for.
+    /// A rule, the plan or a fallback from the command line or a layout file.
     CommandLine,
+    /// The placements of the source.
     Source,
-    /// --like, where it has this class.
+    /// The checkpoint of `--like`, where the tensor has this class.
     Like(Class),
 }
 
 impl<'a> PlacementResolver<'a> {
+    /// Starts with a layout for the tensors of a catalog. `class` is the class that all sharded tensors get, if one was
+    /// asked for.
     pub fn new(catalog: &'a Catalog, layout: &'a MeshLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
         Self {
             layout,
@@ -78,14 +83,15 @@ impl<'a> PlacementResolver<'a> {
         }
     }
 
+    /// Sets the checkpoint of `--like`.
     pub fn like(self, like: Option<LikeLayout<'a>>) -> Self {
         Self { like, ..self }
     }
 
-    /// Let the plan of the layout, where it has one, meet the parameters of the model.
+    /// Applies the plan of the layout, if it has one, to the parameters of the model.
     ///
     /// # Errors
-    /// `Usage` where it does not fit.
+    /// `Usage` if the plan does not fit the model.
     pub fn plan(self, order: ParameterOrder) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
         let model = model::parameters(&self.subjects.catalog.state);
@@ -95,20 +101,23 @@ impl<'a> PlacementResolver<'a> {
         Ok(Self { planned: Some(planned), ..self })
     }
 
-    /// What there is to tell of the plan to who wants to know more.
+    /// Returns details of the plan for verbose output.
     pub fn details(&self) -> Vec<String> {
         self.planned.as_ref().map(PlannedModel::details).unwrap_or_default()
     }
 
-    /// What to tell, or the error for what was said without an effect. `heads` are those of the model.
+    /// Returns the notes for the user. `heads` are the attention heads of the model.
+    ///
+    /// # Errors
+    /// `Usage` for rules or placements without effect, and for tensors that `--like` lacks.
     pub fn finish(self, heads: AttentionHeads) -> Result<Vec<String>> {
         self.tally.check(self.layout)?;
         self.like.map_or(Ok(()), LikeLayout::finish)?;
         let mut notes = Vec::new();
         if let Some(planned) = &self.planned {
-            // Nothing tells which of those that no style names are trained.
+            // Without optimizer state, a tensor that no style names may be a parameter or a buffer.
             let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ParameterEvidence::Nothing;
-            let more = if may_be_buffers { "; options::placements 'NAME=plain' says which are buffers" } else { "" };
+            let more = if may_be_buffers { "; mark buffers with options::placements 'NAME=plain'" } else { "" };
             notes.extend(planned.notes(more));
             notes.extend(heads.notes(planned));
         }
@@ -118,7 +127,7 @@ impl<'a> PlacementResolver<'a> {
 
     // ------------------------------------------------------------------------------------------ for each format
 
-    /// The distinct tiles of a tensor, for a format that stores those.
+    /// Returns the distinct tiles of a tensor, for a format that stores each tile once.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
@@ -127,7 +136,7 @@ impl<'a> PlacementResolver<'a> {
         Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::for_tensor(&entry.fqn))?)
     }
 
-    /// How rank files of torch.save have it.
+    /// Returns the layout of a tensor in rank files of `torch.save`.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let mesh = &self.layout.mesh;
         match self.with_class(path, entry)? {
@@ -141,14 +150,14 @@ impl<'a> PlacementResolver<'a> {
             Some((Class::Tensor, ResolvedPlacements { shared, by: PlacementOrigin::CommandLine, .. })) => {
                 Ok(RankLayout::Local(shared))
             }
-            // Nothing in the file would say that it is a summand.
+            // A plain tensor has no field that marks it as a partial value.
             Some((Class::Tensor, ResolvedPlacements { shared, by, .. })) => {
                 Ok(RankLayout::Local(self.without_summands(path, shared, by)?))
             }
         }
     }
 
-    /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
+    /// Returns the class and the placements of a sharded tensor; `None` for a plain tensor, replicated on every rank.
     pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
         Ok(self.with_class(path, entry)?.map(|(class, chosen)| (class, chosen.shared)))
     }
@@ -160,14 +169,20 @@ impl<'a> PlacementResolver<'a> {
         Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), chosen)))
     }
 
-    /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
+    /// Replaces Partial placements by Replicate, so that the reduced value is written. DCP cannot store partial values,
+    /// and a plain tensor cannot be marked as a partial value.
+    ///
+    /// # Errors
+    /// `Unsupported` if the command line asks for a Partial placement.
     fn without_summands(&mut self, path: &Path, mut shared: SharedTensor, by: PlacementOrigin) -> Result<SharedTensor> {
         let mut partial = shared.placements.iter_mut().filter(|placement| placement.is_partial()).peekable();
         let Some(first) = partial.peek() else { return Ok(shared) };
         if by == PlacementOrigin::CommandLine {
             return Err(Error::unsupported(
-                format!("{path}: {first} in a DCP directory, which holds values, not summands"),
-                "write rank files (options::to torch-ranks), or give it S or R placements, for which it is reduced",
+                format!(
+                    "{path}: placement {first} cannot be written to a DCP directory, which holds no partial values"
+                ),
+                "write rank files (options::to torch-ranks), or use S or R placements to write the reduced value",
             ));
         }
         partial.for_each(|placement| *placement = Placement::Replicate);
@@ -175,7 +190,7 @@ impl<'a> PlacementResolver<'a> {
         Ok(shared)
     }
 
-    // ------------------------------------------------------------------------------------------ who says how it lies
+    // ------------------------------------------------------------------------------------------ the four inputs
 
     fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Choice<'a>> {
         let subject = self.subjects.subject(path, entry);
@@ -198,7 +213,7 @@ impl<'a> PlacementResolver<'a> {
         Ok(choice)
     }
 
-    /// Who said how a tensor is cut whose own splits are those of somebody else, unless something is said of all.
+    /// Returns `theirs`, the origin of the splits of a tensor, unless the command line sets splits for all tensors.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
         if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
@@ -206,7 +221,7 @@ impl<'a> PlacementResolver<'a> {
     fn by_rule(&self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
         let shared = match self.layout.placement_by_rule(rule, &subject.names, &subject.entry.shape) {
-            // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
+            // `**.w1.weight` is meant for the parameter, not for its step, whose path contains the same name.
             Err(LayoutError::RuleMisfit { .. }) if subject.is_stray() => return Ok(None),
             shared => shared?,
         };
@@ -224,7 +239,7 @@ impl<'a> PlacementResolver<'a> {
         }))
     }
 
-    /// A parameter, or what has the shape of the one that it is of.
+    /// Returns the layout that the plan gives to a parameter, or to state that has the shape of its parameter.
     fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
@@ -242,7 +257,7 @@ impl<'a> PlacementResolver<'a> {
                 }))
             }
             Some(ParameterPlacement { shared: None, .. }) => Some(Choice::Plain),
-            // What is no part of the model.
+            // The tensor is not part of the model.
             None if self.like.is_some() || !self.layout.fallback.is_replicate() => None,
             None => Some(Choice::Plain),
         }
@@ -253,7 +268,7 @@ impl<'a> PlacementResolver<'a> {
         let TensorContext { path, entry, in_model, owner, .. } = subject;
         let parameter = owner.as_ref().and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
-            // State of another shape than its parameter has nothing to follow.
+            // State whose shape differs from its parameter's cannot use the parameter's placements.
             if subject.is_misshapen() || is_whole_anyway(path, entry) {
                 return Ok(Some(Choice::Plain));
             }
@@ -299,7 +314,7 @@ impl<'a> PlacementResolver<'a> {
         Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
     }
 
-    /// What was on a slice of its mesh stays there.
+    /// Keeps a tensor on the slice of the mesh that it has in the source.
     fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
             Some(source) => self.layout.with_source_slice(shared, source),

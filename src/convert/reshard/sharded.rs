@@ -1,23 +1,24 @@
-//! The mesh of ShardedTensors, which do not record one.
+//! Infers the mesh of ShardedTensors, which do not record one.
 //!
-//! FSDP1 cuts the rows of each over the ranks of a group: all of them, or, with copies, groups of neighbours. Which of
-//! these it was follows from who has which rows.
+//! FSDP1 splits the rows (dim 0) of each ShardedTensor over the ranks of one group: all ranks, or, with replicas,
+//! groups of consecutive ranks. The rows that each rank stores show which group size was used.
 //!
 //! Source: `_ext_chunk_tensor` in `torch/distributed/fsdp/_fsdp_extensions.py`.
 
 use crate::catalog::{Class, TensorEntry};
 use crate::layout::{DeviceMesh, Placement, TensorDim, chunk};
 
-/// The ranks that share rows are the last dim.
+/// Name of the last mesh dimension, over which rows are sharded.
 const FULL: &str = "fsdp";
+/// Name of the first mesh dimension, over which shards are replicated.
 const COPIES: &str = "replicate";
 
-/// The mesh on which all ShardedTensors among these lie; `None` where there are none, or they lie otherwise.
+/// Returns the mesh of all ShardedTensors among `entries`; `None` if there are none, or if FSDP1 did not shard them.
 pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     let ranks = entries.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
     let world_size = ranks.max()?.0.checked_add(1)?;
-    let tells = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
-    let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(tells).collect();
+    let has_rows = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
+    let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(has_rows).collect();
     let most = sharded.iter().map(|entry| entry.chunks.len()).min()?;
     // Every copy has a chunk.
     let mut copies = (1..=world_size).take(most).filter(|copies| world_size.is_multiple_of(*copies));
@@ -29,7 +30,7 @@ pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     DeviceMesh::parse(&mesh).ok()
 }
 
-/// Whether every rank has the rows that `torch.chunk` over groups of this size gives it.
+/// Returns true if every rank has the rows that `torch.chunk` over groups of this size gives it.
 fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     let Some(rows) = entry.shape.first() else { return false };
     let has_own = entry.chunks.iter().all(|part| {
@@ -42,7 +43,7 @@ fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     has_own && entry.chunks.len() as u64 == holders
 }
 
-/// Rows over the last dim of a mesh, copies along the others.
+/// Returns placements that shard rows over the last mesh dimension and replicate over the others.
 pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
     let mut placements = vec![Placement::Replicate; mesh.ndim()];
     if let Some(last) = placements.last_mut() {
@@ -57,7 +58,8 @@ mod tests {
     use crate::catalog::{Chunk, ChunkTable, Dtype, FileLocation};
     use crate::layout::{Rank, Region, Tile};
 
-    /// So many rows over groups of ranks; `None` is a plain tensor on all ranks.
+    /// Returns a tensor of `rows` rows, sharded over groups of `group_size` ranks; `None` is a plain tensor on all
+    /// ranks.
     fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {
         let mut chunks = ChunkTable::new(2);
         for rank in 0..world_size {
@@ -79,13 +81,13 @@ mod tests {
     }
 
     #[test]
-    fn who_has_which_rows_tells_the_mesh() {
+    fn mesh_is_inferred_from_the_rows_of_each_rank() {
         let plain = || entry(2, 6, None);
         let of_groups = |size: u32| [entry(7, 6, Some(size)), entry(1, 6, Some(size)), plain()];
         assert_eq!(mesh(&of_groups(6)).as_deref(), Some("fsdp=6"));
         assert_eq!(mesh(&of_groups(3)).as_deref(), Some("replicate=2,fsdp=3"));
         assert_eq!(mesh(&of_groups(2)).as_deref(), Some("replicate=3,fsdp=2"));
-        // One row is with one rank, or with one of each group.
+        // A tensor of one row is on one rank, or on one rank of each group.
         assert_eq!(mesh(&[entry(1, 6, Some(6)), plain()]).as_deref(), Some("fsdp=6"));
         assert_eq!(mesh(&[entry(1, 6, Some(3)), plain()]).as_deref(), Some("replicate=2,fsdp=3"));
         assert_eq!(mesh(&[plain()]), None);

@@ -1,4 +1,5 @@
-//! Split factors that somebody said, and that stand for no mesh dim: tensor parallelism of another size, most likely.
+//! Finds `_StridedShard` split factors in the user's placements that do not match the mesh dimensions. The likely
+//! cause is a tensor-parallel size that differs from the mesh's.
 
 use indexmap::IndexMap;
 
@@ -7,7 +8,7 @@ use crate::layout::strided::{UnknownSplitFactor, find_unknown_split_factor};
 use crate::layout::{DeviceMesh, comma_list};
 use crate::name_list::short_list;
 
-/// One for each such factor.
+/// Returns a note for each such split factor.
 pub fn notes(layout: &MeshLayout) -> Vec<String> {
     let MeshLayout { mesh, rules, fallback, .. } = layout;
     let of_rules = rules.iter().filter_map(|rule| match &rule.choice {
@@ -19,19 +20,19 @@ pub fn notes(layout: &MeshLayout) -> Vec<String> {
         Fallback::Source => None,
     };
     let mut strays: IndexMap<UnknownSplitFactor, Vec<String>> = IndexMap::new();
-    for (list, said) in of_rules.chain(of_all) {
+    for (list, origin) in of_rules.chain(of_all) {
         if let Some(unknown) = find_unknown_split_factor(list, mesh) {
-            strays.entry(unknown).or_default().push(said);
+            strays.entry(unknown).or_default().push(origin);
         }
     }
-    strays.into_iter().map(|(unknown, said)| note(&unknown, &said, mesh)).collect()
+    strays.into_iter().map(|(unknown, origins)| note(&unknown, &origins, mesh)).collect()
 }
 
-fn note(unknown: &UnknownSplitFactor, said: &[String], mesh: &DeviceMesh) -> String {
+fn note(unknown: &UnknownSplitFactor, origins: &[String], mesh: &DeviceMesh) -> String {
     let name = |dim: usize| mesh.names().map_or_else(|| format!("mesh dim {dim}"), |names| names[dim].clone());
     let sizes: Vec<String> =
         unknown.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
     let UnknownSplitFactor { at, spec, expected: usual, .. } = unknown;
-    let (at, said, sizes) = (name(*at), short_list(said, 2), sizes.join(", "));
-    format!("{said}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
+    let (at, origins, sizes) = (name(*at), short_list(origins, 2), sizes.join(", "));
+    format!("{origins}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
 }

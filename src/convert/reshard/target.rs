@@ -1,4 +1,5 @@
-//! The target mesh, and the rules that say how tensors lie on it, from the command line.
+//! Builds the target layout of `reshard`: the mesh, and the rules that give each tensor its placements on the mesh.
+//! They come from the command line, a layout file, `--like` or the source.
 
 use std::collections::BTreeSet;
 
@@ -16,12 +17,15 @@ use crate::layout::parallelize::RoleNames;
 use crate::layout::rules::{Fallback, MeshLayout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
-/// The mesh that all DTensors of the source share.
+/// Returns the mesh that all sharded tensors of the source share.
+///
+/// # Errors
+/// `Usage` if the source has no mesh, or more than one.
 pub fn own_mesh(source: &ConversionSource) -> Result<DeviceMesh> {
     let name = if source.filled.is_some() { "the checkpoint of options::fill_from" } else { "SRC" };
     let meshes = &source.wanted.catalog.meshes;
     let of_rows = || {
-        // What comes from SRC lies as it did in FILLER.
+        // A tensor that SRC replaces keeps the layout it has in the checkpoint of `--fill-from`.
         let replaced = |id: u32| source.filled.as_ref()?.replaced.get(&TensorId(id));
         let entries = (0..).zip(&source.checkpoint.catalog.tensors);
         let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
@@ -33,12 +37,12 @@ pub fn own_mesh(source: &ConversionSource) -> Result<DeviceMesh> {
                 0 => format!("no options::mesh is given, and {name} has no mesh"),
                 many => format!("no options::mesh is given, and {name} has {many} meshes"),
             },
-            "say it with options::mesh, such as options::mesh fsdp=8 or options::mesh dp=4,tp=2",
+            "give the mesh with options::mesh, such as options::mesh fsdp=8 or options::mesh dp=4,tp=2",
         )
     })
 }
 
-/// The mesh that all tensors of a checkpoint share which are shared at all.
+/// Returns the mesh that all sharded tensors of a checkpoint share, if there is one.
 pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
     match checkpoint.catalog.meshes.as_slice() {
         [] => rows_of(checkpoint),
@@ -46,7 +50,7 @@ pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
     }
 }
 
-/// The mesh that all DTensors of the checkpoint of --like share.
+/// Returns the mesh that all sharded tensors of the checkpoint of `--like` share.
 fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     let meshes = &like.catalog.meshes;
     shared_mesh(like).ok_or_else(|| {
@@ -55,30 +59,30 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
         }
         Error::usage(
             format!("options::like {}: it has {} meshes", like.root.display(), meshes.len()),
-            "say with options::mesh which dims there are to be, called as there",
+            "give options::mesh with the dimension names of that checkpoint",
         )
     })
 }
 
-/// The mesh of ShardedTensors. What was flat is none.
+/// Returns the mesh of ShardedTensors; `None` for other formats, flat parameters included.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
     (meshes.is_empty() && format.tensors() == TensorStorage::Ranks).then(|| mesh_of_rows(entries))?
 }
 
-/// That of the checkpoint of --like.
+/// Returns the mesh of the ShardedTensors in the checkpoint of `--like`.
 fn rows_of(like: &Checkpoint) -> Option<DeviceMesh> {
     let entries: Vec<&TensorEntry> = like.catalog.tensors.iter().collect();
     own_rows(&entries, &like.catalog.meshes, like.format)
 }
 
-/// Placements are carried over by the names of mesh dims.
+/// Checks that the mesh has the dimension names of `--like`, because placements are copied by dimension name.
 fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     fn names(meshes: &[DeviceMesh]) -> BTreeSet<&String> {
         meshes.iter().filter_map(DeviceMesh::names).flatten().collect()
     }
     let theirs = &like.catalog.meshes;
     if theirs.is_empty() {
-        // They lie by rows on whatever there is.
+        // ShardedTensors are sharded by rows, on any mesh.
         return rows_of(like).map(|_| mesh).ok_or_else(|| without_mesh(like));
     }
     if names(theirs) == names(std::slice::from_ref(&mesh)) {
@@ -86,8 +90,8 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     }
     let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
     Err(Error::usage(
-        format!("options::mesh {mesh}: that of options::like {} is {}", like.root.display(), theirs.join(" and ")),
-        "give the same dims in other sizes; or leave options::like out, and say options::placements",
+        format!("options::mesh {mesh}: the mesh of options::like {} is {}", like.root.display(), theirs.join(" and ")),
+        "give the same dims in other sizes; or omit options::like and give options::placements",
     ))
 }
 
@@ -95,13 +99,13 @@ fn without_mesh(like: &Checkpoint) -> Error {
     let root = like.root.display();
     if like.format.tensors() == TensorStorage::Boxes {
         return Error::usage(
-            format!("options::like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
-            "give rank files of the same job; or say it with options::mesh and options::placements",
+            format!("options::like {root}: a DCP directory does not record the mesh and placements of its tensors"),
+            "give rank files of the same job; or give options::mesh and options::placements",
         );
     }
     Error::usage(
-        format!("options::like {root}: none of its tensors lies on a mesh"),
-        "give a checkpoint with DTensors or ShardedTensors; or say it with options::mesh and options::placements",
+        format!("options::like {root}: none of its tensors is on a mesh"),
+        "give a checkpoint with DTensors or ShardedTensors; or give options::mesh and options::placements",
     )
 }
 
@@ -115,12 +119,15 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
     }
 }
 
-/// Mesh and rules from the command line, and what to tell of them.
+/// Returns the mesh and the rules of the target, and notes about them.
+///
+/// # Errors
+/// `Usage` and `Layout` for options that contradict each other or the source.
 pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
     let split = args.split.clone();
-    let hint =
-        "options::to fsdp-flat writes them; for tensors say a mesh and placements: docs/reference/layout-file.md";
+    let hint = "write flat parameters with options::to fsdp-flat; for tensors, give a mesh and placements: \
+                docs/reference/layout-file.md";
     let file = args
         .layout
         .as_deref()
@@ -132,13 +139,13 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         [first, second, ..] => {
             return Err(Error::usage(
                 format!("options::mesh {first} and options::mesh {second}: two meshes"),
-                format!("dims of one mesh have commas between them: options::mesh {first},{second}"),
+                format!("separate the dimensions of one mesh by commas: options::mesh {first},{second}"),
             ));
         }
     };
-    let said = file.as_ref().map_or(Ok(given.clone()), |file| file.mesh(given))?;
-    let is_own = said.is_none();
-    let mut mesh = match (said, &source.like) {
+    let declared = file.as_ref().map_or(Ok(given.clone()), |file| file.mesh(given))?;
+    let is_own = declared.is_none();
+    let mut mesh = match (declared, &source.like) {
         (Some(mesh), None) => mesh,
         (Some(mesh), Some(like)) => check_dims(mesh, like)?,
         (None, None) => own_mesh(source)?,
@@ -156,7 +163,7 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
     let plan = draft.map(|draft| PlanSide::Target.plan(&draft, &mesh)).transpose()?;
     let split = file.as_ref().map_or(split, |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
-    let is_said = fallback.is_some();
+    let is_declared = fallback.is_some();
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
@@ -166,31 +173,36 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
     };
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
-    notes.extend(unsaid(&layout).filter(|_| !is_said && !is_own));
+    notes.extend(unsaid(&layout).filter(|_| !is_declared && !is_own));
     Ok((layout, notes))
 }
 
-/// Who calls a dim so may think of modules, which no default cuts.
+/// A mesh dimension of this name suggests that the user wants a parallelize plan, which is never a default.
 const TP: &str = "tp";
 
-/// What a mesh for tensor parallelism alone gets without a word on it.
+/// Returns a note if a mesh with only a tensor-parallel dimension gets the default placements.
 fn unsaid(layout: &MeshLayout) -> Option<String> {
     let is_tp = layout.mesh.names().is_some_and(|names| names == [TP]);
     let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);
     (is_tp && is_default && layout.plan.is_none()).then(|| {
         String::from(
-            "S(0) for every tensor without a rule, since nothing else is said; options::plan cuts modules as tensor parallelism does",
+            "every tensor without a rule gets S(0), because no placements are given; options::plan shards modules \
+             as tensor parallelism does",
         )
     })
 }
 
-/// How ShardedTensors lie, as if it had been said.
+/// Returns the placements of ShardedTensors on a mesh, in the form in which a user would write them.
 pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
     rows(mesh).into_iter().map(PlacementSpec::from).collect()
 }
 
-/// Without a list for every tensor: the source's placements where its mesh dims are the same, or have the same names,
-/// else S(0) on a mesh of one dim. Never everything replicated in silence.
+/// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
+/// its mesh has the same dimensions or the same dimension names, else `S(0)` on a mesh of one dimension. Replicating
+/// every tensor is never a silent default.
+///
+/// # Errors
+/// `Usage` if neither case applies.
 fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
@@ -215,11 +227,12 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         list[mesh.ndim() - 1] = "S(0)";
         list.join(",")
     });
-    let plan = if mesh.dim_by_name(TP).is_some() { "; or cut modules over tp: options::plan NAME" } else { "" };
+    let plan = if mesh.dim_by_name(TP).is_some() { "; or shard modules over tp: options::plan NAME" } else { "" };
     Err(Error::usage(
-        format!("options::mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
+        format!("options::mesh {mesh}: the source has no placements for these mesh dims"),
         format!(
-            "say it for every tensor: options::placements '{sharded_first}' or options::placements '{replicated_first}'{plan}"
+            "give placements for every tensor: options::placements '{sharded_first}' or options::placements \
+             '{replicated_first}'{plan}"
         ),
     ))
 }

@@ -1,8 +1,9 @@
-//! What SRC tells of a tensor that is to be laid out: its names, whose state it is, and whether ranks shared it there.
+//! The facts about a tensor of SRC that decide its layout: its names, the parameter whose state it is, and whether it
+//! is sharded in SRC.
 //!
-//! Optimizer state and gradients follow their parameter: a rule matches the name of that, and state of its shape gets its
-//! placements. State of another shape (a step, a factored moment) is a stray, which what is said of parameters does not
-//! mean.
+//! Optimizer state and gradients follow their parameter: a rule for the parameter's name matches them, and state of the
+//! parameter's shape gets the parameter's placements. State of another shape (a step, a factored moment) is a stray:
+//! rules for parameters do not apply to it.
 
 use std::collections::HashSet;
 
@@ -13,42 +14,48 @@ use crate::layout::parallelize::{Parameter, ParameterKind, ShapeOrigin};
 use crate::layout::shards::MeshPlacement;
 use crate::select::Wrappers;
 
-/// The tensors of a checkpoint.
+/// The tensors of a checkpoint, and the names and owners that rules need.
 pub struct TensorContexts<'a> {
+    /// The catalog of the source.
     pub catalog: &'a Catalog,
+    /// The treatment of wrapper prefixes in names.
     pub wrappers: Wrappers,
+    /// The evidence that separates parameters from buffers.
     pub told_by: ParameterEvidence,
     owners: Owners<'a>,
-    /// Tensors that an optimizer has state of: parameters, whether they are DTensors or not.
+    /// Tensors that have optimizer state. They are parameters, whether they are DTensors or not.
     trained: HashSet<Fqn>,
 }
 
-/// How tensors that ranks share are told from those that every rank has.
+/// The evidence that separates sharded tensors (parameters) from replicated ones (buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterEvidence {
-    /// The source's rank files tell.
+    /// The Python class of each tensor in the source's rank files.
     Class,
-    /// A DCP directory does not; parameters have state of an optimizer.
+    /// Optimizer state, which only parameters have. A DCP directory records no classes.
     Optimizer,
+    /// No evidence.
     Nothing,
 }
 
-/// One of them.
+/// One tensor of the source.
 pub struct TensorContext<'a> {
+    /// The path in the state dict.
     pub path: &'a Path,
+    /// The entry in the source's catalog.
     pub entry: &'a TensorEntry,
-    /// By which a rule may know it.
+    /// The names that a rule may match.
     pub names: Vec<String>,
-    /// Its name within the model, where it is of that.
+    /// The name within the model, if the tensor is part of the model.
     pub in_model: Option<Fqn>,
-    /// The parameter it is state or gradient of.
+    /// The parameter whose state or gradient the tensor is.
     pub owner: Option<Owner>,
-    /// That parameter, where it has this shape.
+    /// The entry of the owner, if it has the same shape.
     pub follows: Option<&'a TensorEntry>,
 }
 
 impl<'a> TensorContexts<'a> {
-    /// `class` is the one that tensors are to get, where that was asked for.
+    /// Indexes the tensors of a catalog. `class` is the class that all sharded tensors get, if one was asked for.
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers, class: Option<Class>) -> Self {
         let mut owners = Owners::new(catalog);
         let mut trained = HashSet::new();
@@ -62,7 +69,7 @@ impl<'a> TensorContexts<'a> {
         let told_by = if catalog.tensors.iter().any(TensorEntry::is_shared) {
             ParameterEvidence::Class
         } else if class == Some(Class::ShardedTensor) && !trained.is_empty() {
-            // FSDP1 takes buffers from plain tensors only.
+            // FSDP1 loads buffers from plain tensors only.
             ParameterEvidence::Optimizer
         } else {
             ParameterEvidence::Nothing
@@ -70,6 +77,7 @@ impl<'a> TensorContexts<'a> {
         Self { catalog, wrappers, told_by, owners, trained }
     }
 
+    /// Returns the context of one tensor.
     pub fn subject<'t>(&mut self, path: &'t Path, entry: &'t TensorEntry) -> TensorContext<'t>
     where
         'a: 't,
@@ -88,7 +96,7 @@ impl<'a> TensorContexts<'a> {
         TensorContext { path, entry, names, in_model, owner, follows }
     }
 
-    /// How it, or the parameter that it follows, lies.
+    /// Returns the mesh and placements in the source of a tensor, or of the parameter that it follows.
     pub fn source<'t>(&self, subject: &TensorContext<'t>) -> Option<MeshPlacement<'t>>
     where
         'a: 't,
@@ -97,17 +105,17 @@ impl<'a> TensorContexts<'a> {
         subject.sharding().map(|sharding| catalog.on_mesh(sharding))
     }
 
-    /// Whether it is trained, or state of what is.
+    /// Returns true if the tensor is trained, or is state of its parameter's shape.
     pub fn is_trained(&self, subject: &TensorContext<'_>) -> bool {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
 
-    /// Whether it is plain beside tensors that ranks share.
+    /// Returns true if a tensor is plain while other tensors of the checkpoint are known to be sharded.
     pub fn is_plain(&self, is_shared: bool) -> bool {
         self.told_by != ParameterEvidence::Nothing && !is_shared
     }
 
-    /// A tensor of the model, as a plan knows it.
+    /// Returns a tensor of the model in the form that a plan takes.
     pub fn parameter(&self, fqn: &Fqn, id: TensorId) -> Parameter<'a> {
         let entry = self.catalog.tensor(id);
         let name = match self.wrappers {
@@ -117,10 +125,10 @@ impl<'a> TensorContexts<'a> {
         Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }
 
-    /// What a tensor of the model is where no style names it.
+    /// Returns whether a tensor of the model that no style names is a parameter or a buffer.
     fn kind(&self, entry: &TensorEntry) -> ParameterKind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
-        // No job cuts a buffer; whole numbers that it does cut are quantised weights.
+        // No job shards a buffer, so a sharded integer tensor is a quantized weight.
         let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());
         let is_cut = entry.sharding.as_deref().is_some_and(is_cut);
         if self.trained.contains(&entry.fqn) || is_cut || is_float {
@@ -132,27 +140,28 @@ impl<'a> TensorContexts<'a> {
 }
 
 impl<'a> TensorContext<'a> {
-    /// Its own, or that of the parameter that it follows.
+    /// Returns the sharding of the tensor, or of the parameter that it follows.
     pub fn sharding(&self) -> Option<&'a Sharding> {
         let inherited = || self.follows.and_then(|parameter| parameter.sharding.as_deref());
         self.entry.sharding.as_deref().or_else(inherited)
     }
 
+    /// Returns true if the tensor, or the parameter that it follows, is sharded.
     pub fn is_shared(&self) -> bool {
         self.entry.is_shared() || self.sharding().is_some()
     }
 
-    /// Whether what is said of its parameter is not said of it.
+    /// Returns true if rules for its parameter do not apply to the tensor.
     pub fn is_stray(&self) -> bool {
         self.owner.is_some() && self.follows.is_none()
     }
 
-    /// Whether its parameter is there, in another shape.
+    /// Returns true if the checkpoint has its parameter in another shape.
     pub fn is_misshapen(&self) -> bool {
         self.is_stray() && self.owner.as_ref().is_some_and(|owner| owner.id.is_some())
     }
 
-    /// Whether its parameter is known by a number only, of which nobody knows what it stands for.
+    /// Returns true if its parameter is known by number only, and the number cannot be mapped to a name.
     pub fn is_nameless(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.name.is_none())
     }

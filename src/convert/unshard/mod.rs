@@ -1,4 +1,5 @@
-//! `unshard`: every tensor whole, the nested state dict kept.
+//! `unshard` writes whole tensors and keeps the nested state dict: one file, or rank files with `--all-ranks` or
+//! `--unit`. This module chooses the target format and lays out the output files.
 
 mod ranks;
 
@@ -18,7 +19,7 @@ use crate::publish::DestinationKind;
 /// Lays out the destination of `unshard`.
 ///
 /// # Errors
-/// `Usage` for a format that holds no whole tensors, or options that have no effect.
+/// `Usage` for a format that cannot hold whole tensors, and for options without effect.
 pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
@@ -29,8 +30,8 @@ pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     if args.with_grads && !has_gradients(&source) {
         return Err(Error::usage(
-            "options::with_grads: there are no gradients",
-            "they are a subtree or a series of rank files called grads or gradients; leave it out",
+            "options::with_grads: the source has no gradients",
+            "omit options::with_grads; gradients are a subtree or a series of rank files called grads or gradients",
         ));
     }
     source.settle(args.convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;

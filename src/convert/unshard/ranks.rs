@@ -1,7 +1,8 @@
-//! Whole tensors in rank files: all of them on every rank, or those of some units while the others stay as they are.
+//! Lays out rank files with whole tensors: all tensors on every rank (`--all-ranks`), or only the tensors of some
+//! units, while the others stay sharded (`--unit`).
 //!
-//! The first is what `FULL_STATE_DICT` saves where it is not told `rank0_only`, the second what is in memory within
-//! `FullyShardedDataParallel.summon_full_params(unit)`.
+//! `--all-ranks` writes what FSDP saves as `FULL_STATE_DICT` without `rank0_only`. `--unit` writes the state that is in
+//! memory within `FullyShardedDataParallel.summon_full_params(unit)`.
 
 use std::path::PathBuf;
 
@@ -20,11 +21,13 @@ use crate::layout::{DeviceMesh, Pattern};
 use crate::nearest;
 use crate::quantity::count;
 
-/// The root unit, whose path is empty.
+/// Name of the root unit in `--unit`; its module path is empty.
 const ROOT: &str = ".";
 
+/// Returns the format of the rank files.
+///
 /// # Errors
-/// `Usage` where SRC has no shards that could stay.
+/// `Usage` if `--unit` is given and the source does not record how its tensors are sharded.
 pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Result<Format> {
     let format = source.checkpoint.format;
     match format.tensors() {
@@ -32,16 +35,16 @@ pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Resul
         TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
-            format!("options::unit: {format} does not say how the other tensors lie on ranks"),
-            "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
+            format!("options::unit: {format} does not record how the other tensors are sharded"),
+            "use options::unit only for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }
 }
 
-/// Lay out rank files, and say what there is to say about them.
+/// Lays out the rank files, and returns notes about them.
 ///
 /// # Errors
-/// `Usage` for a pattern that means nothing, for another format, and where ranks cannot be counted.
+/// `Usage` for a pattern that matches no unit, for another format, and if the number of ranks is not known.
 pub fn reserve(
     args: &UnshardOptions,
     source: &ConversionSource,
@@ -52,13 +55,13 @@ pub fn reserve(
     if to != expected {
         return Err(Error::usage(
             format!("options::all_ranks and options::unit write {expected} here, not {to}"),
-            "leave options::to out, or leave them out for one whole file",
+            "omit options::to; or omit options::all_ranks and options::unit to write one file of whole tensors",
         ));
     }
     if let Some(file) = args.convert.dst.as_deref().filter(|path| path.extension().is_some_and(|it| it == "pt")) {
         return Err(Error::usage(
-            format!("{} is called like a file, and rank files lie in a folder", file.display()),
-            "name a folder; without options::all_ranks and options::unit there is one file",
+            format!("{} has the name of a file, but rank files need a folder", file.display()),
+            "name a folder; or omit options::all_ranks and options::unit to write one file",
         ));
     }
     let version = args.convert.destination.torch_version.as_deref();
@@ -66,14 +69,15 @@ pub fn reserve(
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),
         Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
-            "options::unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
-             others by flat parameter",
-            "options::series model leaves the optimizer out, options::exclude its part of one file; without options::unit all of it is whole",
+            "options::unit works only on a model without optimizer state: an optimizer cannot list the parameters \
+             of some units by name and those of other units by flat parameter",
+            "leave the optimizer out with options::series model, or with options::exclude if it is in the same \
+             file; or omit options::unit to write all tensors whole",
         )),
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
-            // What it would say of tensors that are no parameters was asked for.
+            // The notes about tensors that are not parameters are dropped: `--unit` asks for whole tensors.
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
         }
@@ -81,19 +85,19 @@ pub fn reserve(
     }
 }
 
-/// Every tensor whole in the file of every rank.
+/// Lays out rank files in which every file has every tensor whole.
 fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
-            format!("options::all_ranks: {} does not say how many ranks there are", source.checkpoint.format),
-            "leave it out for one file; every rank can load that",
+            format!("options::all_ranks: {} does not record the number of ranks", source.checkpoint.format),
+            "omit options::all_ranks to write one file, which every rank can load",
         ));
     };
     let mesh = DeviceMesh::parse(&format!("ranks={world_size}"))?;
     in_ranks(source, &mesh, version, &mut |_, _| Ok(torch::RankLayout::Plain))
 }
 
-/// The modules of some patterns whole in the file of every rank.
+/// Lays out rank files in which the modules that patterns match are whole in every file.
 fn some_modules(
     patterns: &UnitPatterns,
     source: &ConversionSource,
@@ -101,8 +105,9 @@ fn some_modules(
 ) -> Result<(Reservation, Vec<String>)> {
     let mesh = own_mesh(source).map_err(|_| {
         Error::usage(
-            format!("options::unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
-            "leave it out for whole tensors; reshard writes the rest for one mesh (options::mesh)",
+            format!("options::unit: the tensors of {} are not on one mesh", source.checkpoint.root.display()),
+            "omit options::unit to write whole tensors; or use `dtshard reshard` with options::mesh to write \
+             sharded ones",
         )
     })?;
     let root = model::model_root(&source.wanted.catalog.state);
@@ -126,10 +131,10 @@ fn some_modules(
     Ok((reservation, vec![format!("{} whole on every rank", count(whole, "tensor"))]))
 }
 
-/// How a tensor lies in the source.
+/// Returns the layout that a tensor has in the source.
 ///
 /// # Errors
-/// As [`torch::RankLayout::of_fsdp1`].
+/// The errors of [`torch::RankLayout::of_fsdp1`].
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
@@ -143,7 +148,7 @@ fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch
     }
 }
 
-/// Rank files on a mesh, in which every tensor lies as `choose` says.
+/// Lays out rank files on a mesh, with the layout that `choose` returns for each tensor.
 fn in_ranks(
     source: &ConversionSource,
     mesh: &DeviceMesh,
@@ -168,7 +173,7 @@ fn in_ranks(
     Ok(whole)
 }
 
-/// What `--unit` means.
+/// The patterns of `--unit`.
 struct UnitPatterns(Vec<Pattern>);
 
 impl UnitPatterns {
@@ -176,13 +181,13 @@ impl UnitPatterns {
         Ok(Self(Pattern::parse_all(texts)?))
     }
 
-    /// A layout without the units that are meant, and how many those are.
+    /// Returns the layout without the units that the patterns match, and the number of these units.
     fn without(&self, layout: &FlatLayout) -> Result<(FlatLayout, usize)> {
-        let is_meant = |pattern: &Pattern, module: &str| match module {
+        let is_matched = |pattern: &Pattern, module: &str| match module {
             "" => pattern.as_str() == ROOT,
             module => pattern.matches(module),
         };
-        let unused = |pattern: &&Pattern| !layout.units.iter().any(|unit| is_meant(pattern, &unit.module));
+        let unused = |pattern: &&Pattern| !layout.units.iter().any(|unit| is_matched(pattern, &unit.module));
         if let Some(pattern) = self.0.iter().find(unused) {
             let modules = layout.units.iter().map(|unit| match &*unit.module {
                 "" => String::from(ROOT),
@@ -191,8 +196,8 @@ impl UnitPatterns {
             return Err(no_such_unit(pattern.as_str(), &modules.collect::<Vec<_>>()));
         }
         let mut rest = layout.clone();
-        rest.units.retain(|unit| !self.0.iter().any(|pattern| is_meant(pattern, &unit.module)));
-        // What is no flat parameter any more has its own names in an optimizer.
+        rest.units.retain(|unit| !self.0.iter().any(|pattern| is_matched(pattern, &unit.module)));
+        // Parameters outside the flat parameters are numbered by themselves, so the old numbers are wrong.
         rest.optimizer = None;
         let whole = layout.units.len() - rest.units.len();
         Ok((rest, whole))
@@ -201,7 +206,7 @@ impl UnitPatterns {
 
 fn no_such_unit(pattern: &str, names: &[String]) -> Error {
     Error::usage(
-        format!("options::unit {pattern}: no sharded module has a path like that"),
+        format!("options::unit {pattern}: no sharded module has a matching path"),
         nearest::pattern_hint(pattern, names),
     )
 }

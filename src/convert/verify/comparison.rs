@@ -1,6 +1,6 @@
-//! Two checkpoints side by side, or one and what was listed of another: tensors and objects by name.
+//! Compares two checkpoints, or a checkpoint with a listing of digests. Tensors and objects are matched by name.
 //!
-//! Invariant: every name of either is compared, or is a finding, or is told as not compared.
+//! Invariant: each name of either side is compared, is a finding, or is listed as not compared.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -24,17 +24,22 @@ use crate::progress::Task;
 use crate::quantity::count;
 use crate::select::Selected;
 
-/// Two checkpoints side by side.
+/// A comparison of two checkpoints.
 pub(super) struct Comparison<'a> {
+    /// SRC, as stored.
     pub source: &'a Checkpoint,
+    /// OTHER, as stored.
     pub other: &'a Checkpoint,
+    /// The names and dtypes to compare.
     pub names: &'a ComparedNames,
+    /// The options of `verify`.
     pub args: &'a VerifyOptions,
+    /// The resources of the run.
     pub run: &'a Run<'a>,
 }
 
 impl Comparison<'_> {
-    /// Both hold the same tensors and objects, whatever their layouts and formats.
+    /// Checks that both checkpoints have the same tensors and objects, in any layouts and formats.
     pub fn same(&self, found: &mut Findings) -> Result<()> {
         let Self { source, other, names, args, run } = self;
         let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
@@ -43,25 +48,25 @@ impl Comparison<'_> {
         check_common(args, left.keys(), |name| right.contains_key(name))?;
         let progress =
             Task::start(run.progress, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
-        // From here on what is counted is what is compared.
+        // The totals of the soundness check are replaced: the result reports what was compared.
         (found.tensors, found.bytes) = (0, 0);
         for (name, id) in left {
             let Some(other_id) = right.remove(&name) else {
                 found.removed(name, args);
                 continue;
             };
-            // The wishes have the dtypes to compare in, the checkpoints the places.
-            let (wish, entry, other_entry) =
+            // The selected entry has the dtype for the comparison, the stored entries have the file locations.
+            let (selected, entry, other_entry) =
                 (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
             found.tensors += 1;
-            found.bytes += wish.len_bytes();
-            if !found.same_kind(&name, wish, other_entry) {
+            found.bytes += selected.len_bytes();
+            if !found.same_kind(&name, selected, other_entry) {
                 continue;
             }
             let (left, right) = ((input(source), entry), (input(other), other_entry));
-            match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
+            match compare::first_difference(left, right, selected.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
-                Ok(Some(difference)) => found.add(name, "differing", difference.detail(&wish.shape)),
+                Ok(Some(difference)) => found.add(name, "differing", difference.detail(&selected.shape)),
                 Err(error) if has_no_value(&error, &[entry, other_entry]) => {
                     found.not_comparable.push(error.to_string());
                 }
@@ -84,8 +89,8 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// A checkpoint may leave out the output layer of a model that ties it to an embedding. The other one then has the
-    /// same values under both names.
+    /// Adds a hint if one checkpoint leaves out an output layer that is tied to an embedding. The other checkpoint then
+    /// has equal values under both names.
     fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
         let Self { run, .. } = self;
         let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
@@ -101,14 +106,14 @@ impl Comparison<'_> {
                 let are_equal =
                     match compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop) {
                         Ok(difference) => difference.is_none(),
-                        // Damage has its own finding.
+                        // The soundness check reports damage.
                         Err(error) if error.is_about_content() || has_no_value(&error, &[one, two]) => false,
                         Err(error) => return Err(error),
                     };
                 if are_equal {
                     found.hints.push(format!(
-                        "{other} leaves out {output}, which is equal to {embedding}: add options::common to compare the tensors \
-                         that both have"
+                        "{other} lacks {output}, which is equal to {embedding}: add options::common to compare only \
+                         the tensors that both have"
                     ));
                     return Ok(());
                 }
@@ -119,7 +124,7 @@ impl Comparison<'_> {
 }
 
 impl ComparedNames {
-    /// SRC has the tensors and objects that were listed with their digests.
+    /// Checks that SRC has the tensors and objects of a listing of digests.
     pub fn same_digests(
         &self,
         source: &Checkpoint,
@@ -128,12 +133,12 @@ impl ComparedNames {
         run: &Run<'_>,
         found: &mut Findings,
     ) -> Result<()> {
-        let wanted = &self.source.catalog;
+        let selection = &self.source.catalog;
         let mut listed: BTreeMap<&str, &ListedTensor> =
             listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
-        let ours = named_tensors(wanted);
+        let ours = named_tensors(selection);
         check_common(args, ours.keys(), |name| listed.contains_key(name))?;
-        let progress = Task::start(run.progress, "hashing", wanted.tensors.iter().map(TensorEntry::len_bytes).sum());
+        let progress = Task::start(run.progress, "hashing", selection.tensors.iter().map(TensorEntry::len_bytes).sum());
         (found.tensors, found.bytes) = (0, 0);
         let mut known: BTreeMap<TensorId, String> = BTreeMap::new();
         for (name, id) in ours {
@@ -141,19 +146,19 @@ impl ComparedNames {
                 found.removed(name, args);
                 continue;
             };
-            let (wish, entry) = (wanted.tensor(id), source.catalog.tensor(id));
+            let (selected, entry) = (selection.tensor(id), source.catalog.tensor(id));
             let Some(expected) = other.digest.as_deref() else {
                 found.not_comparable.push(format!("{name} (no digest)"));
                 continue;
             };
             found.tensors += 1;
-            found.bytes += wish.len_bytes();
-            if !found.same_listed_kind(&name, wish, other) {
+            found.bytes += selected.len_bytes();
+            if !found.same_listed_kind(&name, selected, other) {
                 continue;
             }
             let digest = match known.get(&id) {
                 Some(digest) => Ok(digest.clone()),
-                None => compare::digest(input(source), entry, wish.dtype, &run.options, &progress, &run.stop),
+                None => compare::digest(input(source), entry, selected.dtype, &run.options, &progress, &run.stop),
             };
             match digest {
                 Ok(digest) => {
@@ -170,7 +175,7 @@ impl ComparedNames {
             found.added(name.to_owned(), args);
         }
         suggest_root(&self.source, found);
-        let ours = objects(&wanted.state);
+        let ours = objects(&selection.state);
         if source.format.holds_objects() && listing.holds_objects() {
             found.same_listed_objects(ours, listing, args);
         } else {
@@ -180,7 +185,7 @@ impl ComparedNames {
     }
 }
 
-/// Two that have no name in common would be the same whatever they hold.
+/// Refuses `--common` if no tensor name is common to both: such a comparison would always succeed.
 fn check_common<'n>(
     args: &VerifyOptions,
     mut ours: impl Iterator<Item = &'n String>,
@@ -190,8 +195,9 @@ fn check_common<'n>(
         return Ok(());
     }
     Err(Error::usage(
-        "options::common: SRC and OTHER have no name of a tensor in common",
-        "`dtshard inspect` shows their names; options::root, options::strip_prefix and options::rename change those of SRC",
+        "options::common: SRC and OTHER have no tensor name in common",
+        "see the names with `dtshard inspect`; change those of SRC with options::root, options::strip_prefix or \
+         options::rename",
     ))
 }
 
@@ -212,7 +218,7 @@ impl Findings {
         }
     }
 
-    /// Equal dtypes and shapes; a difference is noted.
+    /// Returns true if dtypes and shapes are equal; adds a finding if not.
     fn same_kind(&mut self, name: &str, ours: &TensorEntry, theirs: &TensorEntry) -> bool {
         self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (theirs.dtype.name(), &theirs.shape))
     }
@@ -243,11 +249,11 @@ impl Findings {
         for (name, value) in ours {
             match theirs.remove(&name) {
                 None => self.removed(name, args),
-                // Tensors in objects are compared by their own names; here they only have to stand in the same places.
+                // Tensors in objects are compared by their own names; here only their positions have to match.
                 Some(other) if value.same_but_tensors(other) => {}
-                // Flat parameters list what they hold in an order of their own.
+                // `.params` lists the names in a flat parameter, and the order may differ.
                 Some(other) if name.ends_with(".params") && same_names(value, other) => {}
-                // Every rank has its own, and there may be more ranks now.
+                // Random state differs between ranks, and the number of ranks may have changed.
                 Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
             }
@@ -257,7 +263,7 @@ impl Findings {
         }
     }
 
-    /// Objects are listed as they are shown, which is all there is to compare.
+    /// Compares objects with a listing, by the text that `inspect` prints, because a listing has nothing else.
     fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
         let mut listed: BTreeMap<&str, &Json> =
             listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
@@ -266,7 +272,7 @@ impl Findings {
             match listed.remove(name.as_str()) {
                 None => self.removed(name, args),
                 Some(other) if *other == shown => {}
-                // Every rank has its own, and there may be more ranks now.
+                // Random state differs between ranks, and the number of ranks may have changed.
                 Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{shown} in SRC, {other} listed")),
             }
@@ -277,7 +283,8 @@ impl Findings {
     }
 }
 
-/// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
+/// Adds a hint if the names of SRC and OTHER differ only by a prefix: an exported model has the names that its
+/// checkpoint has below `model`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = model::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
@@ -289,24 +296,24 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     }
 }
 
-/// Returns whether one of the names below `root` is among the others.
+/// Returns true if one of the names below `root` is among the others.
 fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
     let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: HashSet<String> = names.iter().filter_map(below).collect();
     others.iter().any(|name| shorter.contains(name))
 }
 
-/// Returns the first component of all names, where the rest of one is among the others.
+/// Returns the first component that all names share, if the rest of one name is among the others.
 fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
     let (first, _) = names.first()?.split_once('.')?;
     let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
     (names.iter().all(is_below) && has_below(names, first, others)).then_some(first)
 }
 
-/// What was cast when it was written is compared as if SRC had been.
+/// Adds a hint to compare SRC as if it were cast, if OTHER has tensors in another dtype.
 pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
     let Some((dtype, number)) = found.casts.iter().max_by_key(|(_, number)| **number) else { return };
-    // Those that one for all tensors leaves are said by pattern.
+    // If `--dtype` was given already, the remaining tensors need a pattern.
     let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
     let number = count(*number, "tensor");
     found.hints.push(format!(
@@ -318,7 +325,7 @@ fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
     by_name(model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
 }
 
-/// Whether two lists hold the same names, in whatever order.
+/// Returns true if two lists have the same names, in any order.
 fn same_names(left: &Value, right: &Value) -> bool {
     let names = |value: &Value| match value {
         Value::List(items) => {
@@ -336,7 +343,8 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
 }
 
-/// A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`, and each of them is compared.
+/// Collects values by name. A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`: the second one gets a name
+/// of its own, so that both are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {

@@ -1,4 +1,4 @@
-//! What `verify` finds, and how it is told.
+//! The findings of `verify`, as lines of text and as a JSON document.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,43 +10,56 @@ use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
 use crate::text::escape_invisible;
 
-/// Something that is not as it should be.
+/// One difference or one case of damage.
 #[derive(Debug)]
 pub(super) struct Finding {
+    /// The name of the tensor or object, or the path of the checkpoint.
     pub fqn: String,
+    /// The kind of the finding, a word of the JSON document.
     pub kind: &'static str,
+    /// The description for the user.
     pub detail: String,
-    /// All names of the list that the detail shortens.
+    /// All names, if `detail` shortens a list of names.
     pub names: Option<Vec<String>>,
 }
 
-/// Everything a run finds.
+/// The findings of one run.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
+    /// Damage, and values that differ.
     pub different: Vec<Finding>,
+    /// Names that only SRC has.
     pub only_in_src: Vec<String>,
+    /// Names that only OTHER has.
     pub only_in_other: Vec<String>,
+    /// Names that could not be compared, with the reason in brackets if there is one.
     pub not_comparable: Vec<String>,
+    /// The number of tensors checked or compared.
     pub tensors: usize,
+    /// The bytes of these tensors.
     pub bytes: u64,
-    /// Dtypes to which SRC may have been cast, and how many tensors.
+    /// Dtypes to which SRC may have been cast, with the number of tensors.
     pub casts: BTreeMap<&'static str, usize>,
-    /// What may be the matter.
+    /// Likely causes of the findings, with the option to try.
     pub hints: Vec<String>,
 }
 
 impl Findings {
+    /// Adds a finding.
     pub fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
         self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into(), names: None });
     }
 
-    /// Damage is a finding; anything else keeps the run from being done.
+    /// Turns an error about damage into a finding, unless the same damage is already one.
+    ///
+    /// # Errors
+    /// Any other error.
     pub fn absorb(&mut self, fqn: &str, error: Error) -> Result<()> {
         if !error.is_about_content() {
             return Err(error);
         }
         let (named, kind, detail) = (error.fqn(), error.kind(), error.detail());
-        // Several checks meet the same damage, and a file may be damaged for several tensors.
+        // Several checks report the same damage, and one damaged file can affect several tensors.
         let is_known = |finding: &Finding| {
             let is_same_tensor = named.is_none_or(|named| finding.fqn == named);
             is_same_tensor && finding.kind == kind && finding.detail == detail
@@ -63,7 +76,7 @@ impl Findings {
     }
 }
 
-/// What `verify` has found.
+/// The result of `verify`.
 #[derive(Debug)]
 pub struct Verification {
     findings: Findings,
@@ -71,23 +84,24 @@ pub struct Verification {
 }
 
 impl Verification {
+    /// Wraps the findings of a run; `is_comparison` selects the words of the closing line.
     pub(super) fn new(findings: Findings, is_comparison: bool) -> Self {
         Self { findings, is_comparison }
     }
 
-    /// Returns whether nothing was found: the checkpoint is sound, and both hold the same values.
+    /// Returns true if nothing was found: the checkpoint is sound, and both checkpoints have the same values.
     #[must_use]
     pub fn is_same(&self) -> bool {
         self.findings.same()
     }
 
-    /// Returns what may explain the findings.
+    /// Returns hints that may explain the findings.
     #[must_use]
     pub fn hints(&self) -> &[String] {
         &self.findings.hints
     }
 
-    /// Returns a line for each finding; of long lists of names only the first, unless `all` are asked for.
+    /// Returns a line for each finding. Shortens long lists of names unless `all` is set.
     #[must_use]
     pub fn lines(&self, all: bool) -> String {
         let shown = match self.findings.hints.as_slice() {
@@ -105,7 +119,7 @@ impl Verification {
     }
 }
 
-/// Writes the verdict: `the same: 54 tensors, 1.20 MB`.
+/// Writes the closing line: `the same: 54 tensors, 1.20 MB`.
 impl fmt::Display for Verification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let found = &self.findings;
@@ -121,7 +135,7 @@ impl fmt::Display for Verification {
     }
 }
 
-/// Names of a list that are shown where no hint tells what may be the matter; `-v` shows all.
+/// Number of names shown from each list if there is no hint; `-v` shows all names.
 const SHOWN: usize = 20;
 
 fn lines(found: &Findings, shown: usize) -> String {

@@ -1,4 +1,6 @@
-//! `verify`: a checkpoint is sound; two hold the same values.
+//! `verify` checks that a checkpoint is sound, and compares the values of two checkpoints. A difference or damage is a
+//! finding, not an error. This module opens the checkpoints and checks soundness; `comparison` compares, `findings`
+//! collects and prints.
 
 mod comparison;
 mod findings;
@@ -25,7 +27,7 @@ use crate::select::{self, Selected, Wrappers};
 /// Verifies a checkpoint, or compares two.
 ///
 /// # Errors
-/// `Usage` for options that do not fit, `Io`; damage is a finding.
+/// `Usage` for options that do not fit the checkpoints; `Io` if a file cannot be read. Damage is a finding.
 pub fn verify(args: &VerifyOptions, run: &Run<'_>) -> Result<Verification> {
     let mut found = Findings::default();
     find(args, run, &mut found)?;
@@ -47,7 +49,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     check_series(&args.source, &opened)?;
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
-    // Names that cannot be had are known before hours of reading.
+    // Name errors are reported here, before hours of reading.
     let names = ComparedNames::new(args, &source, other.as_ref())?;
     sound(&source, run, found)?;
     match (&other, &listing) {
@@ -59,7 +61,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// What is compared: SRC under the names and in the dtypes that were asked for, OTHER as it is.
+/// The tensors to compare: SRC with the selected names and dtypes, OTHER unchanged.
 struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
@@ -77,21 +79,21 @@ impl ComparedNames {
     }
 }
 
-/// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
+/// Opens a checkpoint. Returns `None`, and adds a finding, if it is too damaged to be opened.
 fn open(
     args: &VerifyOptions,
     path: &std::path::Path,
-    told: Option<DeclaredLayout>,
+    layout: Option<DeclaredLayout>,
     progress: &dyn Progress,
     found: &mut Findings,
 ) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.like.as_deref(), SeriesChoice::All, Want::State);
-    options.declared_layout = told;
-    // Damage to that is none of the checkpoint.
+    options.declared_layout = layout;
+    // A damaged layout file is an error, not a finding, because it is not part of the checkpoint.
     if let Some(path) = &options.flat.layout {
         fsdp_flat::document::read(path)?;
     }
-    // Soundness needs no shapes, a comparison does.
+    // Only a comparison needs the shapes that flat parameters lack.
     options.flat.raw = args.other.is_none();
     match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
@@ -105,7 +107,8 @@ fn open(
     }
 }
 
-/// Nothing is not sound. Objects alone can be verified, but they may not be what was meant.
+/// Refuses a checkpoint that is empty. A checkpoint of objects only is verified with a warning, because the user may
+/// have meant another path.
 fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Progress) -> Result<()> {
     let catalog = &source.catalog;
     if !catalog.tensors.is_empty() || !catalog.dropped.is_empty() {
@@ -114,11 +117,12 @@ fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Prog
     if path::objects(&catalog.state).is_empty() {
         return refuse_without_tensors(&args.src, source, &args.source, &args.select);
     }
-    progress.warning(&format!("{} holds no tensors: only its objects are verified", args.src.display()));
+    progress.warning(&format!("{} has no tensors: only its objects are verified", args.src.display()));
     Ok(())
 }
 
-/// Every tensor is covered once, every replica is equal, every stored checksum holds.
+/// Checks that chunks cover every element of each tensor exactly once, that replicas are equal, and that stored
+/// checksums match.
 fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result<()> {
     let catalog = &checkpoint.catalog;
     found.not_comparable.extend(catalog.dropped.iter().map(|name| format!("{name}, dropped")));
@@ -128,7 +132,7 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
     for (name, error) in checks::sums(checkpoint, run) {
         found.absorb(&name, error)?;
     }
-    let mut untold = 0;
+    let mut plain_replicas = 0;
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
@@ -144,24 +148,24 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
                 let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
                 let detail = format!("{first} and {second} differ, first at {:?}", pair.index(entry).as_slice());
                 found.add(entry.fqn.as_str(), "replica", detail);
-                untold += usize::from(!entry.is_shared());
+                plain_replicas += usize::from(!entry.is_shared());
             }
             Err(error) => found.absorb(entry.fqn.as_str(), error)?,
         }
         found.tensors += 1;
         found.bytes += entry.len_bytes();
     }
-    if untold > 0 {
+    if plain_replicas > 0 {
         found.hints.push(String::from(
-            "plain tensors are taken for copies; where ranks hold parts of them, options::src_mesh and options::src_placements or \
-             options::src_plan say which, and where they hold summands, options::reduce",
+            "plain tensors are treated as replicas; if they are shards, declare the layout with options::src_mesh and \
+             options::src_placements or options::src_plan; if they are partial values, use options::reduce",
         ));
     }
     Ok(())
 }
 
-/// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
-/// result does not fit.
+/// Returns true if tensors cannot be compared because the partial values of one cannot be reduced: its dtype does not
+/// support the reduction, or the result overflows.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -1,30 +1,33 @@
-//! A grid of boxes in characters: how large each box is, and the lines between them.
+//! Draws a grid of boxes with characters: the size of each box, and the lines between boxes.
 //!
-//! Counts characters. Every stretch gets at least one, the rest is to scale; stretches of equal length stay equal.
+//! All sizes are in characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one
+//! character, the rest is to scale; stretches of equal length stay equal.
 
 use super::super::Span;
 use super::{Area, DrawnGrid, PictureSize};
 
-/// A picture that fits.
+/// A picture that fits into the given size.
 pub struct Canvas<'a> {
     grid: &'a DrawnGrid,
     names: &'a [String],
     areas: Vec<Area>,
-    /// Where the lines between stretches are; one more than there are stretches.
+    /// Positions of the vertical lines between stretches; one more than there are stretches.
     columns: Vec<usize>,
+    /// Positions of the horizontal lines.
     lines: Vec<usize>,
-    /// False where boxes stand on each other without lines, to have room for more of them.
+    /// False if boxes are stacked without lines between them, which leaves room for more boxes.
     ruled: bool,
-    /// Characters left of the picture.
+    /// Number of characters left of the picture.
     margin: usize,
 }
 
-/// Characters along a dim that is not cut, which has nothing to show.
+/// Width of the picture if the tensor is not cut along its columns.
 const UNCUT_COLUMNS: usize = 40;
+/// Height of the picture if the tensor is not cut along its rows.
 const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
-    /// Lay out a grid with a name for each of its sets; `None` where it does not fit.
+    /// Lays out a grid with a name for each set of holders; `None` if the picture does not fit.
     pub fn new(grid: &'a DrawnGrid, names: &'a [String], room: PictureSize) -> Option<Self> {
         let areas = grid.areas();
         let widest = |cuts: &[u64]| cuts.iter().map(|cut| digits(*cut)).max().unwrap_or(0);
@@ -59,7 +62,7 @@ impl<'a> Canvas<'a> {
         self.areas.iter().all(|area| self.names[area.set].chars().count() <= room(area))
     }
 
-    /// The picture with offsets along its sides.
+    /// Returns the picture with offsets along its sides.
     pub fn draw(&self) -> Vec<Vec<Span>> {
         let (height, width) = (last(&self.lines) + 1, last(&self.columns) + 1);
         let mut cells: Vec<Vec<(char, Option<u8>)>> =
@@ -85,12 +88,12 @@ impl<'a> Canvas<'a> {
         lines
     }
 
-    /// The set of a cell; nothing beyond the edges.
+    /// Returns the set of a cell; `None` beyond the edges.
     fn set(&self, row: Option<usize>, column: Option<usize>) -> Option<usize> {
         self.grid.cells.get(row?)?.get(column?).copied()
     }
 
-    /// What stands at a place: part of a box, or of the lines between boxes that differ.
+    /// Returns the character at a position: the inside of a box, or a line between two boxes of different sets.
     fn character(&self, line: usize, column: usize) -> (char, Option<u8>) {
         let (above, below) = stretches(&self.lines, line, self.ruled);
         let (left, right) = stretches(&self.columns, column, true);
@@ -130,7 +133,7 @@ impl<'a> Canvas<'a> {
         }
     }
 
-    /// Offsets of the columns, each where its line is, as far as there is room between the first and the last.
+    /// Returns the line of column offsets. The first and last offset are always there, others only if there is room.
     fn offsets_above(&self) -> String {
         let mut text: Vec<char> = Vec::new();
         let mut write = |column: usize, offset: u64, end: usize| {
@@ -152,10 +155,10 @@ impl<'a> Canvas<'a> {
         text.into_iter().collect()
     }
 
-    /// The offset of the row that begins on a line.
+    /// Returns the offset of the row that begins on a line.
     fn offset_beside(&self, line: usize) -> String {
         let width = self.margin - 1;
-        // Without lines, a row begins where its first characters are, which for the first is below the edge.
+        // Without lines, a row begins at its first characters; the first row begins below the edge.
         let row = match line {
             0 if !self.ruled => None,
             1 if !self.ruled => Some(0),
@@ -168,7 +171,8 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// The stretches before and behind a place: two where it is on a line between them, else the same twice.
+/// Returns the stretches before and after a position: two stretches on a line between them, otherwise the same one
+/// twice.
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
@@ -188,12 +192,12 @@ fn digits(number: u64) -> usize {
     number.to_string().len()
 }
 
-/// The lengths between cuts; one where a direction has no dim.
+/// Returns the lengths between cuts; a single length of 1 if no dimension is drawn in this direction.
 fn lengths(cuts: &[u64]) -> Vec<u64> {
     if cuts.is_empty() { vec![1] } else { cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
 }
 
-/// Where the lines are between stretches of these sizes; without lines, where each begins.
+/// Returns the positions of the lines between stretches of these sizes; without lines, the start of each stretch.
 fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     let mut at = 0;
     let mut positions = vec![0];
@@ -204,7 +208,7 @@ fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     positions
 }
 
-/// Widths that names need; one of several columns has room enough in nearly every case.
+/// Returns the widths that names need. Ignores areas of several columns, which nearly always have enough room.
 fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
     let mut least = vec![1; columns];
     for area in areas.iter().filter(|area| area.columns.len() == 1) {
@@ -215,7 +219,8 @@ fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize
     least
 }
 
-/// Sizes to scale, at least `least` each, together near `natural` and within `room`; `None` where that is too little.
+/// Returns sizes to scale: each at least `least`, in total near `natural` and at most `room`; `None` if `room` is too
+/// small.
 fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
     let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
     let scaled = |target: usize| -> Vec<usize> {

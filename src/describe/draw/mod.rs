@@ -1,9 +1,9 @@
-//! A picture of which rank holds which part of a tensor.
+//! Draws the parts of a tensor, each with the ranks that store it.
 //!
-//! The tensor is cut wherever any chunk begins or ends, which gives a small grid however large the tensor is; each
-//! cell of the grid has a set of holders, and cells of one set that touch are one box. Two dims are drawn: the first
-//! two that are cut, or those beside them; a further one is collapsed, so that a box names all who hold part of it.
-//! Where boxes would be smaller than characters, a list of intervals takes the place of the picture.
+//! The tensor is cut wherever any chunk begins or ends, so the grid is small even if the tensor is large. Each cell of
+//! the grid has a set of holders (ranks or files), and adjacent cells of the same set form one box. Two dims are drawn:
+//! the first two that are cut, filled up with uncut ones. Further dims are collapsed, so a box names all holders of any
+//! part of it. If boxes would be smaller than a character, a list of intervals replaces the picture.
 //!
 //! ```text
 //!         0        4        8
@@ -26,27 +26,31 @@ use super::Span;
 use crate::layout::{Intervals, Rank, Tile};
 use canvas::Canvas;
 
-/// Room for a picture, in characters.
+/// Maximal size of a picture, in characters.
 #[derive(Clone, Copy, Debug)]
 pub struct PictureSize {
+    /// Maximal width.
     pub columns: usize,
+    /// Maximal height.
     pub lines: usize,
 }
 
-/// Who holds a chunk: its rank, or the file it is in where ranks are not recorded.
+/// The holder of a chunk: its rank, or its file if ranks are not recorded.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ChunkHolder {
+    /// The rank that saved the chunk.
     Rank(Rank),
+    /// The file that stores the chunk.
     File(String),
 }
 
-/// Cuts of one dim that are worth a look; more do not fit into any room.
+/// Maximal number of cuts of one dim. A picture of more cuts would not fit anyway.
 const MOST_CUTS: usize = 256;
 
-/// Intervals of one dim that a list shows.
+/// Maximal number of intervals of one dim in a list.
 const MOST_INTERVALS: u64 = 8;
 
-/// Draw a tensor of this shape.
+/// Draws a tensor of this shape, as a picture or as a list.
 pub fn draw(shape: &[u64], chunks: &[(ChunkHolder, Tile)], room: PictureSize) -> Vec<Vec<Span>> {
     let mut groups: IndexMap<&Tile, BTreeSet<&ChunkHolder>> = IndexMap::new();
     let mut holds_nothing = BTreeSet::new();
@@ -79,19 +83,20 @@ fn plain(text: &str) -> Vec<Span> {
 
 /// The tensor cut along the drawn dims.
 struct DrawnGrid {
-    /// Lines that say which dims are drawn, and how.
+    /// Lines that name the drawn dims and the dims that are not drawn.
     legend: Vec<String>,
-    /// Offsets of all cuts, the first 0, the last the size; none where the direction has no dim.
+    /// Offsets of the cuts between rows, from 0 to the size of the dim; empty if the rows stand for no dim.
     rows: Vec<u64>,
+    /// Offsets of the cuts between columns.
     columns: Vec<u64>,
-    /// The distinct sets of holders; the first is that of nobody.
+    /// The distinct sets of holders; the first one is empty.
     sets: Vec<Vec<ChunkHolder>>,
-    /// The set of each cell, row by row.
+    /// The index of the set of each cell, row by row.
     cells: Vec<Vec<usize>>,
 }
 
 impl DrawnGrid {
-    /// `None` where there are too many cuts to draw.
+    /// Cuts a tensor along its drawn dims; `None` if there are too many cuts to draw.
     fn new(shape: &[u64], groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Option<Self> {
         let cuts: Vec<BTreeSet<u64>> =
             (0..shape.len()).map(|dim| cuts(shape[dim], groups.iter().map(|(tile, _)| &tile.dims()[dim]))).collect();
@@ -127,7 +132,7 @@ impl DrawnGrid {
         Some(grid)
     }
 
-    /// Cuts that separate nothing, which collapsing a dim leaves.
+    /// Removes cuts between equal rows or columns. Collapsing a dim leaves such cuts.
     fn drop_needless_cuts(&mut self) {
         for row in (1..self.cells.len()).rev() {
             if self.cells[row] == self.cells[row - 1] {
@@ -145,8 +150,8 @@ impl DrawnGrid {
         }
     }
 
-    /// The picture and its legend, with names in the boxes where they fit, letters otherwise; `None` where there is
-    /// no room for it.
+    /// Returns the picture and its legend, with names in the boxes if they fit, letters otherwise; `None` if the
+    /// picture does not fit.
     fn draw(&self, room: PictureSize) -> Option<Vec<Vec<Span>>> {
         let names: Vec<String> = self.sets.iter().map(|set| short(set.iter())).collect();
         let letters: Vec<String> = (0..self.sets.len()).map(letters).collect();
@@ -168,9 +173,10 @@ impl DrawnGrid {
         Some(lines)
     }
 
-    /// The colour of a set: that of its first rank, so that it is the same in every picture.
+    /// Returns the colour of a set. It depends on the first rank of the set, so a rank has the same colour in every
+    /// picture.
     fn ground(&self, set: usize) -> Option<u8> {
-        // Light, and unlike their neighbours in this list.
+        // Light colours; neighbours in this list are easy to tell apart.
         const GROUNDS: [u8; 12] = [153, 223, 157, 219, 229, 159, 183, 216, 194, 189, 222, 152];
         let index = match self.sets[set].first()? {
             ChunkHolder::Rank(rank) => rank.0 as usize,
@@ -180,10 +186,10 @@ impl DrawnGrid {
     }
 }
 
-/// A longer name makes boxes wider than what they show.
+/// Maximal length of a name in a box; a longer name would make boxes too wide.
 const LONGEST_NAME: usize = 16;
 
-/// Where any chunk begins or ends along a dim.
+/// Returns the offsets where any chunk begins or ends along a dim.
 fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<u64> {
     let mut cuts = BTreeSet::from([0, size]);
     for interval in chunks.flat_map(Intervals::iter) {
@@ -195,7 +201,7 @@ fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<
     cuts
 }
 
-/// The first two dims that are cut, and what they lack to be two.
+/// Returns the two dims to draw: the first two that are cut, filled up with the first uncut ones.
 fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     let is_cut = |dim: &usize| cuts[*dim].len() > 2;
     let mut dims: Vec<usize> = (0..cuts.len()).filter(is_cut).take(2).collect();
@@ -205,7 +211,7 @@ fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     dims
 }
 
-/// The stretches between `cuts` that an interval list covers.
+/// Returns the indices of the stretches between `cuts` that an interval list covers.
 fn covered(intervals: &Intervals, cuts: &[u64]) -> Vec<usize> {
     let at = |offset| cuts.partition_point(|cut| *cut < offset);
     intervals.iter().flat_map(|interval| at(interval.start)..at(interval.end).min(cuts.len() - 1)).collect()
@@ -218,7 +224,10 @@ fn legend(shape: &[u64], cuts: &[BTreeSet<u64>], row_dim: Option<usize>, column_
     }
     for dim in (0..shape.len()).filter(|dim| Some(*dim) != row_dim && Some(*dim) != column_dim) {
         lines.push(if cuts[dim].len() > 2 {
-            format!("dim {dim} ({}) is cut, too, but not drawn: a box names all who hold part of it", shape[dim])
+            format!(
+                "dim {dim} ({}) is cut as well, but not drawn: a box names all holders of any part of it",
+                shape[dim]
+            )
         } else {
             format!("dim {dim} ({}) is whole everywhere", shape[dim])
         });
@@ -226,7 +235,7 @@ fn legend(shape: &[u64], cuts: &[BTreeSet<u64>], row_dim: Option<usize>, column_
     lines
 }
 
-/// One line for each distinct part.
+/// Returns one line for each distinct tile, with its holders and intervals.
 fn list(groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Vec<Vec<Span>> {
     let rows: Vec<(String, String)> =
         groups.iter().map(|(tile, holders)| (in_words(holders), intervals(tile))).collect();
@@ -234,7 +243,7 @@ fn list(groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Vec<Vec<Span>> {
     rows.iter().map(|(holders, tile)| plain(&format!("{holders:width$}  {tile}"))).collect()
 }
 
-/// `[0:2+4:6, 0:8]`, the first few intervals of each dim.
+/// Returns the first few intervals of each dim: `[0:2+4:6, 0:8]`.
 fn intervals(tile: &Tile) -> String {
     let dim = |dim: &Intervals| {
         let shown: Vec<String> = (dim.iter().zip(0..MOST_INTERVALS))
@@ -246,7 +255,7 @@ fn intervals(tile: &Tile) -> String {
     format!("[{}]", tile.dims().iter().map(dim).collect::<Vec<_>>().join(", "))
 }
 
-/// `0-3,8`, `__0_0`
+/// Returns the short names of holders, for boxes: `0-3,8` or `__0_0`.
 fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     let mut texts = Vec::new();
@@ -268,7 +277,7 @@ fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     runs.into_iter().map(run).chain(texts).collect::<Vec<_>>().join(",")
 }
 
-/// `rank 0`, `ranks 0-3, 8`, `__0_0.distcp`
+/// Returns the names of holders, for text: `rank 0`, `ranks 0-3, 8` or `__0_0.distcp`.
 fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
     let ranks: Vec<&ChunkHolder> =
         holders.iter().copied().filter(|holder| matches!(holder, ChunkHolder::Rank(_))).collect();
@@ -281,7 +290,7 @@ fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
     words.into_iter().chain(files).collect::<Vec<_>>().join(", ")
 }
 
-/// Nothing, `A`, ..., `Z`, `AA`, ...
+/// Returns the letters of a set: empty for 0, then `A`, ..., `Z`, `AA`, ...
 fn letters(mut index: usize) -> String {
     let mut text = Vec::new();
     while index > 0 {
@@ -292,7 +301,7 @@ fn letters(mut index: usize) -> String {
     text.iter().rev().map(|letter| char::from(*letter)).collect()
 }
 
-/// Boxes of one set that touch, as the cells they span.
+/// The rectangle of cells into which the name of a box is written.
 #[derive(Debug)]
 struct Area {
     set: usize,
@@ -301,7 +310,7 @@ struct Area {
 }
 
 impl DrawnGrid {
-    /// One area for each box: the largest rectangle that is easily found, to put the name into.
+    /// Returns one area for each box: a large rectangle within the box, found by a simple search.
     fn areas(&self) -> Vec<Area> {
         let mut seen = vec![vec![false; self.cells[0].len()]; self.cells.len()];
         let mut areas = Vec::new();
@@ -315,7 +324,7 @@ impl DrawnGrid {
         areas
     }
 
-    /// The area of the box that a cell is part of; marks its cells as seen.
+    /// Returns the area of the box that contains a cell, and marks the cells of the box as seen.
     fn area(&self, row: usize, column: usize, seen: &mut [Vec<bool>]) -> Area {
         let set = self.cells[row][column];
         let mut spans: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
@@ -329,7 +338,7 @@ impl DrawnGrid {
                 next.extend(column.checked_sub(1).map(|column| (row, column)));
             }
         }
-        // From the cell that was met first, which is the topmost and there the leftmost: right, then down.
+        // Extends right, then down, from the first cell of the box: the leftmost cell of its topmost row.
         let width = (column..self.cells[0].len()).take_while(|column| spans[&row].contains(column)).count();
         let columns = column..column + width;
         let full = |row: &usize| spans.get(row).is_some_and(|span| columns.clone().all(|at| span.contains(&at)));

@@ -8,7 +8,7 @@ fn text(lines: &[Vec<Span>]) -> String {
     lines.iter().map(|spans| line(spans).trim_end().to_owned() + "\n").collect()
 }
 
-/// What every rank of a mesh holds.
+/// Returns the tile of every rank of a mesh.
 fn chunks(shape: &[u64], mesh: &str, placements: &str) -> Vec<(ChunkHolder, Tile)> {
     let mesh = DeviceMesh::parse(mesh).unwrap();
     let specs = parse_placements(placements).unwrap();
@@ -43,7 +43,7 @@ fn in_files() -> Vec<(ChunkHolder, Tile)> {
     ]
 }
 
-/// Rank 1 holds the lower right corner, rank 0 the rest, as rows and what is left of one.
+/// Rank 1 holds the lower right corner; rank 0 holds the upper rows, and the left part of the lower rows.
 fn corner() -> Vec<(ChunkHolder, Tile)> {
     let rank = |rank| ChunkHolder::Rank(Rank(rank));
     vec![(rank(0), boxed(&[0, 0], &[3, 6])), (rank(0), boxed(&[3, 0], &[3, 2])), (rank(1), boxed(&[3, 2], &[3, 4]))]
@@ -73,7 +73,7 @@ fn rows_of_uneven_length() {
 }
 
 #[test]
-fn columns() {
+fn columns_of_uneven_length() {
     let expected = "
    0            3            6            9    10
  0 ┌────────────┬────────────┬────────────┬────┐
@@ -87,7 +87,7 @@ fn columns() {
 }
 
 #[test]
-fn a_grid() {
+fn two_sharded_dims_are_a_grid() {
     let expected = "
    0                    5                9
  0 ┌────────────────────┬────────────────┐
@@ -124,7 +124,7 @@ fn strided_shards_are_stripes() {
 }
 
 #[test]
-fn stripes_of_one_rank() {
+fn strided_shards_of_one_rank_are_several_boxes() {
     let expected = "
    0        2        4        6        8        10       12
  0 ┌────────┬────────┬────────┬────────┬────────┬────────┐
@@ -156,7 +156,7 @@ fn replicas_share_a_box() {
 }
 
 #[test]
-fn everybody_holds_everything() {
+fn replicated_tensor_is_one_box() {
     let expected = "
    0            3
  0 ┌────────────┐
@@ -179,7 +179,7 @@ fn one_dim_is_a_bar() {
 }
 
 #[test]
-fn no_dims_are_one_cell() {
+fn scalar_is_one_cell() {
     let expected = "
  ┌─────┐
  │ 0,1 │
@@ -189,7 +189,7 @@ fn no_dims_are_one_cell() {
 }
 
 #[test]
-fn a_third_dim_is_named() {
+fn uncut_third_dim_is_named_in_the_legend() {
     let expected = "
 rows are dim 0, columns are dim 2
 dim 1 (6) is whole everywhere
@@ -206,10 +206,10 @@ dim 1 (6) is whole everywhere
 }
 
 #[test]
-fn a_third_cut_dim_is_collapsed() {
+fn cut_third_dim_is_collapsed() {
     let expected = "
 rows are dim 0, columns are dim 1
-dim 2 (4) is cut, too, but not drawn: a box names all who hold part of it
+dim 2 (4) is cut as well, but not drawn: a box names all holders of any part of it
    0        2        4
  0 ┌────────┬────────┐
    │  0,1   │  2,3   │
@@ -223,7 +223,7 @@ dim 2 (4) is cut, too, but not drawn: a box names all who hold part of it
 }
 
 #[test]
-fn empty_ranks_are_listed() {
+fn ranks_without_elements_are_listed() {
     let expected = "
    0            3
  0 ┌────────────┐
@@ -237,7 +237,7 @@ ranks 2, 3 hold nothing
 }
 
 #[test]
-fn nothing_at_all() {
+fn tensor_without_elements_has_no_picture() {
     let expected = "
 no elements
 ranks 0, 1 hold nothing
@@ -246,7 +246,7 @@ ranks 0, 1 hold nothing
 }
 
 #[test]
-fn boxes_without_lines_between_them() {
+fn many_rows_are_drawn_without_lines_between_them() {
     let expected = "
       0                                        64
       ┌────────────────────────────────────────┐
@@ -272,7 +272,7 @@ fn boxes_without_lines_between_them() {
 }
 
 #[test]
-fn far_from_even() {
+fn very_uneven_rows_get_at_least_one_line_each() {
     let expected = "
          0        2
        0 ┌────────┐
@@ -304,7 +304,7 @@ fn far_from_even() {
 }
 
 #[test]
-fn long_names_become_letters() {
+fn long_file_names_become_letters() {
     let expected = "
    0        2
  0 ┌────────┐
@@ -321,7 +321,7 @@ B  model-00002-of-00002.safetensors
 }
 
 #[test]
-fn a_hole_is_a_box_of_nobody() {
+fn missing_chunks_are_an_empty_box() {
     let expected = "
    0                4
  0 ┌────────────────┐
@@ -340,7 +340,7 @@ an empty box: in none of the files that were read
 }
 
 #[test]
-fn boxes_may_be_of_any_form() {
+fn box_that_is_not_a_rectangle_is_drawn() {
     let expected = "
    0        2                6
  0 ┌─────────────────────────┐
@@ -369,7 +369,7 @@ fn many_ranks_are_a_list() {
 }
 
 #[test]
-fn narrow_terminals_get_what_fits() {
+fn picture_never_exceeds_its_size() {
     let chunks = chunks(&[64, 64], "dp=4,tp=4", "S(0),S(1)");
     for columns in 0..120 {
         for lines in [0, 3, 6, 12, 24] {
@@ -385,7 +385,7 @@ fn narrow_terminals_get_what_fits() {
 }
 
 #[test]
-fn a_rank_has_one_colour() {
+fn rank_has_the_same_colour_in_every_picture() {
     let grounds = |shape: &[u64], mesh, placements| {
         let lines = draw(shape, &chunks(shape, mesh, placements), ROOM);
         let spans = lines.into_iter().flatten().filter_map(|span| Some((span.text.trim().to_owned(), span.ground?)));
@@ -398,7 +398,7 @@ fn a_rank_has_one_colour() {
 }
 
 #[test]
-fn hostile_shapes_are_drawn() {
+fn huge_shapes_do_not_overflow() {
     let huge = [u64::MAX, u64::MAX];
     assert!(!draw(&huge, &[(ChunkHolder::Rank(Rank(0)), boxed(&[0, 0], &[1 << 40, 1]))], ROOM).is_empty());
     assert_eq!(letters(1) + &letters(26) + &letters(27) + &letters(703), "AZAAAAA");

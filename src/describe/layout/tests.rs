@@ -2,7 +2,7 @@ use super::*;
 use crate::catalog::{Dict, Dtype, MeshId, Sharding, Value};
 use crate::layout::parse_placements;
 
-/// The document of a model of plain parts of tensors, each of a name, placements and splits.
+/// Returns the document of a model of plain per-rank tensors, each given by a name, placements and splits.
 fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
     let mesh = DeviceMesh::parse("h=2,w=3").unwrap();
     let mut catalog = Catalog { meshes: vec![mesh.clone()], ..Catalog::empty() };
@@ -25,7 +25,7 @@ fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
 }
 
 #[test]
-fn the_split_of_most_tensors_is_that_of_the_layout() {
+fn most_frequent_split_becomes_the_split_of_the_layout() {
     let makani: &[&str] = &["makani", "makani"];
     let text = printed(&[
         ("layers.0.w", "S(0),S(1)", makani),
@@ -76,13 +76,13 @@ fn experts_of_a_layer_are_one_rule() {
 }
 
 #[test]
-fn tensors_that_lie_in_too_many_ways_are_refused() {
+fn too_many_different_layouts_are_an_error() {
     assert!(check_size(64, 1 << 18).is_ok());
     assert!(check_size(65, 1 << 18).unwrap_err().to_string().contains("would take 65 rules"));
 }
 
 #[test]
-fn chunks_need_no_word() {
+fn chunk_splits_are_not_printed() {
     let chunks: &[&str] = &["chunk", "chunk"];
     let text = printed(&[("w", "S(0),S(1)", chunks), ("v", "S(0),S(1)", &[]), ("u", "S(1),R", chunks)]);
     let rule = "[[rules]]\ntensors = \"u\"\nplacements = \"S(1),R\"\n";

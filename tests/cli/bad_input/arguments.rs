@@ -272,15 +272,11 @@ fn useless_or_oversized_flat_parameters_are_refused() {
         dtshard(&all).assert_refused(words);
         assert_eq!(env.names(), before, "{args:?}");
     };
-    assert_refused("flatten", &["--buffers", "freqs"], &["--buffers freqs", "the flat layout says"]);
+    assert_refused("flatten", &["--buffers", "freqs"], &["--buffers freqs", "the flat layout already lists"]);
     assert_refused("flatten", &["--forward-dtype", "bf16"], &["--forward-dtype bf16", "use_orig_params"]);
     assert_refused("flatten", &["--world-size", "4294967295"], &["4294967295 ranks"]);
     assert_refused("reshard", &["--mesh", "fsdp=16777216"], &["16777216 ranks"]);
-    assert_refused(
-        "reshard",
-        &["--mesh", "fsdp=2", "--tensor-class", "dtensor"],
-        &["--tensor-class is for rank files"],
-    );
+    assert_refused("reshard", &["--mesh", "fsdp=2", "--tensor-class", "dtensor"], &["--tensor-class needs rank files"]);
     dtshard(&[&"flatten", &flat, &again, &"--use-orig-params", &"--forward-dtype", &"bf16"]).assert_succeeded();
 }
 

@@ -521,7 +521,7 @@ fn plain_tensors_without_a_declared_layout_are_replicas() {
     let run = expect(1, "verify", &[&even], "");
     assert_contains(
         &run.stderr,
-        &["1 finding in", "hint: plain tensors are taken for copies; where ranks hold parts", "--src-mesh"],
+        &["1 finding in", "hint: plain tensors are treated as replicas; if they are shards", "--src-mesh"],
     );
     let run = expect(2, "unshard", &[&even, &env.path("x.pt")], "");
     assert_contains(

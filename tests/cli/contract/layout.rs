@@ -71,7 +71,7 @@ fn default_placement_that_does_not_fit_becomes_replicate_with_a_note() {
     let env = TestEnv::new();
     let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2 --placements S(1) --json");
     let warnings = made.run.json()["warnings"].to_string();
-    let note = made.run.stderr.lines().find(|line| line.contains("kept whole")).expect("a note");
+    let note = made.run.stderr.lines().find(|line| line.contains("where the placement does not fit")).expect("a note");
     assert_contains(&warnings, &[note.strip_prefix("note: ").expect("a label")]);
     let found = inspect(&made.path, "");
     assert_eq!(found["tensors"]["model.norm.weight"]["chunks"].as_array().unwrap().len(), 1, "a 1-d tensor");
@@ -102,7 +102,7 @@ fn numbered_optimizer_state_gets_the_placements_of_its_parameter() {
     // Without the model the parameters are unknown: names are kept, with a note.
     let options = "--mesh dp=2 --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
     let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
-    assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers for names"]);
+    assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers instead of names"]);
     let expected = read(&fixture("torch_file/trainer.pt"));
     assert_same(&below("optimizer.", &alone.tensors()), &below("optimizer.", &expected), "kept");
 }
@@ -153,8 +153,10 @@ fn mesh_defaults_to_the_mesh_of_the_source() {
 fn renamed_mesh_dims_give_a_note() {
     let env = TestEnv::new();
     let stderr_of = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
-    assert!(stderr_of("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
-    assert!(!stderr_of("--mesh fsdp=2", "b").contains("mesh dims"));
+    assert!(
+        stderr_of("--mesh dp=2", "a").contains("mesh dimension fsdp is now called dp; PyTorch loads DTensors only")
+    );
+    assert!(!stderr_of("--mesh fsdp=2", "b").contains("is now called"));
 }
 
 #[test]
@@ -179,7 +181,7 @@ fn ranks_outside_the_mesh_have_no_shards() {
 #[test]
 fn mesh_named_tp_without_placements_gives_a_note_about_plans() {
     let env = TestEnv::new();
-    let note = "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules";
+    let note = "every tensor without a rule gets S(0), because no placements are given; --plan shards modules";
     let stderr_of =
         |options: &str| expect(0, "reshard", &[&fixture("llama_tiny/dcp")], &format!("{options} --dry-run")).stderr;
     assert!(stderr_of("--mesh tp=4").contains(note));

@@ -195,12 +195,15 @@ fn split_of_a_strided_placement_is_refused() {
 fn layout_that_files_do_not_record_is_not_printed() {
     let stderr_of = |source: &str| expect(2, "inspect", &[&fixture(source)], "--layout").stderr;
     let several = stderr_of("odd4/ranks");
-    assert_contains(&several, &["its tensors lie on several meshes, x=2,y=2 and dp=4 and", "a layout has one"]);
+    assert_contains(
+        &several,
+        &["its tensors are on several meshes, x=2,y=2 and dp=4 and", "a layout file has only one"],
+    );
     assert_contains(
         &stderr_of("fsdp4/dcp"),
         &["a DCP directory does not record", "inspect rank files of the same job"],
     );
-    assert_contains(&stderr_of("replicated_plain/ranks"), &["none of its tensors lies on a mesh"]);
+    assert_contains(&stderr_of("replicated_plain/ranks"), &["none of its tensors is on a mesh"]);
     assert_contains(&stderr_of("safetensors/single"), &["safetensors holds whole tensors"]);
     assert_contains(&stderr_of("flat3/flat"), &["but not the names, order and shapes"]);
 }

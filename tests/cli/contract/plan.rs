@@ -108,7 +108,7 @@ fn parameters_without_a_style_give_a_note_with_a_matching_plan() {
     let plain = env.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
     assert_contains(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 matches more names")]);
     let sharded = env.make("reshard", &source, "dp", "--mesh dp=2,tp=2 --plan llama --to torch-ranks -v");
-    let buffers = "; --placements 'NAME=plain' says which are buffers";
+    let buffers = "; mark buffers with --placements 'NAME=plain'";
     assert_contains(
         &sharded.run.stderr,
         &[&format!("{names}: sharded on dp only; --plan qwen3 matches more names{buffers}")],

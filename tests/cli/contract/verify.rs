@@ -98,7 +98,7 @@ fn common_compares_tensors_of_both_only() {
     // Without common tensors `verify` fails.
     let alone = env.vectors("alone.safetensors", &[("nobody.has.this", 2)]);
     let outcome = expect(2, "verify", &[&source, &alone], "--common");
-    assert_contains(&outcome.stderr, &["no name of a tensor in common", "hint: "]);
+    assert_contains(&outcome.stderr, &["no tensor name in common", "hint: "]);
 }
 
 #[test]

@@ -144,7 +144,11 @@ fn partial_tensors_are_reduced() {
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
         let note = "5 tensors reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
         assert_eq!(outcome.stderr.contains(note), verb != "reshard" || !options.is_empty(), "{outcome:?}");
-        assert_eq!(outcome.stderr.contains("values are written, not summands"), options.contains("dcp"), "{outcome:?}");
+        assert_eq!(
+            outcome.stderr.contains("reduced values are written, not partial values"),
+            options.contains("dcp"),
+            "{outcome:?}"
+        );
         assert_same(&read(&target), &expected, verb);
         succeed("verify", &[&source, &target], "");
     }
