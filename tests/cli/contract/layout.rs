@@ -206,7 +206,7 @@ fn torch_version_selects_the_format_of_rank_files() {
     assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
     let stderr_of = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
     let ranks = stderr_of("--mesh dp=2,tp=2 --mesh-ranks 4,5,6");
-    assert_contains(&ranks, &["found 3 ranks", "hint: a rank for each cell of the mesh"]);
+    assert_contains(&ranks, &["found 3 ranks", "hint: list one rank for each cell of the mesh"]);
     assert_contains(&stderr_of("--mesh dp=4 --mesh-ranks 4-7"), &["'4-7'", "expected ranks separated by commas"]);
     let refused = stderr_of("--torch-version 2.4.1");
     assert!(refused.contains("--torch-version 2.4.1: expected a version from 2.5 on"), "{refused}");
