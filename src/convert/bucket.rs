@@ -1,41 +1,43 @@
-//! Buckets: how much of the tensors goes in a round.
+//! Bucket size: the bytes of tensor data that each process reads, sends and receives in one exchange round.
 //!
-//! As much as `--bucket-size` says; where that is not given, as much as `--max-memory` has room for beside what is laid
-//! out for DST, which is known when all processes have laid it out, and at most 64 MB. Rounds follow from it, so all
-//! processes have the same: that of the one with the least room.
+//! `--bucket-size` sets it. Without that option, it is at most 64 MB and as large as `--max-memory` allows beside the
+//! headers of DST, which is known after all processes have laid out DST. All processes must have equal rounds, so all
+//! use the bucket size of the process with the least memory.
 //!
-//! Counts bytes. Invariant: a bucket that is asked for stays as it is.
+//! All sizes are in bytes. Invariant: a bucket size that the user chose never changes.
 
 use crate::comm::Communicator;
 use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};
 use crate::error::{Error, Result};
 use crate::exchange::PLAN_BYTES;
 
-/// Rounds that are long enough for every network and device.
+/// Default bucket size, large enough for the full speed of every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
 
-/// Shorter rounds cost more than their memory is worth.
+/// Smallest automatic bucket size: smaller buckets cost more time than their memory is worth.
 pub const LEAST_BYTES: u64 = 1_000_000;
 
-/// Buffers of a round: what is read and what is written, summands included, of two rounds each, and what goes over the
-/// wire each way.
+/// Number of buffers of bucket size: read and write buffers (with partial values) of two rounds each, one send buffer
+/// and one receive buffer.
 const BUFFERS: u64 = 6;
 
-/// How long the rounds of a run are.
+/// Bucket size of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bucket {
+    /// Size that the user chose.
     Asked(u64),
-    /// It may be less.
+    /// Upper bound that memory may reduce.
     AtMost(u64),
 }
 
 impl Bucket {
+    /// Returns the bucket size from the options, before memory reduces it.
     #[must_use]
     pub fn of(args: &ExchangeOptions) -> Self {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// That of rounds which there may be, whatever SRC is.
+    /// Returns the bucket size if the options allow an exchange, before SRC is known.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
@@ -46,19 +48,20 @@ impl Bucket {
         exchanges.then(|| Self::of(args))
     }
 
+    /// Returns the bucket size in bytes.
     #[must_use]
     pub fn bytes(self) -> u64 {
         let (Self::Asked(bytes) | Self::AtMost(bytes)) = self;
         bytes
     }
 
-    /// Memory that rounds take.
+    /// Returns the memory of all buffers and plans of the rounds.
     #[must_use]
     pub fn held_bytes(self) -> u64 {
         self.bytes().saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
     }
 
-    /// That of rounds for which there is so much memory.
+    /// Returns the bucket size that fits into `room` bytes. A size that the user chose is returned unchanged.
     #[must_use]
     pub fn within(self, room: u64) -> Self {
         match self {
@@ -70,18 +73,18 @@ impl Bucket {
         }
     }
 
-    /// The one of those that all have which fits everybody. Collective.
+    /// Returns the smallest bucket size of all processes. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::gather`]; `Comm` for words that make no sense.
+    /// The errors of [`Communicator::gather`], and `Comm` for an invalid message.
     pub fn agree(self, communicator: &impl Communicator) -> Result<Self> {
         let Self::AtMost(own) = self else { return Ok(self) };
-        let said = communicator.gather(&own.to_le_bytes())?;
-        let heard = (0..).zip(&said).map(|(rank, words)| {
+        let messages = communicator.gather(&own.to_le_bytes())?;
+        let sizes = (0..).zip(&messages).map(|(rank, words)| {
             let words = words.as_slice().try_into();
-            words.map(u64::from_le_bytes).map_err(|_| Error::comm(rank, "agree", "it says no number of bytes"))
+            words.map(u64::from_le_bytes).map_err(|_| Error::comm(rank, "agree", "it did not send a number of bytes"))
         });
-        heard.collect::<Result<Vec<u64>>>().map(|all| Self::AtMost(all.into_iter().fold(own, u64::min)))
+        sizes.collect::<Result<Vec<u64>>>().map(|all| Self::AtMost(all.into_iter().fold(own, u64::min)))
     }
 }
 
@@ -93,7 +96,7 @@ mod tests {
     use crate::comm::Local;
 
     #[test]
-    fn only_what_is_not_asked_for_shrinks() {
+    fn only_an_automatic_bucket_size_shrinks_with_memory() {
         let open = Bucket::AtMost(DEFAULT_BYTES);
         assert_eq!(open.within(open.held_bytes()), open);
         assert_eq!(open.within(u64::MAX), open);
@@ -104,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn it_fits_everybody() {
+    fn processes_agree_on_the_smallest_bucket_size() {
         let ranks = Local::fleet(3).into_iter().zip([5, 3, 4]);
         let ranks: Vec<_> =
             ranks.map(|(local, bytes)| thread::spawn(move || Bucket::AtMost(bytes).agree(&local).unwrap())).collect();

@@ -1,8 +1,8 @@
-//! How far all are with what is written: bytes are told to who shows progress, and to the other processes.
+//! Progress of writing, in bytes of output: reports the bytes of this process to the progress display and to the other
+//! processes, and shows the bytes of all processes.
 //!
-//! What others did before this run, and what they do in it, are told apart by whose journal it is in, as far as that has
-//! shown: a process on another node is seen to live when it moves. Counts bytes of output. Invariant: what is shown never
-//! goes back.
+//! The journal of a record decides whether an earlier run or another process of this run wrote it. A process on another
+//! node counts as running once its files change. Invariant: the displayed progress never decreases.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,44 +17,48 @@ use crate::progress::Task;
 use crate::publish::recovery::CompletedWork;
 use crate::publish::{OtherPart, OtherState, Staging};
 
-/// What was recorded when this process began, by this run or by earlier ones.
+/// Work that was recorded when this process started, by this run or by earlier runs.
 pub struct EarlierWork {
     by_journal: HashMap<Arc<str>, u64>,
 }
 
 impl EarlierWork {
+    /// Returns the bytes of `known`, divided by journal.
     pub fn of(known: &CompletedWork) -> Self {
         Self { by_journal: known.len_bytes_by_journal() }
     }
 
-    /// What earlier runs have recorded of it, as far as the others are known to be of this one.
+    /// Returns the bytes that earlier runs recorded. Journals of processes known to belong to this run do not count.
     pub fn bytes(&self, others: &[OtherPart]) -> u64 {
         let is_earlier = |journal: &str| others.iter().all(|other| other.journal.as_deref() != Some(journal));
         self.by_journal.iter().filter(|(journal, _)| is_earlier(journal)).map(|(_, bytes)| bytes).sum()
     }
 
-    /// With what those have done that may be at it.
+    /// Returns the bytes of earlier runs plus the bytes of processes that may be running.
     fn bytes_with(&self, others: &[OtherPart]) -> u64 {
         let at_it = others.iter().filter(|other| other.state != OtherState::Stopped);
         at_it.map(|other| other.done_bytes).fold(self.bytes(others), u64::saturating_add)
     }
 }
 
-/// Tells bytes as they are written.
+/// Reporter of written bytes.
 pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// Where this one shows what all do: when it looked at the others, and what was shown of them.
+    /// Time of the last look at the other processes and the bytes shown for them; `None` if this process shows only its
+    /// own.
     others: Option<Mutex<(Instant, u64)>>,
 }
 
-/// Time between two looks at the others.
+/// Time between two looks at the other processes.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
+    /// Starts the display with the bytes of earlier runs.
+    ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn start(progress: &'a Task<'a>, staging: &'a Staging, before: &'a EarlierWork, part: Part) -> Result<Self> {
         let (others, shows_all) = (staging.others()?, part.index == 0);
         let shown = if shows_all { before.bytes_with(&others) } else { before.bytes(&others) };
@@ -63,7 +67,7 @@ impl<'a> Meter<'a> {
         Ok(Self { progress, staging, before, others })
     }
 
-    /// Count bytes that an earlier run has done.
+    /// Counts bytes that an earlier run wrote.
     pub fn skip(&self, bytes: u64) {
         self.progress.skip(bytes);
     }
@@ -73,7 +77,7 @@ impl Reporter for Meter<'_> {
     fn advance(&self, bytes: u64) {
         self.staging.done_bytes().fetch_add(bytes, Ordering::Relaxed);
         self.progress.advance(bytes);
-        // Whoever does not get the lock at once leaves the look to the one who has it.
+        // If another thread holds the lock, that thread already looks at the other processes.
         let Some(Ok(mut last)) = self.others.as_ref().map(Mutex::try_lock) else { return };
         let (looked, shown) = *last;
         if looked.elapsed() < LOOK_EVERY {
@@ -94,9 +98,9 @@ impl Reporter for Meter<'_> {
 mod tests {
     use super::*;
 
-    /// What a process has recorded that is known only later to be of this run is not counted twice.
+    /// Bytes of a process that turns out to belong to this run are not counted twice.
     #[test]
-    fn what_is_of_this_run_was_not_before() {
+    fn journal_of_this_run_does_not_count_as_earlier_work() {
         let recorded = [("part-1-of-3.0.journal", 5), ("part-1-of-3.1.journal", 30), ("part-2-of-3.0.journal", 200)];
         let before = EarlierWork { by_journal: recorded.map(|(name, bytes)| (name.into(), bytes)).into() };
         let other = |index, journal: Option<&str>, done_bytes| OtherPart {

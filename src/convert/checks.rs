@@ -1,4 +1,7 @@
-//! Checks of a source that read its data: stored checksums, and replicas against each other.
+//! Checks that read the data of a source: stored checksums against the data, and replicas of a tensor against each
+//! other.
+//!
+//! Each check reports which tensor or file is wrong. Progress is counted in bytes.
 
 use rayon::prelude::*;
 
@@ -14,8 +17,8 @@ use crate::launch::Part;
 use crate::progress::Task;
 use crate::storage::FileRange;
 
-/// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
-/// does some, of files that it sees.
+/// Checks every stored checksum against its data, and returns each wrong file or item with its error. The processes of
+/// a run divide the files; each process checks only files that it can read.
 pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     let Part { index, of } = run.launch.part;
     let archives = checksum::archives(&checkpoint.catalog);
@@ -36,7 +39,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
                 progress.advance(bytes);
                 run.stop.check()
             })?;
-            // What lies between the records has no sum.
+            // The bytes between the records have no checksum.
             progress.advance(archive.len.saturating_sub(summed));
             Ok(())
         })
@@ -49,12 +52,12 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     wrong.map(|(index, error)| (name(index), error)).collect()
 }
 
-/// Which replicas to compare.
+/// Selects the replicas to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
-    /// Plain tensors that several ranks store whole: nothing says that they are one.
+    /// Plain tensors that several ranks store whole: no metadata states that they are replicas of one tensor.
     Plain,
-    /// Those of DTensors and ShardedTensors as well.
+    /// Replicas of plain tensors, DTensors and ShardedTensors.
     All,
 }
 
@@ -64,10 +67,10 @@ impl Replicas {
     }
 }
 
-/// The first difference between the replicas of each of the tensors that has one. Collective, where there are peers.
+/// Returns, for each tensor whose replicas differ, the first difference. Collective if there are peers.
 ///
 /// # Errors
-/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
+/// Errors from reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
 pub fn differing(
     checkpoint: &Checkpoint,
     tensors: &[TensorId],
@@ -93,10 +96,11 @@ pub fn differing(
     Ok(found)
 }
 
-/// What to do where one value is to be chosen.
-const CHOICE: &str = "options::on_conflict rank0 takes the lowest rank's value";
+/// Hint for a conflict that can be resolved by choosing one value.
+const CHOICE: &str = "options::on_conflict rank0 keeps the lowest rank's value";
 
-/// The error for a tensor whose replicas differ; `peers` see them, where not all processes do.
+/// Returns the error for a tensor whose replicas differ. With `peers`, the error names the processes that see the
+/// replicas.
 pub fn replica_conflict(
     checkpoint: &Checkpoint,
     id: TensorId,
@@ -106,7 +110,9 @@ pub fn replica_conflict(
     let entry = checkpoint.catalog.tensor(id);
     let chunks = [difference.first, difference.second];
     let listed = match peers.and_then(|peers| peers.whereabouts(checkpoint, entry, chunks)) {
-        Some(places) => format!("{places}: `dtshard verify` lists all such tensors of a folder that has both"),
+        Some(places) => {
+            format!("{places}; copy both files into one folder, and `dtshard verify` lists all such tensors")
+        }
         None => String::from("`dtshard verify` lists all such tensors"),
     };
     let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
@@ -117,12 +123,12 @@ pub fn replica_conflict(
         detail: format!("first at {:?}", difference.index(entry).as_slice()),
         hint: Some(match (entry.class, &entry.sharding) {
             (Class::Tensor, Some(_)) => String::from(
-                "these ranks were said to hold the same: options::src_placements says which parts they hold, if they do, and \
-                 options::reduce that they hold summands",
+                "the declared layout makes these ranks replicas: if they hold different shards, declare them with \
+                 options::src_placements; if they hold partial values, use options::reduce",
             ),
             (Class::Tensor, None) => format!(
-                "{listed}; {CHOICE}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
-                 options::src_mesh and options::src_placements say which"
+                "{listed}; {CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; if the ranks \
+                 hold shards of it, declare them with options::src_mesh and options::src_placements"
             ),
             _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
         }),

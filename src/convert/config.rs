@@ -1,4 +1,4 @@
-//! The folders where the configuration of a model lies beside its weights.
+//! Lookup of a model's configuration (`config.json`) beside its weights.
 
 use std::path::PathBuf;
 
@@ -9,17 +9,18 @@ use crate::format::Checkpoint;
 use crate::format::index::is_index;
 use crate::storage::{lookup, regular_file};
 
-/// The file without which loaders do not know what to build.
+/// Name of the configuration file, from which loaders build the model.
 pub const CONFIG: &str = "config.json";
 
-/// Larger ones are none.
+/// Size limit in bytes: a larger file is not treated as a configuration.
 pub const MAX_BYTES: u64 = 1 << 20;
 
-/// The source's folder with `huggingface` in it, and the same of the folders above up to the one that was given; the
-/// nearest come first. The folder of an index that was given is the source's.
+/// Returns the folders that may contain the configuration: the source's folder and its parents up to the path that the
+/// user named, each preceded by its `huggingface` subfolder. The nearest folders come first. If the source is an index
+/// file, its folder is the source's folder.
 ///
 /// # Errors
-/// `Io` where the file system does not tell what the root is.
+/// `Io` if the root cannot be examined.
 pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
     let names_a_set = checkpoint.root.file_name().is_some_and(|name| is_index(&name.to_string_lossy()));
     let root = match checkpoint.root.parent() {
@@ -34,10 +35,10 @@ pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
     Ok(folders.collect())
 }
 
-/// The configuration, where there is one.
+/// Returns the configuration, or `None` if there is none.
 ///
 /// # Errors
-/// `Io` where it cannot be read.
+/// `Io` if it cannot be read.
 pub fn read(checkpoint: &Checkpoint) -> Result<Option<Json>> {
     for folder in folders(checkpoint)? {
         let file = folder.join(CONFIG);

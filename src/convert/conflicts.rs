@@ -1,8 +1,8 @@
-//! What is taken where ranks disagree: `--on-conflict`.
+//! Choice of values where ranks differ: `--on-conflict`.
 //!
-//! Objects that differ stand in the state as [`Value::Other`] already. Plain tensors have to be read to be compared;
-//! one that differs becomes such a value, with a tensor for each rank. Random number state is the one thing that is
-//! meant to differ from rank to rank, so it is kept for every rank without being asked for.
+//! The reader stores objects that differ between ranks as [`Value::Other`]. Plain tensors must be read to be compared;
+//! a tensor that differs becomes such a value, with one tensor per rank. Random number state is expected to differ
+//! between ranks, so every rank keeps its own without the option.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -16,30 +16,32 @@ use crate::error::Result;
 use crate::layout::Rank;
 use crate::name_list::short_list;
 
-/// Whether the target has a file for each rank, or one for all.
+/// Files of the target: one per rank, or shared by all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetFiles {
+    /// Every rank has its own file.
     Apart,
+    /// All ranks share the files.
     Together,
 }
 
-/// What was done about the conflicts of a state.
+/// Result of resolving the conflicts of a state dict.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ResolvedConflicts {
     /// Names of objects that are left out.
     pub dropped: Vec<String>,
     /// Names of tensors that are left out.
     pub dropped_tensors: Vec<String>,
-    /// Names that every rank keeps its own value of, and the ranks that have one.
+    /// Names for which every rank keeps its own value.
     pub per_rank: Vec<String>,
-    /// Ranks of the source that have a value of their own.
+    /// Ranks of the source that have their own values.
     pub ranks: Vec<Rank>,
-    /// Names of which the lowest rank's value is taken.
+    /// Names for which the value of the lowest rank is used.
     pub rank0: Vec<String>,
 }
 
-/// Make each rank's copy of a plain tensor a tensor of its own, in the source and in what is `wanted` of it. Where it
-/// stands in a tuple or an object, which have no names within them, the ranks differ in the whole of that.
+/// Replaces a plain tensor by one tensor per rank, in the source and in the selection `wanted`. If the tensor is inside
+/// a tuple or an object, whose items have no names, the ranks get different copies of the whole tuple or object.
 pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
     let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
@@ -53,9 +55,9 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
         .collect();
     let dtype = wanted.tensor(id).dtype;
     for (copy, rank) in copies {
-        let wish = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
+        let selected = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
         let own = source.push_tensor(copy);
-        assert_eq!(own, wanted.push_tensor(wish), "the wanted catalog has the tensors of the source");
+        assert_eq!(own, wanted.push_tensor(selected), "the wanted catalog has the tensors of the source");
         own_tensors.push((own, rank));
     }
     let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<RankValue> {
@@ -91,7 +93,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
     });
 }
 
-/// Whether a leaf is this tensor, or has it within.
+/// Returns whether a leaf is this tensor or contains it.
 pub fn holds(leaf: &Value, id: TensorId) -> bool {
     match leaf {
         Value::Tensor(own) => *own == id,
@@ -99,10 +101,10 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
     }
 }
 
-/// Take one value, each rank's, or none of everything that ranks disagree on.
+/// Resolves all values that differ between ranks: keeps one value, the values of all ranks, or none.
 ///
 /// # Errors
-/// `Conflict` for the first disagreement that nothing was chosen for.
+/// `Conflict` for the first value that differs if there is no choice for it.
 pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut settled = ResolvedConflicts::default();
     let mut refused = None;
@@ -139,7 +141,7 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFil
     refused.map_or(Ok(settled), Err)
 }
 
-/// `{"rank_0": ..., "rank_1": ...}`
+/// Returns a dict with the values of all ranks: `{"rank_0": ..., "rank_1": ...}`.
 fn side_by_side(holdings: &[RankValue]) -> Value {
     let by_rank: BTreeMap<Rank, &Value> =
         holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
@@ -150,38 +152,38 @@ fn side_by_side(holdings: &[RankValue]) -> Value {
     Value::Dict(Dict { entries: by_rank.into_iter().map(entry).collect(), ..Dict::default() })
 }
 
-/// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
+/// Returns whether each chunk is the whole tensor of one rank, so that the copies can be assigned to ranks.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
     let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.location, FileLocation::Empty);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
-/// `extra_state.rng.cpu and 3 more`
+/// Returns a short list of names, for example `extra_state.rng.cpu and 3 more`.
 pub fn few(names: &[String]) -> String {
     short_list(names, 1)
 }
 
 impl ResolvedConflicts {
-    /// What the user should know.
+    /// Returns the notes about the values that differ between ranks.
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {
             let number = crate::quantity::count(self.per_rank.len(), "value");
             let has_own = list_ranks(&self.ranks);
-            let mut note = format!("{number} of each rank kept ({}): {has_own}", few(&self.per_rank));
+            let mut note = format!("kept {number} per rank ({}) from {has_own}", few(&self.per_rank));
             let source = self.ranks.len();
             if target_ranks.is_some_and(|target| target as usize > source) {
-                note.push_str(&format!("; rank r of the new job takes that of rank r mod {source}"));
+                note.push_str(&format!("; rank r of the new job gets the value of old rank r mod {source}"));
             }
             let beyond = |rank: &&Rank| target_ranks.is_some_and(|target| rank.0 >= target);
             let lost: Vec<Rank> = self.ranks.iter().filter(beyond).copied().collect();
             if !lost.is_empty() {
-                note.push_str(&format!("; the new job has no {}, whose values are left out", list_ranks(&lost)));
+                note.push_str(&format!("; the new job has no {}, so their values are left out", list_ranks(&lost)));
             }
             notes.push(note);
         }
         if !self.rank0.is_empty() {
-            notes.push(format!("the lowest rank's value is taken of {}", few(&self.rank0)));
+            notes.push(format!("the value of the lowest rank is used for {}", few(&self.rank0)));
         }
         notes
     }
@@ -225,18 +227,18 @@ mod tests {
         assert_eq!(settled.per_rank, ["rng.cpu"]);
         assert_eq!(
             settled.notes(Some(4)),
-            ["1 value of each rank kept (rng.cpu): ranks 0, 1, 2; rank r of the new job takes that of rank r mod 3"]
+            ["kept 1 value per rank (rng.cpu) from ranks 0, 1, 2; rank r of the new job gets the value of old rank \
+                 r mod 3"]
         );
         assert_eq!(
             settled.notes(Some(2)),
-            [
-                "1 value of each rank kept (rng.cpu): ranks 0, 1, 2; the new job has no rank 2, whose values are left out"
-            ]
+            ["kept 1 value per rank (rng.cpu) from ranks 0, 1, 2; the new job has no rank 2, so their values are \
+                 left out"]
         );
     }
 
     #[test]
-    fn each_choice_does_what_it_says() {
+    fn each_choice_gives_its_value_or_none() {
         let mut catalog = state();
         let settled = settle(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
         assert_eq!(settled.rank0, ["step", "rng.cpu"]);

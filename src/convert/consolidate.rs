@@ -1,4 +1,5 @@
-//! `consolidate`: the model, merged, to ship.
+//! The `consolidate` verb: writes the model of a checkpoint as whole tensors, with the files that loaders need beside
+//! them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,10 +25,10 @@ use crate::publish::DestinationKind;
 use crate::quantity::count;
 use crate::storage::lookup;
 
-/// Lays out the destination of `consolidate`.
+/// Plans the destination of `consolidate`.
 ///
 /// # Errors
-/// `Usage` if the source has no model, for a format that holds no whole tensors, or options that have no effect.
+/// `Usage` if the source has no model, if the format cannot store whole tensors, or if an option has no effect.
 pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
     let destination = args.convert.dst.as_deref();
@@ -35,7 +36,7 @@ pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Ru
     let placing = placing_like(&args.convert, like, to)?;
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     source.settle(args.convert.checks, TargetFiles::Together, run)?;
-    // Each walks through all of the state dict.
+    // Both functions traverse the whole state dict, so they run in parallel.
     let state = &source.wanted.catalog.state;
     let (tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
     check_model(args, &source, &tensors)?;
@@ -44,7 +45,7 @@ pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Ru
     check_tied(args.convert.tied, to)?;
     let (written, tied) = names_to_write(&source, tensors, args.convert.tied);
     let dtypes = source.wanted.catalog.dtypes();
-    // Names, dtypes and shapes are all that a format needs which does not keep strides.
+    // A format that does not keep strides needs only names, dtypes and shapes.
     if !to.keeps_order() {
         source.forget_wishes();
     }
@@ -68,27 +69,28 @@ pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Ru
         notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
             notes.push(format!(
-                "no {CONFIG} found, which loaders want beside the weights: options::assets DIR copies it"
+                "no {CONFIG} found, but loaders need it beside the weights: copy it with options::assets DIR"
             ));
         }
     } else if let Assets::From(_) = &args.assets {
         return Err(Error::usage(
-            "options::assets: DST is one file, which has no place for them",
-            "let DST be a folder, or leave options::assets out",
+            "options::assets needs a folder as DST, but DST is one file",
+            "use a folder as DST, or remove options::assets",
         ));
     }
     Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
 }
 
-/// What is shipped is a model: something, and no optimizer in it that nobody asked for.
+/// Checks that the selected tensors are a model: not empty, and without optimizer state that the user did not select.
 fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[(Fqn, TensorId)]) -> Result<()> {
     if tensors.is_empty() {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),
             if args.everything {
-                "`dtshard inspect` shows what it holds; consolidate writes tensors only"
+                "run `dtshard inspect` to list its contents; consolidate writes only tensors"
             } else {
-                "`dtshard inspect` shows what it holds; options::root or options::everything takes something else"
+                "run `dtshard inspect` to list its contents, then select other tensors with options::root or \
+                 options::everything"
             },
         ));
     }
@@ -96,28 +98,30 @@ fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[
     if !args.everything && !tensors.iter().any(is_float) {
         return Err(Error::usage(
             format!(
-                "{}: none of its {} is of floating point",
+                "{}: none of its {} has a floating-point dtype, so it is not a model",
                 args.convert.src.display(),
                 count(tensors.len(), "tensor")
             ),
-            "this is no model, but state of something else; options::everything takes it all the same",
+            "use options::everything to write these tensors anyway",
         ));
     }
     let select = &args.convert.select;
     let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
     match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(
-            format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
-            "say what the model is with options::root PATH (names below model: options::root model) or options::include, or take options::everything",
+            format!("{fqn} looks like optimizer state, but the file does not record which tensors are the model"),
+            "select the model with options::root PATH (for names below model: options::root model) or \
+             options::include, or write all tensors with options::everything",
         )),
         _ => Ok(()),
     }
 }
 
-/// Loaders go by the dtype that the configuration names, whatever the weights are.
+/// Returns a note if the configuration names another dtype than the weights have. Loaders use the dtype that the
+/// configuration names.
 ///
 /// # Errors
-/// `Io` where the configuration cannot be read.
+/// `Io` if the configuration cannot be read.
 fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Option<String>> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
     let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
@@ -131,23 +135,24 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
     let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
     cast.map(|(_, to, _)| {
         format!(
-            "{CONFIG} says {}, which loaders go by, and the weights are cast to {to}: change its dtype, or load with \
-             dtype=torch.{}",
+            "{CONFIG} has dtype {}, which loaders use, but the weights are cast to {to}: change the dtype in {CONFIG}, \
+             or load with dtype=torch.{}",
             named.torch_name(),
             to.torch_name()
         )
     })
 }
 
-/// The files that make a folder of weights a model: those of `--assets`, else of the source's folder, of `huggingface`
-/// in it, and of the folders above up to the one that was given.
+/// Returns the files to copy beside the weights (configuration, tokenizer). They are taken from the folder of
+/// `--assets`; without that option, from the source's folder, from `huggingface` in it, and from its parent folders up
+/// to the one that the user named.
 fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),
         Assets::From(folder) if !lookup::is_folder(folder)? => {
             return Err(Error::usage(
                 format!("options::assets {}: no such folder", folder.display()),
-                "give the folder that has config.json, or none",
+                "name the folder that contains config.json, or use options::assets none",
             ));
         }
         Assets::From(folder) => vec![folder.clone()],

@@ -1,4 +1,5 @@
-//! What the command line says of how SRC lies, where its files do not: `--src-mesh` to `--reduce`.
+//! Declared layout of plain tensors in SRC, parsed from the options `--src-mesh` to `--reduce`. The files of such
+//! tensors do not record how they are sharded.
 
 use std::path::Path;
 
@@ -12,10 +13,10 @@ use crate::layout::file::LayoutFile;
 use crate::layout::parallelize::RoleNames;
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
 
-/// `None` where nothing is said.
+/// Returns the declared layout, or `None` if no option declares one.
 ///
 /// # Errors
-/// `Layout` and `Usage` for what makes no sense by itself, as reading a layout file.
+/// `Layout` and `Usage` for invalid or contradicting options, and errors from reading a layout file.
 pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<Option<DeclaredLayout>> {
     let SourceLayoutOptions { src_mesh, src_mesh_ranks, src_placements, src_plan, src_split, src_layout, reduce } =
         args;
@@ -29,9 +30,11 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
         None if !says_how => return Ok(None),
         Some((option, _)) if !says_how => {
             return Err(Error::usage(
-                format!("{option} alone says nothing of how tensors lie"),
-                "say it with options::src_placements '**.w1=S(0)', a rule for each kind of tensor that ranks have parts of, or \
-                 with options::src_plan NAME, options::src_layout FILE or options::reduce",
+                format!(
+                    "{option} needs options::src_placements, options::src_plan, options::src_layout or options::reduce"
+                ),
+                "declare how tensors are sharded with options::src_placements '**.w1=S(0)', one rule for each kind of \
+                 sharded tensor, or with options::src_plan NAME, options::src_layout FILE or options::reduce",
             ));
         }
         _ => {}
@@ -52,7 +55,7 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
 }
 
 fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOptions<'a> {
-    // A dim along which ranks hold summands cuts nothing.
+    // A mesh dim along which ranks hold partial values shards nothing.
     let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
     let names = RoleNames { unused: idle, ..RoleNames::default() };
     PlanOptions {
@@ -63,14 +66,14 @@ fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOpti
     }
 }
 
-/// `--src-placements S(0),R`
+/// Returns the origin of a list for messages, for example `--src-placements S(0),R`.
 fn said(by: &str, list: &[PlacementSpec]) -> String {
     format!("{by} {}", comma_list(list))
 }
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
-    let hint =
-        "options::flat_layout reads them; for plain tensors say a mesh and placements: docs/reference/layout-file.md";
+    let hint = "use options::flat_layout for flat parameters; for plain tensors, declare a mesh and placements: \
+                docs/reference/layout-file.md";
     placements::file("options::src_layout", path, split, hint)
 }
 
@@ -81,15 +84,15 @@ fn mesh(args: &SourceLayoutOptions) -> Result<Option<DeviceMesh>> {
     }
     let Some(mesh) = mesh else {
         return Err(Error::usage(
-            "options::src_mesh_ranks says which ranks a mesh has where, and there is no options::src_mesh",
-            "say both, such as options::src_mesh dp=2,tp=2 options::src_mesh_ranks 0,2,1,3",
+            "options::src_mesh_ranks needs options::src_mesh",
+            "use both, for example options::src_mesh dp=2,tp=2 options::src_mesh_ranks 0,2,1,3",
         ));
     };
     let ranks = args.src_mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
     Ok(Some(mesh.with_ranks(ranks)?))
 }
 
-/// `dp,cp=avg`
+/// Parses a reduce rule, for example `dp,cp=avg`.
 fn parse_reduce(text: &str) -> Result<ReduceRule> {
     let (dims, op) = match text.split_once('=') {
         Some((dims, op)) => (dims, ReduceOp::from_name(op.trim())),
@@ -99,8 +102,9 @@ fn parse_reduce(text: &str) -> Result<ReduceRule> {
     match op {
         Some(op) if dims.iter().all(|dim| !dim.is_empty()) => Ok(ReduceRule { dims, op }),
         _ => Err(Error::usage(
-            format!("options::reduce {text}: expected names of mesh dims, and how they are reduced"),
-            "such as options::reduce dp, which sums, or options::reduce dp,cp=avg; known are sum, avg, max, min and product",
+            format!("options::reduce {text}: expected names of mesh dims, and optionally a reduction op"),
+            "for example, options::reduce dp sums, and options::reduce dp,cp=avg averages; the ops are sum, avg, max, \
+             min and product",
         )),
     }
 }
@@ -110,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dims_and_how_they_are_reduced() {
+    fn reduce_rule_is_parsed_into_dims_and_op() {
         let read = |text: &str| parse_reduce(text).map(|reduce| (reduce.dims.join("+"), reduce.op));
         assert_eq!(read("dp").unwrap(), ("dp".to_owned(), ReduceOp::Sum));
         assert_eq!(read("dp, cp=AVG").unwrap(), ("dp+cp".to_owned(), ReduceOp::Avg));

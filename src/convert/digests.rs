@@ -1,4 +1,4 @@
-//! A saved `inspect --digest --json`, which stands for a checkpoint where it is held against one.
+//! Saved output of `inspect --digest --json`, which `verify` can compare with a checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::format::Format;
 use crate::format::index::is_index;
 use crate::storage::{lookup, regular_file};
 
-/// The part of the document that tells values.
+/// Part of the document that describes values.
 #[derive(Debug, Deserialize)]
 pub struct DigestListing {
     format: String,
@@ -19,21 +19,20 @@ pub struct DigestListing {
     pub objects: BTreeMap<String, Json>,
 }
 
-/// What it says of one tensor.
+/// Entry of one tensor.
 #[derive(Debug, Deserialize)]
 pub struct ListedTensor {
     pub dtype: String,
     pub shape: Vec<u64>,
-    /// Summands that make no value have none.
+    /// Digest of the values; `None` for partial values that cannot be reduced.
     pub digest: Option<String>,
 }
 
 impl DigestListing {
-    /// The listing at `path`, or `None` where that is something else than a JSON file; an index of weights is one of
-    /// those.
+    /// Returns the listing at `path`, or `None` if `path` is not a JSON file or is an index of weights.
     ///
     /// # Errors
-    /// `Malformed` where it is no such document, `Usage` where it was made without digests, `Io`.
+    /// `Malformed` for another document, `Usage` for a listing without digests, `Io`.
     pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
         let is_json = path.extension().is_some_and(|suffix| suffix == "json");
         let is_index = path.file_name().is_some_and(|name| is_index(&name.to_string_lossy()));
@@ -49,12 +48,12 @@ impl DigestListing {
             return Ok(Some(listing));
         }
         Err(Error::usage(
-            format!("{}: a listing without digests", path.display()),
-            "make it with `dtshard inspect --digest --json`",
+            format!("{}: the listing has no digests", path.display()),
+            "create it with `dtshard inspect --digest --json`",
         ))
     }
 
-    /// Whether the checkpoint it was made of could hold objects.
+    /// Returns whether the format of the listed checkpoint can store objects.
     #[must_use]
     pub fn holds_objects(&self) -> bool {
         Format::from_name(&self.format).is_none_or(Format::holds_objects)

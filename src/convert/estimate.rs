@@ -1,4 +1,7 @@
-//! The memory that a conversion takes: what rounds may take beside what is laid out, and the peak.
+//! Estimates of the memory that a conversion uses: the memory left for exchange rounds, and the peak.
+//!
+//! All sizes are in bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so
+//! they reduce the memory for rounds and write blocks.
 
 use super::memory::{
     BASE_BYTES, LEAST_STRIP_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
@@ -14,39 +17,41 @@ use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::AnonymousMemory;
 
+/// Returns when the workers of a conversion read.
 fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.
+/// Returns the bytes of headers, pickles and tables that exceed the fixed allowance for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
     laid_out.saturating_sub(ALLOWED)
 }
 
-/// Returns the bytes of rounds: what this process sends and receives, and their sums.
+/// Returns the bytes of the exchange rounds of this process: send buffers, receive buffers and reduction buffers.
 fn rounds_bytes(conversion: &Prepared) -> u64 {
     let peers = conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
     let bucket = peers.map(Peers::bucket);
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
-/// Returns the bytes of rounds and of the laid-out headers.
+/// Returns the bytes of the exchange rounds and of the headers and tables of DST.
 fn held_bytes(conversion: &Prepared) -> u64 {
     rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
 }
 
-/// Returns the bytes that rounds may use without shorter strips.
+/// Returns the bytes that rounds may use without making write blocks shorter.
 pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64) -> u64 {
     let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Strips as long as what is held leaves room for. A process that exchanges has room for fewer threads.
+/// Returns the options with write blocks that fit into the memory limit. A process that exchanges bytes may get fewer
+/// threads.
 ///
 /// # Errors
-/// `Usage` with the floor, where the memory that is allowed is less.
+/// `Usage` with the minimum if the memory limit is too low.
 pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
@@ -56,28 +61,28 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     match strip_bytes(max_memory, held, scratch, options.threads) {
         Ok(strip_bytes) => Ok(Options { write_block_bytes: strip_bytes.min(options.write_block_bytes), ..options }),
         Err(_) => {
-            // With more memory there may be more threads.
+            // A higher limit may start more threads, and each needs a reduction buffer.
             let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
             let more = if conversion.source.is_exchanged() { sums_bytes(more) } else { 0 };
             let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
             Err(Error::usage(
                 format!(
-                    "options::max_memory {}: the headers of {} and their tables{} take more, {} in all",
+                    "options::max_memory {} is too low: the headers and tables of {}{} need {} in total",
                     human_bytes(max_memory),
                     count(conversion.reservation.files.len(), "file"),
-                    if conversion.source.is_exchanged() { ", and six times options::bucket_size," } else { "" },
+                    if conversion.source.is_exchanged() { ", and six times options::bucket_size" } else { "" },
                     human_bytes(needed)
                 ),
-                format!("allow at least options::max_memory {needed}"),
+                format!("use at least options::max_memory {needed}"),
             ))
         }
     }
 }
 
-/// All anonymous memory of a conversion at its peak, which is while metadata is read, or while data moves. `before` is
-/// what there is when all is read and laid out and no tensor data has moved.
+/// Returns the peak of all anonymous memory of a conversion. The peak occurs while metadata is read, or while data is
+/// copied. `before` is the memory after planning, before any tensor data is copied.
 pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
-    /// Stack of a worker, and what its allocations leave unused.
+    /// Stack of a worker, and the unused part of its allocations.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
     let buffers = options.threads as u64 * (options.write_block_bytes + scratch);
@@ -89,16 +94,16 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
     let rounds = rounds_bytes(conversion);
     let edges = if options.sync { BLOCK_JOINER_BYTES } else { 0 };
     let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
-    // Another run is not the same to the last page.
+    // Runs differ by a few pages, so the estimate is rounded up.
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }
 
-/// The warning for a run that may take more than is allowed in all.
+/// Returns a warning if a run may use more memory than the limit.
 pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
     (peak > max_memory).then(|| {
         format!(
-            "it may take {}, more than options::max_memory {}: that bounds buffers and what is laid out for DST, not the catalog \
-             of SRC and the plans of many chunks",
+            "this run may use {}, more than options::max_memory {}: that limit bounds the buffers and the headers of \
+             DST, but not the catalog of SRC or the plans for many chunks",
             human_bytes(peak),
             human_bytes(max_memory)
         )
@@ -110,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_is_allowed_in_all_is_warned_of() {
+    fn peak_above_the_limit_gives_a_warning() {
         assert_eq!(beyond(1 << 30, 1 << 30), None);
         let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
         assert!(warning.contains("1.10 GB, more than options::max_memory 1.00 GB"), "{warning}");

@@ -1,4 +1,4 @@
-//! The steps that all conversions share once the destination is laid out: last checks, a preview, or the work itself.
+//! Steps that all conversions share after the destination is laid out: the last checks, the preview and the execution.
 
 use std::path::Path;
 
@@ -24,10 +24,10 @@ use crate::publish::{Claim, Preflight, Staging, WorkPlan};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
 
-/// Completes a plan: checks what is laid out, and settles with other processes how long rounds are.
+/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the length of rounds.
 ///
 /// # Errors
-/// `Usage` for a result that is too large or empty; as meeting the other processes.
+/// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
 pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.forget_wishes();
     let checked = check_len(&prepared.reservation)
@@ -37,7 +37,7 @@ pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> 
     settled.map_err(|error| failed(prepared, error))
 }
 
-/// Names the checkpoint and the process of an error, and tells the other processes why this one ends.
+/// Adds checkpoint and process to an error, and informs the other processes why this one ends.
 fn failed(prepared: &mut Prepared, error: Error) -> Error {
     let error = prepared.source.locate(error);
     if let Some(peers) = prepared.source.peers.take() {
@@ -47,7 +47,7 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
     error
 }
 
-/// Lets rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
+/// Makes rounds as long as the memory beside the headers of DST allows. Collective if there are peers.
 fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -56,10 +56,10 @@ fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) 
     prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.settle_bucket(room, run.progress))
 }
 
-/// Computes what a run would do, and writes nothing.
+/// Computes the preview of a run, and writes nothing.
 ///
 /// # Errors
-/// As planning.
+/// The errors of planning.
 pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
     refuse_parted(prepared)?;
     let previewed = look_ahead(prepared, args, run).map_err(|error| failed(prepared, error));
@@ -77,7 +77,7 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
             (stats, account.loads) = peers.dry_run(source, &prepared.reservation, run)?;
             stats
         }
-        // Nothing is copied for a preview.
+        // A preview copies no files of SRC, so this process may not see all of them.
         Some(_) => {
             let input = Input { resolve: &resolve_unseen, ..input(source) };
             copy::dry_run(input, &prepared.reservation, &run.stop)?
@@ -89,10 +89,10 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     Ok(account.preview(&stats, foreseen))
 }
 
-/// Does the work, or this process's part of it.
+/// Executes the plan, or only the part of this process.
 ///
 /// # Errors
-/// Anything; the destination is then as it was.
+/// Any error; the destination is then unchanged.
 pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
     refuse_parted(prepared)?;
     let options = begin(prepared, args, run);
@@ -105,7 +105,7 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
     report
 }
 
-/// Leaves the other processes, if there are any.
+/// Disconnects from the other processes, if there are any.
 fn part(prepared: &mut Prepared, is_published: bool) {
     if let Some(peers) = prepared.source.peers.take() {
         prepared.source.has_parted = true;
@@ -113,19 +113,22 @@ fn part(prepared: &mut Prepared, is_published: bool) {
     }
 }
 
-/// Refuses a plan whose processes have parted: its rounds are theirs.
+/// Refuses a plan whose processes have disconnected, because its rounds need all of them.
+///
+/// # Errors
+/// `Usage`.
 fn refuse_parted(prepared: &Prepared) -> Result<()> {
     if !prepared.source.has_parted {
         return Ok(());
     }
     Err(Error::usage(
-        "the processes of this plan have left each other after its preview or execution",
-        "open the source and plan again, in all processes",
+        "the processes of this plan disconnected after its preview or execution",
+        "open the source and plan again in all processes",
     ))
 }
 
-/// Copies files of the source that only some processes see to where all see them. A run that is refused is refused before
-/// that. Collective, where there are peers.
+/// Copies files of the source that only some processes see to a folder that all processes see. Checks first whether the
+/// run would be refused. Collective if there are peers.
 fn copy_source(
     prepared: &mut Prepared,
     args: &ConvertOptions,
@@ -150,11 +153,11 @@ fn copy_source(
     copied
 }
 
-/// Returns the space that the destination takes, as far as one look shows: 0 where a run goes on with what it finds, `None`
-/// where nothing is to be written.
+/// Returns an estimate of the bytes that the destination needs: 0 if the run resumes, `None` if there is nothing to
+/// write.
 ///
 /// # Errors
-/// As a run that is refused.
+/// The error with which a run would be refused.
 fn bytes_to_write(
     prepared: &Prepared,
     args: &ConvertOptions,
@@ -167,7 +170,7 @@ fn bytes_to_write(
         Preflight::Done => Ok(None),
         Preflight::Fresh if !claim.restart => Ok(Some(prepared.len_bytes())),
         Preflight::Fresh | Preflight::Resumes => Ok(Some(0)),
-        // Where another process is gone, these options go on or start again.
+        // With these options, the run continues or starts again, even if another process has ended.
         Preflight::Unsure(_) if claim.resume || claim.restart => Ok(Some(0)),
         Preflight::Unsure(error) => Err(error),
     }
@@ -195,7 +198,7 @@ fn perform(
     Ok(account.report(&stats, outcome, run))
 }
 
-/// Says what is about to be done, and divides the memory.
+/// Prints notes and warnings before the work begins, and returns options that fit into the memory.
 fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Options> {
     for note in notes(prepared) {
         run.progress.note(&note);
@@ -205,37 +208,41 @@ fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Op
     }
     unused_options(prepared, args, run).iter().for_each(|warning| run.progress.warning(warning));
     let options = within_memory(prepared, run.options, args.source.max_memory)?;
-    // Another node cannot seal what only this one has in its memory.
+    // Another node may seal the output, so all data of this node must be on disk.
     let options = Options { sync: options.sync || !run.launch.part.is_alone(), ..options };
     run.progress.detail(&how(prepared.source.checkpoint.files.io(), &options));
     Ok(options)
 }
 
-/// `reading from mappings, 2 threads, strips of 4.19 MB`
+/// Describes how data is copied, for example `reading with mmap, 2 threads, write blocks of 4.19 MB`.
 fn how(io: IoMode, options: &Options) -> String {
     let io = match io {
-        IoMode::Mmap => "from mappings",
-        IoMode::Read => "by read calls",
-        IoMode::Direct => "past the page cache",
+        IoMode::Mmap => "with mmap",
+        IoMode::Read => "with read calls",
+        IoMode::Direct => "with O_DIRECT",
     };
-    format!("reading {io}, {}, strips of {}", count(options.threads, "thread"), human_bytes(options.write_block_bytes))
+    format!(
+        "reading {io}, {}, write blocks of {}",
+        count(options.threads, "thread"),
+        human_bytes(options.write_block_bytes)
+    )
 }
 
-/// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind
-/// this one.
+/// Checks that the total length of DST is below 2^62 bytes. A source may declare any size, and every rank may get a
+/// copy of it. After this check, sums of file lengths cannot overflow.
 fn check_len(reservation: &Reservation) -> Result<()> {
     let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
     if total < 1 << 62 {
         return Ok(());
     }
     Err(Error::usage(
-        format!("the files of DST would have {total} bytes in all: no file system holds 2^62"),
-        "does SRC hold views of few bytes that claim to be many?",
+        format!("the files of DST would have {total} bytes in total: no file system can store 2^62 bytes"),
+        "SRC may contain expanded (stride-0) tensors; make them contiguous before saving",
     ))
 }
 
-/// Proves of every source tensor that its chunks cover each element exactly once, so that a gap is an error before any byte
-/// moves.
+/// Checks for every source tensor that its chunks cover each element exactly once, so that a gap is an error before any
+/// byte is copied.
 fn check_coverage(prepared: &Prepared) -> Result<()> {
     /// Tensors that one task checks.
     const TENSORS: usize = 1 << 10;
@@ -247,7 +254,7 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// A result without tensors is a loss, unless it was asked for.
+/// Checks that the result has tensors, unless the user chose to drop differing ones.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

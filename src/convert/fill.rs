@@ -1,10 +1,11 @@
-//! `--fill-from`: what SRC has, in the place it has in another checkpoint, FILLER.
+//! `--fill-from`: puts the values of SRC into another checkpoint, called FILLER.
 //!
-//! The result is FILLER, with its tree, its series and folders, and the files beside it; only values come from SRC. So a
-//! tensor keeps its number in FILLER's catalog and its content becomes that of SRC's: names that are tied stay tied,
-//! and nothing downstream knows of two checkpoints. Tensors are matched as [`Names`] does it.
+//! The result is FILLER with its state-dict tree, its series, its folders and its sidecar files; only values come from
+//! SRC. A tensor keeps its [`TensorId`] in FILLER's catalog, and its entry is replaced by the entry from SRC. So tied
+//! names stay tied, and later steps see one checkpoint. [`Names`] matches the tensors of both checkpoints.
 //!
-//! Invariant: everything that is taken of SRC has its place in FILLER, in the same shape and dtype, or it is an error.
+//! Invariant: every selected value of SRC has a counterpart in FILLER with the same shape and dtype; otherwise the
+//! conversion fails.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -25,24 +26,25 @@ use crate::nearest;
 use crate::quantity::count;
 use crate::select::{self, Selected, Wrappers};
 
-/// A tensor of SRC.
+/// A tensor of SRC that replaces a tensor of FILLER.
 #[derive(Clone, Debug)]
 struct FilledTensor {
     id: TensorId,
     path: Path,
 }
 
-/// Fills SRC into the checkpoint at `filler`, and remembers the one at `like`. The two may be one, which is read once.
+/// Fills the values of SRC into the checkpoint at `filler`, and opens the checkpoint at `like`. If both paths are
+/// equal, the checkpoint is read once.
 ///
 /// # Errors
-/// As reading those, and as [`fill`].
+/// Errors from reading the two checkpoints, and the errors of [`fill`].
 pub fn with_others(
     mut source: ConversionSource,
     (filler, like): (Option<&FilePath>, Option<&FilePath>),
     args: &ConvertOptions,
     run: &Run<'_>,
 ) -> Result<ConversionSource> {
-    // The files beside the checkpoint that fills go along.
+    // The sidecar files of FILLER are copied, too.
     let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
     let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
     if let Some(path) = filler {
@@ -52,24 +54,25 @@ pub fn with_others(
         source = fill(source, filler, wrappers, run)?;
     }
     if let (Some(path), None) = (like, &source.like) {
-        // Objects do not say how tensors lie.
+        // Only tensors have a layout, so objects of unknown types are not needed.
         let options = ReadOptions { drop_unknown: true, want: Want::State, ..options };
         source.like = Some(open_whole(path, &options, run)?);
     }
     Ok(source)
 }
 
-/// Read all of a checkpoint that stands beside SRC, which must be whole.
+/// Opens a further checkpoint beside SRC, which must be complete.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
     Ok(checkpoint)
 }
 
-/// FILLER, with the values that SRC has.
+/// Returns FILLER with the values of SRC.
 ///
 /// # Errors
-/// `Usage` for a name that FILLER lacks, `Conflict` where the two do not fit; as reading, where tied names are compared.
+/// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from
+/// reading tensors that are tied in FILLER.
 fn fill(
     source: ConversionSource,
     mut filler: Checkpoint,
@@ -84,20 +87,20 @@ fn fill(
     let notes = notes(&source, &filler, FillCounts { tensors: taken.len(), objects, own_values });
     let Checkpoint { root, resolved_from, format, files, catalog, .. } = source.checkpoint;
     let replaced = put(&mut filler.catalog, catalog, &taken, filler.files.append(files));
-    // What is not taken of SRC is not left out: FILLER has it.
+    // Names of SRC that are not selected do not count as left out, because FILLER has values for them.
     wanted = Selected { notes, casts: source.wanted.casts, ..wanted };
     let filled = Some(Filled { root, resolved_from, format, replaced });
     Ok(ConversionSource { checkpoint: filler, wanted, filled, ..source })
 }
 
-/// How much is from SRC.
+/// Counts of the values that come from SRC, and of the per-rank values that do not.
 struct FillCounts {
     tensors: usize,
     objects: usize,
     own_values: usize,
 }
 
-/// What the user should know.
+/// Returns the notes about the values that come from each checkpoint.
 fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> Vec<String> {
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
@@ -111,28 +114,28 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     ));
     let not_taken = not_taken(source);
     if not_taken > 0 {
-        notes.push(format!("{} of {} not taken", count(not_taken, "name"), source.checkpoint.root.display()));
+        notes.push(format!("{} of {} not used", count(not_taken, "name"), source.checkpoint.root.display()));
     }
     if counts.own_values > 0 {
         let values = count(counts.own_values, "value");
-        notes.push(format!("{values} of single ranks not taken: {} has them for each rank", filler.root.display()));
+        notes.push(format!("{values} of single ranks not used: {} has one value for all ranks", filler.root.display()));
     }
     notes
 }
 
-/// How many names `--include` and the like leave out of SRC.
+/// Returns how many names of SRC the name options (`--include` and similar) leave out.
 fn not_taken(source: &ConversionSource) -> usize {
     source.wanted.left_out.tensors.len() + source.wanted.left_out.objects.len()
 }
 
-/// Whether this is what a parameter group of an optimizer updates: `param_groups.0.params`.
+/// Returns whether `path` is the parameter list of an optimizer's parameter group, such as `param_groups.0.params`.
 fn is_list_of_parameters(path: &Path) -> bool {
     matches!(path.0.as_slice(), [.., Key::Name(groups), Key::Index(_), Key::Name(key)]
         if **groups == *"param_groups" && **key == *"params")
 }
 
-/// Give tensors of `catalog` the content that others have in `from`, whose files come behind `files` others now; gives
-/// what they were.
+/// Replaces tensor entries of `catalog` by entries of `from`, and returns the replaced entries. The file ids of `from`
+/// are shifted by `files`, because its files now follow the files of `catalog`.
 fn put(
     catalog: &mut Catalog,
     mut from: Catalog,
@@ -157,18 +160,18 @@ fn put(
     replaced
 }
 
-/// The search for the places that SRC's values have in FILLER.
+/// Search for the counterparts of SRC's values in FILLER.
 struct Filling<'a> {
     source: &'a ConversionSource,
     filler: &'a Checkpoint,
     wrappers: Wrappers,
     run: &'a Run<'a>,
-    /// Values of single ranks in SRC, which are one of all ranks in FILLER.
+    /// Number of per-rank values in SRC whose counterpart in FILLER is one value for all ranks.
     own_values: usize,
 }
 
 impl Filling<'_> {
-    /// For each tensor of FILLER that SRC has, which one.
+    /// Returns, for each tensor of FILLER that SRC replaces, the tensor of SRC.
     fn tensors(&mut self) -> Result<BTreeMap<TensorId, FilledTensor>> {
         let state = &self.source.wanted.catalog.state;
         let (own, theirs) = (Names::new(state, self.wrappers), Names::new(&self.filler.catalog.state, self.wrappers));
@@ -204,7 +207,7 @@ impl Filling<'_> {
         }
     }
 
-    /// Put the objects of SRC in the place of FILLER's; gives how many of them are others than before.
+    /// Replaces the objects of FILLER by the objects of SRC, and returns how many of them changed.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
         let state = &self.source.wanted.catalog.state;
         let roots = [state, &filled.state].map(crate::catalog::model::model_root);
@@ -236,9 +239,9 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
-                // With what is left out of SRC its lists have lost names, of which FILLER has the state.
+                // If names of SRC are left out, its parameter lists lack names whose state FILLER keeps.
                 Some(_) if not_taken(self.source) > 0 && is_list_of_parameters(path) => {}
-                // Tensors in it are replaced by themselves.
+                // The tensors inside the object are replaced one by one in `tensors`.
                 Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}
                 Some(value) if leaf.contains_tensor() || value.contains_tensor() => {
                     refused.get_or_insert_with(|| self.other(path, "an object with tensors in it", leaf, value));
@@ -258,49 +261,59 @@ impl Filling<'_> {
         if self.wrappers == Wrappers::Keep { path.to_string() } else { clean_name(&path.to_string()) }
     }
 
+    /// Checks that a tensor of SRC can replace the tensor `id` of FILLER.
+    ///
     /// # Errors
-    /// `Conflict` where a tensor of SRC cannot be that tensor of FILLER.
+    /// `Conflict` for a different shape or dtype.
     fn check_fits(&self, tensor: &FilledTensor, id: TensorId) -> Result<()> {
         let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
-            let hint = "options::exclude leaves it out, and that of options::fill_from stays";
+            let hint = "leave it out with options::exclude to keep the value of options::fill_from";
             let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
             return Err(self.misfit(&tensor.path, "the shape", &theirs, &ours, hint));
         }
         if ours.dtype != theirs.dtype {
             let (name, dtype) = (&self.source.checkpoint.catalog.tensor(tensor.id).fqn, theirs.dtype);
-            let this_one = format!("options::dtype '{name}={dtype}' casts this one");
+            let this_one = format!("cast this tensor with options::dtype '{name}={dtype}'");
             let hint = match ours.dtype {
-                // What --dtype leaves as it is in any case.
+                // --dtype never casts scalars, and casts only to `CAST_TARGETS`.
                 _ if ours.shape.is_empty() || !Dtype::CAST_TARGETS.contains(&dtype) => None,
                 Dtype::F64 => Some(this_one),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => {
-                    Some(format!("{this_one}, options::dtype {dtype} all weights of SRC"))
+                    Some(format!("{this_one}, or all weights of SRC with options::dtype {dtype}"))
                 }
                 _ => None,
             };
             let hint = hint.unwrap_or_else(|| {
-                format!("save it as {dtype}; options::exclude leaves it out, and that of options::fill_from stays")
+                format!(
+                    "save it as {dtype}, or leave it out with options::exclude to keep the value of options::fill_from"
+                )
             });
             return Err(self.misfit(&tensor.path, "the dtype", &theirs.dtype, &ours.dtype, &hint));
         }
         Ok(())
     }
 
-    /// Names that are tied in FILLER and not in SRC must mean the same all the same.
+    /// Checks that two tensors of SRC are equal where FILLER has one tied tensor for both names.
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
-        let wish = self.source.wanted.catalog.tensor(first.id);
-        let Some(detail) = self.source.difference([first.id, second.id], wish.dtype, self.run)? else { return Ok(()) };
+        let selected = self.source.wanted.catalog.tensor(first.id);
+        let Some(detail) = self.source.difference([first.id, second.id], selected.dtype, self.run)? else {
+            return Ok(());
+        };
         Err(Error::Catalog(CatalogError::Conflict {
             fqn: first.path.to_string(),
             what: "a tensor that is tied in FILLER",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
             detail,
-            hint: Some(String::from("they are one tensor there: make them equal, or options::exclude one of them")),
+            hint: Some(String::from(
+                "FILLER has one tensor for both names: make the two tensors equal, or leave one out with \
+                 options::exclude",
+            )),
         }))
     }
 
+    /// Returns the error for a value of SRC that does not fit its counterpart in FILLER.
     fn misfit(
         &self,
         path: &Path,
@@ -319,30 +332,37 @@ impl Filling<'_> {
         })
     }
 
+    /// Returns the error for an object of SRC that cannot replace the object of FILLER.
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
-        let hint = "options::exclude leaves it out, and that of options::fill_from stays";
+        let hint = "leave it out with options::exclude to keep the value of options::fill_from";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
         self.misfit(path, what, &theirs, &ours, hint)
     }
 
+    /// Returns the error for names of SRC that FILLER does not have.
     fn unknown(&self, what: &str, names: &[String], nearest: &str) -> Error {
         Error::usage(
             format!("{}: {} has no {what} of this name", short_list(names, FEW), self.filler.root.display()),
-            format!("{nearest}; options::rename, options::strip_prefix and options::nest change names of SRC, options::exclude leaves them out"),
+            format!(
+                "{nearest}; change names of SRC with options::rename, options::strip_prefix or options::nest, or \
+                     leave them out with options::exclude"
+            ),
         )
         .naming(names)
     }
 
+    /// Returns the error for a name of SRC that matches two tensors of FILLER.
     fn ambiguous(&self, path: &Path, in_model: TensorId, whole: TensorId) -> Error {
         let name = |id| &self.filler.catalog.tensor(id).fqn;
         Error::usage(
             format!(
-                "{path}: it is {} in the model of {}, and {}",
+                "{path} is ambiguous: it matches {} in the model of {}, and also {}",
                 name(in_model),
                 self.filler.root.display(),
                 name(whole)
             ),
-            "options::nest model says that names of SRC are those in the model, options::root model that they begin with it",
+            "if the names of SRC are names inside the model, use options::nest model; if they begin with `model`, use \
+             options::root model",
         )
     }
 }

@@ -1,8 +1,8 @@
-//! What is recorded as done, as far as it can be believed.
+//! Validation of the journals: which recorded byte ranges are really written.
 //!
-//! An entry counts where its file is as long as it should be and, with `--verify`, where what is there has the digest
-//! that it tells. One that does not is [doubted](crate::publish::journal), with a warning, and is work to be done; what else
-//! was done stays done.
+//! An entry is valid if its file has the expected length and, with `--verify`, if the bytes in the file have the
+//! recorded digest. An invalid entry gets a warning and is [invalidated](crate::publish::journal), so its bytes are
+//! written again. All other entries stay valid.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -21,10 +21,10 @@ use crate::publish::recovery::{ChangedRange, CompletedWork, RecordedRange, chang
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
-/// Warnings that are told one by one.
+/// Largest number of warnings that are printed one by one.
 const MOST_WARNINGS: usize = 8;
 
-/// The journals of what is being written, and what they are about.
+/// Journals of an unfinished destination, with the conversion that they belong to.
 #[derive(Clone, Copy)]
 pub struct JournalSet<'a> {
     pub conversion: &'a Prepared,
@@ -38,18 +38,18 @@ impl JournalSet<'_> {
         &self.conversion.reservation.files
     }
 
-    /// What all runs have recorded.
+    /// Returns the work that all runs have recorded.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn known(&self) -> Result<CompletedWork> {
         CompletedWork::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.sync)
     }
 
-    /// The same, as long as nobody has published and taken it away.
+    /// Returns the recorded work, or `None` if another process has published the destination and removed the journals.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn known_yet(&self) -> Result<Option<CompletedWork>> {
         match self.known() {
             Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(None),
@@ -57,7 +57,7 @@ impl JournalSet<'_> {
         }
     }
 
-    /// What is recorded and can be believed, of what reaches into `own`.
+    /// Validates the entries of files in `own`, and returns the completed work without invalid entries.
     ///
     /// # Errors
     /// `Io`, `Stopped`.
@@ -68,7 +68,7 @@ impl JournalSet<'_> {
             known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
         };
         if contradicts(&known, &misfits) {
-            // Doubt is for all processes, so a file must not be missing from a cache alone.
+            // An invalidation applies to all processes, so the mismatch must not come from a stale file-system cache.
             self.staging.confirm(&self.run.stop, "what is recorded as written", || {
                 (known, misfits) = self.known_and_misfits(own)?;
                 Ok(!contradicts(&known, &misfits))
@@ -114,14 +114,15 @@ impl JournalSet<'_> {
         let more = warnings.len().saturating_sub(MOST_WARNINGS);
         warnings.iter().take(MOST_WARNINGS).for_each(|warning| self.run.progress.warning(warning));
         if more > 0 {
-            self.run.progress.warning(&format!("{more} more that are recorded as done are written again"));
+            self.run.progress.warning(&format!("{more} more ranges that are recorded as done are written again"));
         }
         doubt(self.staging.journal(), known.doubts(&doubted), self.sync)?;
         self.known()
     }
 
-    /// What is recorded, and the files that were not as long as they should be before and after that was read: whoever
-    /// makes a file, or makes it whole, records nothing of it before and doubts what was recorded first.
+    /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read. A
+    /// process that creates or extends a file first invalidates old entries of it, and records new entries only
+    /// afterwards.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;
@@ -138,10 +139,10 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Whether a carried file is recorded and there as it should be; its bytes are compared with `--verify`.
+    /// Returns whether a sidecar file is recorded and correctly copied. With `verify`, its bytes are compared.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn has_carried(&self, known: &CompletedWork, number: u32, file: &SidecarFile, verify: bool) -> Result<bool> {
         if !known.carried.contains(&number) {
             return Ok(false);
@@ -151,15 +152,18 @@ impl JournalSet<'_> {
         let is_whole = is_there && (!verify || is_copied(file, folder, true)?);
         if !is_whole {
             let path = self.staging.folder().join(&file.to);
-            self.run.progress.warning(&format!("{} is not what was copied; it is copied again", path.display()));
+            self.run
+                .progress
+                .warning(&format!("{} differs from the file that was copied; it is copied again", path.display()));
         }
         Ok(is_whole)
     }
 
-    /// Doubt copies of what is missing of reduced tensors, until none is left: an entry is doubted as a whole.
+    /// Invalidates partly written replicas of reduced tensors. Entries are invalidated as a whole, which can make more
+    /// replicas incomplete, so this repeats until none is left.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn doubt_torn(&self) -> Result<()> {
         let Prepared { source, reservation, .. } = self.conversion;
         loop {
@@ -172,10 +176,10 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Record that these bytes are not what they should be, whoever wrote them.
+    /// Invalidates all entries that overlap `bytes`, of any process.
     ///
     /// # Errors
-    /// `Io`
+    /// `Io`.
     pub fn doubt(&self, known: &CompletedWork, bytes: &Extents) -> Result<()> {
         let is_meant = |taken: &&RecordedRange| bytes.overlaps(taken.file, &taken.range);
         let doubted: Vec<&RecordedRange> = known.taken.iter().filter(is_meant).collect();

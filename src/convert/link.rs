@@ -1,7 +1,8 @@
-//! What tensors and words go by between processes that have met.
+//! Transports between connected processes, for control messages and for tensor data.
 //!
-//! Words go by records in the [work folder](super::work_folder), by NCCL or by MPI. Tensors go from GPU to GPU by NCCL, from
-//! host to host by MPI, or through files of SRC that are copied to where all processes see them.
+//! Control messages use record files in the [work folder](super::work_folder), NCCL or MPI. Tensor data uses NCCL
+//! between GPUs, MPI between hosts, or no transport at all: then files of SRC are copied to a folder that all processes
+//! see.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -19,38 +20,39 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// What processes have met by.
+/// Means by which the processes connected.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
     Mpi(Arc<Mpi>),
 }
 
-/// The way that tensors go between processes.
+/// Transport of tensor data between processes.
 pub enum Transport {
-    /// Each process reads what it writes: SRC, or a copy of files that it does not see.
+    /// Each process reads the data that it writes, from SRC or from a copy of the files that it does not see.
     Copy,
     #[cfg(feature = "mpi")]
     Mpi,
     Nccl(Box<Gpu>, Nccl),
 }
 
+/// Connection between the processes of a run.
 pub struct Link {
     way: Transport,
     met: Meeting,
 }
 
-/// What is to be linked, and who hears of it.
+/// Parameters for the choice of a transport.
 pub struct LinkRequest<'a> {
     pub args: &'a ExchangeOptions,
-    /// They may be shorter yet.
+    /// Upper bound of the length of rounds.
     pub rounds: Bucket,
     pub local_rank: u32,
     pub roster: &'a ProcessTable,
     pub progress: &'a dyn Progress,
 }
 
-/// Asks what processes have met by, whatever that is.
+/// Evaluates an expression with the communicator of a [`Meeting`].
 macro_rules! of_met {
     ($met:expr, $control:ident => $body:expr) => {
         match $met {
@@ -61,10 +63,10 @@ macro_rules! of_met {
     };
 }
 
-/// The error for `--backend mpi` where there is no MPI.
+/// Checks that `--backend mpi` is possible.
 ///
 /// # Errors
-/// `Usage` where this program was built without MPI, or was not started by it.
+/// `Usage`, because this program was built without MPI.
 #[cfg(not(feature = "mpi"))]
 pub fn check_mpi(_launch: &crate::launch::Launch) -> Result<()> {
     Err(Error::usage(
@@ -73,10 +75,10 @@ pub fn check_mpi(_launch: &crate::launch::Launch) -> Result<()> {
     ))
 }
 
-/// The error for `--backend mpi` where there is no MPI.
+/// Checks that `--backend mpi` is possible.
 ///
 /// # Errors
-/// `Usage` where this program was not started by MPI.
+/// `Usage` if MPI did not start this program.
 #[cfg(feature = "mpi")]
 pub fn check_mpi(launch: &crate::launch::Launch) -> Result<()> {
     if crate::comm::mpi::is_under_mpi(launch, &process_environment) {
@@ -84,11 +86,12 @@ pub fn check_mpi(launch: &crate::launch::Launch) -> Result<()> {
     }
     Err(Error::usage(
         "options::backend mpi: this process was not started under MPI",
-        "start it by mpirun, or by srun with --mpi=pmix or --mpi=pmi2; or leave options::backend out",
+        "start it with mpirun, or with srun and --mpi=pmix or --mpi=pmi2; or leave options::backend out",
     ))
 }
 
 impl Meeting {
+    /// Chooses the transport of tensor data. Collective.
     fn way<C>(&self, control: &Arc<C>, linking: &LinkRequest<'_>) -> Result<Transport>
     where
         C: Communicator + crate::comm::FailureNotes + 'static,
@@ -98,10 +101,10 @@ impl Meeting {
         let settings = gpu::Settings::new(&process_environment);
         let (own, nccl) = match args.backend {
             Backend::Cpu => {
-                progress.detail("backend cpu, as options::backend says");
+                progress.detail("backend cpu, as chosen by options::backend");
                 return Ok(Transport::Copy);
             }
-            Backend::Mpi => return Ok(self.without_devices("as options::backend says", progress)),
+            Backend::Mpi => return Ok(self.without_devices("as chosen by options::backend", progress)),
             Backend::Nccl => {
                 let own = control.settle(gpu::open(&settings, local_rank))?;
                 let nccl = Nccl::meet(&own, settings.sharing, control)?;
@@ -117,7 +120,7 @@ impl Meeting {
                     gpu::NcclSetup::Met(nccl) => (own, nccl),
                     gpu::NcclSetup::Missed(against) => {
                         let against = linking.roster.name(against);
-                        // Other errors than of how processes were started deserve a look.
+                        // Errors other than `Usage` may be faults of the machine, so they are warnings.
                         if !matches!(against, Error::Usage(_)) {
                             progress.warning(&format!("NCCL does not connect the GPUs: {against}"));
                         }
@@ -128,15 +131,18 @@ impl Meeting {
         };
         let version = own.nccl().ok().and_then(|nccl| nccl.version().ok());
         let version = version.map_or_else(String::new, |version| format!(" {version}"));
-        progress.detail(&format!("backend nccl: bytes go by NCCL{version}, here from {:?}", own.device));
+        progress
+            .detail(&format!("backend nccl: tensors are sent by NCCL{version}, on this process from {:?}", own.device));
         progress.detail(&match own.packer.missing_kernel() {
-            None => String::from("a kernel packs them"),
-            Some(why) => format!("no kernel packs them, the driver copies, a call a copy: {why}"),
+            None => String::from("a kernel packs the data to send"),
+            Some(why) => {
+                format!("no kernel can pack the data to send, so the driver copies each range with its own call: {why}")
+            }
         });
         Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
-    /// The way that is left where NCCL is not taken, for this reason.
+    /// Returns the transport without NCCL, and reports the reason `why`.
     fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
@@ -145,7 +151,7 @@ impl Meeting {
             }
             #[cfg(feature = "mpi")]
             Self::Mpi(_) => {
-                progress.detail(&format!("backend mpi: bytes go by {}, {why}", Mpi::library()));
+                progress.detail(&format!("backend mpi: tensors are sent by {}, {why}", Mpi::library()));
                 Transport::Mpi
             }
         }
@@ -153,22 +159,22 @@ impl Meeting {
 }
 
 impl Link {
-    /// Processes that have met, and have not chosen a way.
+    /// Returns the connection before a transport is chosen.
     #[must_use]
     pub fn new(met: Meeting) -> Self {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses the way that tensors go. Collective; all come to the same.
+    /// Chooses the transport of tensor data. Collective; all processes choose the same.
     ///
     /// # Errors
-    /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
+    /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.
     pub fn choose(&mut self, linking: &LinkRequest<'_>) -> Result<()> {
         self.way = of_met!(&self.met, control => self.met.way(control, linking))?;
         Ok(())
     }
 
-    /// Names what all processes do next, for reports of long waits. Waits for NCCL and MPI are not reported.
+    /// Sets the name of the next collective step, for reports of long waits. Waits for NCCL and MPI are not reported.
     pub fn begin(&self, doing: &'static str) {
         match &self.met {
             Meeting::Records(records) => records.begin(doing),
@@ -177,11 +183,13 @@ impl Link {
         }
     }
 
+    /// Returns the transport of tensor data.
     #[must_use]
     pub fn way(&self) -> &Transport {
         &self.way
     }
 
+    /// Returns the MPI communicator if the processes connected by MPI.
     #[cfg(feature = "mpi")]
     #[must_use]
     pub fn mpi(&self) -> Option<&Mpi> {
@@ -193,7 +201,7 @@ impl Link {
 }
 
 impl Communicator for Link {
-    /// None: tensors go by the [way](Link::way).
+    /// Uninhabited: tensor data uses the [transport](Link::way).
     type Memory = Infallible;
 
     fn rank(&self) -> u32 {
@@ -239,18 +247,19 @@ impl Communicator for Link {
     }
 }
 
-/// What computes on the device; `None` where the host does, which is said.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports which one is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {
         Ok(_) => String::from("kernels reduce and cast"),
-        Err(why) => format!("no kernel reduces or casts, the host does: {why}"),
+        Err(why) => format!("no kernel can reduce or cast, so the CPU does it: {why}"),
     });
     opened.ok()
 }
 
 impl LinkRequest<'_> {
-    /// What this process has, where all have it; else what the first lacks that does not. Collective.
+    /// Returns the GPU of this process if every process has one, otherwise why the first process without one has none.
+    /// Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());

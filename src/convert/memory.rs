@@ -1,8 +1,9 @@
-//! The memory that a run may take, and the threads and strips that it has room for. [`estimate`](super::estimate) is of a
-//! whole conversion.
+//! Number of threads and length of write blocks that fit into the memory limit. [`estimate`](super::estimate) computes
+//! the memory of a whole conversion.
 //!
-//! Counts bytes. `--max-memory` bounds buffers, and the headers and tables of DST; what is told (`peak_bytes`) also has
-//! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
+//! All sizes are in bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The reported peak
+//! (`peak_bytes`) also includes the catalog, whose size grows with the number of chunks and has no bound. Invariant: no
+//! run uses more memory than the reported peak.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -17,28 +18,28 @@ use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
-/// What threads wait for.
+/// Resource that limits the speed of the threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bottleneck {
-    /// For the processor, most of the time.
+    /// The threads wait for the processor most of the time.
     Processor,
-    /// For a disk, which has them sleep until what they write is on it.
+    /// The threads sleep until a disk has stored the data that they write.
     Disk,
 }
 
 impl Bottleneck {
-    /// Of writing `destination`, where all of it is to be on disk in the end and nobody else has a part in it. A dry run
-    /// may not know where to: then it promises for a disk.
+    /// Returns the bottleneck for a single process that writes `destination` and syncs it to disk. A dry run may have
+    /// no destination; then the answer is a disk.
     pub fn of_synced(destination: Option<&Path>) -> Self {
         let is_on_disk = |destination: &Path| suits_direct_writes(nearest_folder(destination)).is_ok_and(|suits| suits);
         if destination.is_none_or(is_on_disk) { Self::Disk } else { Self::Processor }
     }
 }
 
-/// Threads and buffers for a run with these rounds, if it has them.
+/// Returns the threads and buffer sizes for a run. `rounds` is `None` if processes do not exchange bytes.
 ///
 /// # Errors
-/// `Usage` where there is no such number of threads, or too little memory for them.
+/// `Usage` if the number of threads is invalid or the memory limit is too low for them.
 pub fn work_options(
     args: &SourceOptions,
     sync: bool,
@@ -48,7 +49,7 @@ pub fn work_options(
     let io = args.io;
     let max_memory = args.max_memory;
     let scratch = scratch_bytes(io, ReadTiming::of(rounds.is_some()));
-    // Rounds give way to threads that are asked for, and to one at least.
+    // Threads that the user requested, and at least one thread, have priority over rounds.
     let least = args.threads.unwrap_or(1).min(MAX_THREADS);
     let workers = least as u64 * (DEFAULT_WRITE_BLOCK_BYTES + scratch);
     let room = max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(least));
@@ -59,13 +60,13 @@ pub fn work_options(
         Some(0) => {
             return Err(Error::usage(
                 "options::threads 0: at least one thread is needed",
-                "leave it out for one thread a core",
+                "leave it out to use one thread per core",
             ));
         }
         Some(threads) if threads > MAX_THREADS => {
             return Err(Error::usage(
-                format!("options::threads {threads}: more than {MAX_THREADS}"),
-                "leave it out for one thread a core",
+                format!("options::threads {threads}: at most {MAX_THREADS} threads are allowed"),
+                "leave it out to use one thread per core",
             ));
         }
         Some(threads) => threads,
@@ -80,21 +81,21 @@ pub fn work_options(
 pub struct Workers(Option<rayon::ThreadPool>);
 
 impl Workers {
-    /// Starts as many of `wanted` threads as the system lets this process have.
+    /// Starts `wanted` threads, or fewer if the system does not allow this process that many.
     pub fn start(wanted: usize) -> Self {
         let threads = startable_threads(wanted);
         let pool = (threads > 0).then(|| rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok());
         Self(pool.flatten())
     }
 
-    /// Runs `work` on these threads. Without any, the thread of the caller does all work, as the only one of a pool of its
-    /// own. Rayon's global pool belongs to the program, and is not used.
+    /// Runs `work` on these threads. If there are none, the calling thread does all the work as the only thread of a
+    /// new pool. Rayon's global pool belongs to the calling program and is not used.
     pub fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         if let Some(pool) = &self.0 {
             return pool.install(work);
         }
-        // A thread that belongs to a pool cannot join another one: it works in its own. A pool of this thread starts none, so
-        // there is no other reason to fail.
+        // Building the pool fails only if this thread already belongs to a pool; the work then runs in that pool. A
+        // pool of the current thread starts no threads, so there is no other reason to fail.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
         let done = work();
         drop(pool);
@@ -102,7 +103,8 @@ impl Workers {
     }
 }
 
-/// Returns how many of `wanted` threads the system can start beside those for signals, leases and progress.
+/// Returns how many of `wanted` threads the system can start in addition to the threads for signals, leases and
+/// progress.
 fn startable_threads(wanted: usize) -> usize {
     const OTHERS: usize = 4;
     let gate = Arc::new(Mutex::new(()));
@@ -118,20 +120,21 @@ fn startable_threads(wanted: usize) -> usize {
     count.saturating_sub(OTHERS)
 }
 
-/// More than any machine has cores.
+/// Upper limit for `--threads`, above the core count of any machine.
 const MAX_THREADS: usize = 4096;
 
-/// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
+/// Memory besides buffers: the program, its stacks, and a catalog of ordinary size.
 pub const BASE_BYTES: u64 = 32 << 20;
 
-/// The smallest strip that is worth a system call.
+/// Length of the shortest write block that justifies a system call.
 pub const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
-/// Threads that keep a disk busy, whatever the cores: while some sleep until their strips are written, others gather.
+/// Number of threads that keep a disk busy on any number of cores: some threads sleep until their write blocks are
+/// written, while others gather the next blocks.
 const DISK_THREADS: usize = 4;
 
-/// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
-/// worth shorter strips, and where Slurm counts CPUs there are none.
+/// Returns one thread per core that this process may use, or fewer if memory is short. A disk gets additional threads
+/// only if write blocks keep their full length, and never if Slurm limits the CPUs of the process.
 fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
@@ -141,33 +144,36 @@ fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
-/// Those that this process may use, of which Slurm may have given some.
+/// Returns the number of cores that this process may use. `given` is the number that Slurm allocated, if known.
 pub fn cores(given: Option<usize>) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     given.map_or(cores, |given| cores.min(given))
 }
 
-/// How many threads with strips of this length there is memory for.
+/// Returns how many threads with write blocks of `strip_bytes` fit into `max_memory`.
 pub fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
     let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
-/// When workers read.
+/// Time at which workers read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadTiming {
+    /// A worker reads the data of a block just before it writes the block.
     AsTheyWrite,
-    /// For rounds, while others write.
+    /// Some workers read the next round while others write the current one.
     Ahead,
 }
 
 impl ReadTiming {
+    /// Returns the timing for a run with or without exchange rounds.
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
 }
 
-/// What a worker that reads in this way takes besides its strip, with what its like takes that reads for rounds.
+/// Returns the bytes that one worker needs besides its write block. For `Ahead`, this includes the buffers of the
+/// reader that stages the next round.
 pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {
@@ -176,12 +182,15 @@ pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     }
 }
 
-/// Below this, these threads cannot work.
+/// Returns the minimum memory for `threads` threads.
 pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch)
 }
 
-/// Strips small enough for the memory that is allowed, less what other things take.
+/// Returns the length of write blocks that fit into `max_memory` minus `taken`.
+///
+/// # Errors
+/// `Usage` if even the shortest write blocks do not fit.
 pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
     let floor = taken.saturating_add(least_bytes(scratch, threads));
     if max_memory < floor {
@@ -190,34 +199,35 @@ pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) ->
         let fewer = if threads == 1 { "" } else { ", or use fewer options::threads" };
         return Err(Error::usage(
             format!(
-                "options::max_memory {}: {workers}{rounds} {need} at least {}",
+                "options::max_memory {} is too low: {workers}{rounds} {need} at least {}",
                 human_bytes(max_memory),
                 human_bytes(floor)
             ),
-            format!("allow options::max_memory {floor}{fewer}"),
+            format!("use at least options::max_memory {floor}{fewer}"),
         ));
     }
-    // Where so much is taken that sums end at what 64 bits hold, nothing is left.
+    // If `taken` is so large that the sums saturate, nothing is left.
     let left = max_memory.saturating_sub(taken).saturating_sub(BASE_BYTES) / threads as u64;
     Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
 }
 
-/// Rounds, which are reduced by as many threads as there are: also by those that are not to read and write, since there is
-/// no memory for that.
+/// Returns the bytes of rounds and reduction buffers. All `threads` of the pool reduce, including threads that do not
+/// read and write because memory is short.
 pub fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
     bucket.held_bytes().saturating_add(sums_bytes(threads))
 }
 
-/// What so many threads reduce in.
+/// Returns the bytes of the reduction buffers of `threads` threads.
 pub fn sums_bytes(threads: usize) -> u64 {
     threads as u64 * REDUCING_BYTES
 }
 
-/// The same, as long as nothing is laid out: it may be less.
+/// Returns an upper bound of the bytes that rounds may use, before the headers of DST are laid out.
 pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
     room_beside_workers(args.io, options, args.max_memory)
 }
 
+/// Returns the bytes that remain for rounds beside the buffers of the workers.
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
     let workers = options.threads as u64 * (options.write_block_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
@@ -231,12 +241,12 @@ mod tests {
     use crate::layout::ReduceOp;
 
     #[test]
-    fn strips_shrink_with_the_memory_that_is_allowed() {
+    fn lower_memory_limit_gives_shorter_write_blocks() {
         assert_eq!(strip_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
         let small = strip_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
         assert!(small < DEFAULT_WRITE_BLOCK_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
         assert!(strip_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
-        // Direct reads take a buffer more, which the floor has.
+        // Direct reads need one more buffer, which the minimum includes.
         let direct = scratch_bytes(Some(IoMode::Direct), ReadTiming::AsTheyWrite);
         let floor = least_bytes(direct, 2);
         assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
@@ -247,9 +257,9 @@ mod tests {
         assert_eq!(strip_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), LEAST_STRIP_BYTES);
     }
 
-    /// Some write a round while others read the next one.
+    /// Some workers write a round while others read the next one.
     #[test]
-    fn rounds_take_scratch_of_their_own() {
+    fn rounds_need_additional_scratch_buffers() {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));
         assert_eq!(ahead, alone + STAGING_BYTES);
         let (rounds, max) = (100 << 20, 512 << 20);
@@ -260,9 +270,9 @@ mod tests {
         assert!(strip_bytes(max, rounds, ahead, threads + 1).is_err());
     }
 
-    /// There may be more of those than workers: a process that joins others has made them by then.
+    /// The pool may have more threads than workers, because a process starts them before it connects to its peers.
     #[test]
-    fn all_threads_reduce() {
+    fn reduction_buffers_count_all_threads() {
         let bucket = Bucket::Asked(1 << 20);
         assert_eq!(exchange_bytes(bucket, 8), bucket.held_bytes() + 8 * REDUCING_BYTES);
         let sums = vec![0; 1 << 20];
@@ -273,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
+    fn disk_gets_more_threads_than_cores_if_write_blocks_keep_their_length() {
         let cores = threads_within(u64::MAX, SCRATCH_BYTES, Bottleneck::Processor);
         assert_eq!(threads_within(512_000_000, SCRATCH_BYTES, Bottleneck::Disk), cores.max(DISK_THREADS));
         let three = BASE_BYTES + 3 * (DEFAULT_WRITE_BLOCK_BYTES + SCRATCH_BYTES);
@@ -283,13 +293,13 @@ mod tests {
     }
 
     #[test]
-    fn caller_without_threads_works_in_a_pool_of_its_own() {
+    fn caller_without_workers_runs_in_its_own_pool() {
         use rayon::prelude::*;
         let work = || {
             std::thread::spawn(|| {
                 let caller = std::thread::current().id();
                 let workers = Workers(None);
-                // Twice: the second time, the thread belongs to a pool already.
+                // In the second iteration, the thread already belongs to a pool.
                 (0..2).all(|_| {
                     workers.install(|| {
                         let ids: Vec<_> = (0..64).into_par_iter().map(|_| std::thread::current().id()).collect();
@@ -302,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn pace_is_that_of_the_folder_that_there_is() {
+    fn bottleneck_of_a_missing_folder_is_that_of_its_nearest_parent() {
         let disk = if suits_direct_writes(Path::new(".")).unwrap() { Bottleneck::Disk } else { Bottleneck::Processor };
         for destination in ["out", "no/such/folder/out", "out/"] {
             assert_eq!(Bottleneck::of_synced(Some(Path::new(destination))), disk, "{destination}");

@@ -1,7 +1,8 @@
-//! The story of a conversion: open the source, select names, lay out the destination, plan, execute, verify.
+//! Conversions: open the source, select names, lay out the destination, plan, execute and verify.
 //!
-//! Each conversion (`reshard`, `unshard`, `flatten`, `consolidate`) is one way to choose a target layout; from the laid-out
-//! destination on they share one path, [`Prepared`]. Knows options as values ([`options`]), no command line and no terminal.
+//! Each conversion (`reshard`, `unshard`, `flatten`, `consolidate`) chooses the target layout in its own way. After the
+//! destination is laid out, all conversions share the same steps, with [`Prepared`] as their input. This module gets
+//! options as plain values ([`options`]) and does not depend on the command line or the terminal.
 
 mod bucket;
 mod byte_meter;
@@ -61,7 +62,7 @@ pub use run::{Engine, Run, Setup};
 pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, open};
 pub use verify::{Verification, has_no_value, verify};
 
-/// Steps of each conversion that lay out its destination.
+/// Functions that lay out the destination, one per conversion.
 pub mod prepare {
     pub use super::consolidate::prepare as consolidate;
     pub use super::flatten::prepare as flatten;

@@ -1,8 +1,8 @@
-//! The tensors of a checkpoint by the names that another one may have for them.
+//! Lookup of a checkpoint's tensors by the names that another checkpoint uses for them.
 //!
-//! Two checkpoints of one model seldom agree on what stands before a name: `model.layers.0.w` beside an optimizer is
-//! `layers.0.w` in a file to ship, and a wrapper may have left its prefix in one of them. So a tensor of a model is
-//! looked for by its name within the model, anything by its whole path, and both without wrappers.
+//! Two checkpoints of one model often have different prefixes: `model.layers.0.w` in a training checkpoint is
+//! `layers.0.w` in a file with weights only, and a wrapper module may add its own prefix. So a model's tensor is looked
+//! up by its name inside the model, any tensor by its whole path, and both also without wrapper prefixes.
 
 use std::collections::HashMap;
 
@@ -11,16 +11,18 @@ use crate::catalog::{Key, Path, TensorId, Value, model, path};
 use crate::nearest;
 use crate::select::Wrappers;
 
-/// What a name was found to be.
+/// Result of looking up a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameMatch {
+    /// No tensor has the name.
     Nothing,
+    /// One tensor has the name.
     One(TensorId),
-    /// A tensor of the model has it as its name there, another one as its path.
+    /// One tensor has the name inside the model, and another tensor has it as its path.
     Two(TensorId, TensorId),
 }
 
-/// The names of a checkpoint.
+/// Names of a checkpoint's tensors.
 #[derive(Debug)]
 pub struct Names {
     model_root: Path,
@@ -29,6 +31,7 @@ pub struct Names {
 }
 
 impl Names {
+    /// Returns the names of all tensors in a state dict.
     pub fn new(state: &Value, wrappers: Wrappers) -> Self {
         let model = model::model(state);
         let mut names =
@@ -40,13 +43,14 @@ impl Names {
         names
     }
 
-    /// The name that the tensor at a path has in the model; `None` where it is no tensor of the model.
+    /// Returns the name inside the model of the tensor at a path, or `None` if it is not a tensor of the model.
     pub fn within_model(&self, path: &Path) -> Option<String> {
         let name = Path(path.0.strip_prefix(self.model_root.0.as_slice())?.to_vec()).to_string();
         self.in_model.exact.contains_key(&name).then_some(name)
     }
 
-    /// The tensor that another checkpoint has at `path`, and calls `in_model` where it is one of its model.
+    /// Finds the counterpart of another checkpoint's tensor, which has the given path and, for a tensor of the model,
+    /// the name `in_model`.
     pub fn find(&self, path: &Path, in_model: Option<&str>) -> NameMatch {
         let of_model = in_model.and_then(|name| self.in_model.get(name));
         match (of_model, self.whole.get(&path.to_string())) {
@@ -56,12 +60,12 @@ impl Names {
         }
     }
 
-    /// The tensor of the model that has this name in it.
+    /// Returns the tensor with this name inside the model.
     pub fn parameter(&self, name: &str) -> Option<TensorId> {
         self.in_model.get(name)
     }
 
-    /// What to say where nothing is called like that.
+    /// Returns a hint with the most similar name, if no tensor has the name.
     pub fn nearest(&self, path: &Path, in_model: Option<&str>) -> String {
         let (name, lookup) = match in_model {
             Some(name) => (name.to_owned(), &self.in_model),
@@ -72,19 +76,20 @@ impl Names {
     }
 }
 
-/// The path of a value of which a rank's own is at `path`, as formats without rank files have it: `rng.rank_3`.
+/// Returns the path of the value whose per-rank value is at `path`: `rng` for `rng.rank_3`. Formats without rank files
+/// store per-rank values like this.
 pub fn of_all_ranks(path: &Path) -> Option<Path> {
     let (Key::Name(last), above) = path.0.split_last()? else { return None };
     let is_rank = last.strip_prefix("rank_").is_some_and(|number| number.parse::<u32>().is_ok());
     is_rank.then(|| Path(above.to_vec()))
 }
 
-/// Tensors by name, as it is and without wrappers.
+/// Lookup of tensors by exact name and by name without wrapper prefixes.
 #[derive(Debug)]
 struct TensorLookup {
     wrappers: Wrappers,
     exact: HashMap<String, TensorId>,
-    /// `None` where several tensors have the name.
+    /// Tensors by name without wrappers; `None` if several tensors have the name.
     clean: HashMap<String, Option<TensorId>>,
 }
 
@@ -125,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_is_found_by_its_name_in_the_model_or_by_its_path() {
+    fn tensor_is_found_by_name_in_model_or_by_path() {
         let [a, b, c] = [0, 1, 2].map(TensorId);
         let model = dict(&[("_orig_mod.w", Value::Tensor(a)), ("model.w", Value::Tensor(b))]);
         let state = dict(&[("model", model), ("optim", dict(&[("step", Value::Tensor(c))]))]);
@@ -141,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_only_wrappers_keep_apart_stay_apart() {
+    fn names_that_differ_only_by_wrappers_stay_different() {
         let state = dict(&[("_orig_mod.w", Value::Tensor(TensorId(0))), ("w", Value::Tensor(TensorId(1)))]);
         let names = Names::new(&state, Wrappers::Match);
         assert_eq!(names.parameter("w"), Some(TensorId(1)));
@@ -149,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn the_value_of_a_rank_is_known_by_its_last_key() {
+    fn per_rank_value_is_recognised_by_its_last_key() {
         assert_eq!(of_all_ranks(&path(&["rng", "rank_3"])), Some(path(&["rng"])));
         assert_eq!(of_all_ranks(&path(&["rng", "rank_x"])), None);
         assert_eq!(of_all_ranks(&path(&[])), None);

@@ -1,20 +1,21 @@
-//! The check that DST lies apart from what is read.
+//! Check that DST does not overlap with a checkpoint that is read.
 
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::storage::lookup;
 
-/// A destination inside the source would change what is being read.
+/// Refuses a destination inside the source, or a source inside the destination: writing would change files that are
+/// read.
 ///
 /// # Errors
-/// `Usage`.
+/// `Usage` if they overlap.
 pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
     let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
     let relation = if target == source {
         format!("is {name} itself")
     } else if target.starts_with(&source) {
-        format!("lies inside {name}")
+        format!("is inside {name}")
     } else if source.starts_with(&target) {
         format!("contains {name}")
     } else {
@@ -26,8 +27,8 @@ pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<(
     ))
 }
 
-/// The path a file would have if it were made now: links are followed where there is something to follow, and what is
-/// missing is taken as the plain folders that will be made.
+/// Returns the resolved path of a file that may not exist yet. Existing links are followed; missing components count as
+/// plain folders that will be created.
 fn resolve_missing(path: &Path) -> Result<PathBuf> {
     let mut resolved = std::env::current_dir().map_err(Error::io("find", "the current folder"))?;
     for part in path.components() {

@@ -1,7 +1,7 @@
-//! Options of a conversion as plain values: the library's own form of what a caller asks for.
+//! Options of a conversion as plain values, independent of the command line.
 //!
-//! A value that has a textual form (a mesh, a pattern, placements, a rename) stands here as text, and is parsed by the
-//! step that uses it, so that its error names the option.
+//! A value with a textual form (a mesh, a pattern, placements, a rename) is stored as text. The step that uses it
+//! parses it, so that the error names the option.
 
 use std::path::PathBuf;
 
@@ -15,20 +15,20 @@ pub const DEFAULT_MEMORY: u64 = 512_000_000;
 /// Default of [`ShardOptions::max_shard_size`], in bytes.
 pub const DEFAULT_SHARD_SIZE: u64 = 5_000_000_000;
 
-/// How a source is read, and with what resources.
+/// Options for reading a source, with limits on threads and memory.
 #[derive(Clone, Debug)]
 pub struct SourceOptions {
     /// Format; detected if `None`.
     pub from: Option<Format>,
     /// Series of rank files to read: names, or `all`; the default of the conversion if empty.
     pub series: Vec<String>,
-    /// How file contents are read; chosen by file system if `None`.
+    /// Method of reading file contents; chosen by file system if `None`.
     pub io: Option<IoMode>,
-    /// Worker threads; one a core if `None`.
+    /// Number of worker threads; one per core if `None`.
     pub threads: Option<usize>,
-    /// Limit of anonymous memory in bytes, page cache apart.
+    /// Limit of anonymous memory in bytes, without the page cache.
     pub max_memory: u64,
-    /// Accepts missing rank files if replicas of other ranks hold all that was in them.
+    /// Accepts missing rank files if other ranks store replicas of all their data.
     pub allow_missing: bool,
     /// Leaves out objects whose Python class is not known to be plain data.
     pub drop_unknown: bool,
@@ -63,7 +63,7 @@ pub struct SourceLayoutOptions {
     pub src_mesh_ranks: Vec<u32>,
     /// Placements: a list for every tensor, or `PATTERN=LIST`.
     pub src_placements: Vec<String>,
-    /// How an uneven dimension is cut.
+    /// Rule for splitting a dimension of uneven size.
     pub src_split: Option<Split>,
     /// Parallelize plan: a built-in name or a layout file.
     pub src_plan: Option<String>,
@@ -73,26 +73,26 @@ pub struct SourceLayoutOptions {
     pub reduce: Vec<String>,
 }
 
-/// Which names of the source are taken, under which names and in which dtypes.
+/// Selection of names of the source, with their new names and dtypes.
 #[derive(Clone, Debug, Default)]
 pub struct SelectOptions {
-    /// Patterns of names to take.
+    /// Patterns of names to select.
     pub include: Vec<String>,
     /// Patterns of names to leave out.
     pub exclude: Vec<String>,
-    /// File of further patterns to take, one a line.
+    /// File of further patterns to select, one per line.
     pub include_from: Option<PathBuf>,
-    /// Subtree of the state dict to take, under names relative to it.
+    /// Subtree of the state dict to select; names become relative to it.
     pub root: Option<String>,
     /// Prefixes to cut from names.
     pub strip_prefix: Vec<String>,
     /// Renames: `REGEX=REPLACEMENT`.
     pub rename: Vec<String>,
-    /// File of further renames, one a line.
+    /// File of further renames, one per line.
     pub rename_file: Option<PathBuf>,
     /// Text before every name, added after the renames.
     pub add_prefix: Option<String>,
-    /// Dotted path of the nested dicts that everything goes into.
+    /// Dotted path of nested dicts that contain the whole result.
     pub nest: Option<String>,
     /// Keeps wrapper prefixes in names.
     pub keep_names: bool,
@@ -100,10 +100,10 @@ pub struct SelectOptions {
     pub dtype: Vec<String>,
 }
 
-/// Checks before anything is written, and what follows from them.
+/// Checks before anything is written, and the choice for values that differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
-    /// What is written if ranks store different values; an error if `None`.
+    /// Choice if ranks store different values; an error if `None`.
     pub on_conflict: Option<OnConflict>,
     /// Compares replicas of DTensors, too.
     pub check_replicas: bool,
@@ -111,14 +111,15 @@ pub struct CheckOptions {
     pub check_crc: bool,
 }
 
-/// What is written if ranks store different values of one plain tensor or object.
+/// Choice if ranks store different values of one plain tensor or object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnConflict {
     /// The value of the lowest rank.
     Rank0,
-    /// Every rank's value: in rank files each its own, in other formats a dict of `rank_0`, `rank_1`, ...
+    /// The values of all ranks: each rank file stores its own, and other formats store a dict of `rank_0`, `rank_1`,
+    /// ...
     PerRank,
-    /// Nothing.
+    /// No value: the name is left out.
     Drop,
 }
 
@@ -130,7 +131,7 @@ pub enum Tied {
     Keep,
     /// The tensor is written under its first name; the others are recorded in the metadata of safetensors.
     Drop,
-    /// The tensor is written under every name, and under one that the source leaves out as well.
+    /// The tensor is written under every name, also under the tied name that the source does not store.
     Write,
 }
 
@@ -143,18 +144,18 @@ pub struct DestinationOptions {
     pub torch_version: Option<String>,
 }
 
-/// How a plan is executed. The default refuses an existing destination, and waits until all data is on disk.
+/// Options for executing a plan. The default refuses an existing destination, and waits until all data is on disk.
 #[derive(Clone, Debug)]
 pub struct ExecuteOptions {
     /// Replaces an existing checkpoint.
     pub overwrite: bool,
-    /// Continues what an interrupted run has done, and keeps what is done if this one is interrupted.
+    /// Continues the work of an interrupted run, and keeps finished work if this run is interrupted.
     pub resume: bool,
-    /// Discards what an interrupted run has left.
+    /// Discards the work of an interrupted run.
     pub restart: bool,
     /// Waits until all data is on disk. Always true for a run of several processes.
     pub sync: bool,
-    /// Reads everything back and compares it before it is published.
+    /// Reads everything back and compares it with the source before publishing.
     pub verify: bool,
 }
 
@@ -164,14 +165,14 @@ impl Default for ExecuteOptions {
     }
 }
 
-/// How the processes of one run exchange what they read.
+/// Options for the exchange of data between the processes of a run.
 #[derive(Clone, Debug, Default)]
 pub struct ExchangeOptions {
-    /// What each process sees of the source.
+    /// Visibility of the source's files.
     pub source: SourceVisibility,
-    /// How bytes go between processes.
+    /// Transport of tensor data between processes.
     pub backend: Backend,
-    /// Lets NCCL reduce partial values, in an order of its own.
+    /// Lets NCCL reduce partial values, whose summation order changes the last bits.
     pub fast_reduce: bool,
     /// Bytes that each process reads, sends and receives at a time.
     pub bucket_size: Option<u64>,
@@ -213,7 +214,7 @@ impl Backend {
     }
 }
 
-/// What each process of a run sees of the source.
+/// Visibility of the source's files to the processes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SourceVisibility {
     /// Every process sees all files.
@@ -223,17 +224,17 @@ pub enum SourceVisibility {
     PerRank,
 }
 
-/// How bytes go between processes.
+/// Transport of tensor data between processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
-    /// Chosen by what the processes have.
+    /// Chosen by the GPUs and libraries that the processes have.
     #[default]
     Auto,
-    /// Not at all: files that only some processes see are first copied to where all see them.
+    /// No transport: files that only some processes see are first copied to a folder that all processes see.
     Cpu,
-    /// From GPU to GPU, by NCCL.
+    /// NCCL, between GPUs.
     Nccl,
-    /// From host to host, by MPI. Needs the cargo feature `mpi`.
+    /// MPI, between hosts. Needs the cargo feature `mpi`.
     Mpi,
 }
 
@@ -242,27 +243,27 @@ pub enum Backend {
 pub struct ConvertOptions {
     /// The source: a file or a folder.
     pub src: PathBuf,
-    /// The destination, as far as it is known.
+    /// The destination; may be `None` for a dry run.
     pub dst: Option<PathBuf>,
     /// Format of the destination.
     pub destination: DestinationOptions,
-    /// How the destination is written.
+    /// Options for writing the destination.
     pub execute: ExecuteOptions,
-    /// Nothing is written.
+    /// Computes only a preview and writes nothing.
     pub dry_run: bool,
-    /// What is taken.
+    /// Selection of names and dtypes.
     pub select: SelectOptions,
     /// How several names of one tensor are written.
     pub tied: Tied,
     /// Checks before anything is written.
     pub checks: CheckOptions,
-    /// How the source is read.
+    /// Options for reading the source.
     pub source: SourceOptions,
-    /// How the processes of a run exchange bytes.
+    /// Options for the exchange between processes.
     pub exchange: ExchangeOptions,
 }
 
-/// Sharded output: a mesh, and how tensors lie on it.
+/// Options for sharded output: a mesh, and the placements of tensors on it.
 #[derive(Clone, Debug, Default)]
 pub struct ReshardOptions {
     /// Mesh: `dp=4,tp=2`.
@@ -275,17 +276,17 @@ pub struct ReshardOptions {
     pub layout: Option<PathBuf>,
     /// Parallelize plan: a built-in name or a layout file.
     pub plan: Option<String>,
-    /// Mesh dimension over which the plan cuts modules.
+    /// Mesh dimension along which the plan shards modules (tensor parallelism).
     pub tp: Option<String>,
-    /// Mesh dimension over which FSDP cuts dimension 0.
+    /// Mesh dimension along which FSDP shards dimension 0.
     pub fsdp: Option<String>,
-    /// Mesh dimension of copies.
+    /// Mesh dimension along which tensors are replicated.
     pub replicate: Option<String>,
-    /// How an uneven dimension is cut.
+    /// Rule for splitting a dimension of uneven size.
     pub split: Option<Split>,
-    /// Checkpoint whose layout is taken.
+    /// Checkpoint whose layout the result gets.
     pub like: Option<PathBuf>,
-    /// Checkpoint that gives everything the source lacks.
+    /// Checkpoint that provides all values that the source does not have.
     pub fill_from: Option<PathBuf>,
     /// Python class of sharded tensors in rank files.
     pub tensor_class: Option<TensorClass>,
@@ -297,7 +298,7 @@ pub struct ReshardOptions {
 /// Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorClass {
-    /// As in the source.
+    /// Same class as in the source.
     Auto,
     /// DTensor.
     DTensor,
@@ -307,14 +308,14 @@ pub enum TensorClass {
     Local,
 }
 
-/// Whole tensors, the nested state dict kept.
+/// Options for whole tensors in the nested state dict of the source.
 #[derive(Clone, Debug, Default)]
 pub struct UnshardOptions {
-    /// Writes a file for every rank, each of them whole.
+    /// Writes one file per rank, each with all tensors.
     pub all_ranks: bool,
     /// Modules whose parameters are written whole on every rank.
     pub unit: Vec<String>,
-    /// Takes gradients along.
+    /// Includes gradients.
     pub with_grads: bool,
     /// Division into safetensors files.
     pub shards: ShardOptions,
@@ -323,10 +324,10 @@ pub struct UnshardOptions {
     pub convert: ConvertOptions,
 }
 
-/// Which tensors are in which safetensors file.
+/// Division of tensors into safetensors files.
 #[derive(Clone, Debug)]
 pub struct ShardOptions {
-    /// Checkpoint whose division into files is taken.
+    /// Checkpoint whose division into files the result gets.
     pub like: Option<PathBuf>,
     /// Largest file in bytes; a larger tensor gets its own.
     pub max_shard_size: u64,
@@ -338,10 +339,10 @@ impl Default for ShardOptions {
     }
 }
 
-/// FSDP1 flat parameters.
+/// Options for FSDP1 flat parameters.
 #[derive(Clone, Debug, Default)]
 pub struct FlattenOptions {
-    /// What FSDP1 is configured with when it loads.
+    /// Configuration of FSDP1 in the job that loads the result.
     pub flat: FlatOptions,
     /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
     #[doc(hidden)]
@@ -367,7 +368,7 @@ pub struct FlatOptions {
     pub buffers: Vec<String>,
     /// Layout file with flat units.
     pub layout: Option<PathBuf>,
-    /// Checkpoint of the same model that gives units or the order of parameters.
+    /// Checkpoint of the same model that provides FSDP units or the order of parameters.
     pub like: Option<PathBuf>,
 }
 
@@ -383,12 +384,12 @@ pub enum Strategy {
     NoShard,
 }
 
-/// The model, merged.
+/// Options for the model as whole tensors.
 #[derive(Clone, Debug, Default)]
 pub struct ConsolidateOptions {
-    /// Takes every tensor under its whole dotted name.
+    /// Selects every tensor, under its whole dotted name.
     pub everything: bool,
-    /// Where configuration and tokenizer files are copied from.
+    /// Origin of configuration and tokenizer files.
     pub assets: Assets,
     /// Division into safetensors files.
     pub shards: ShardOptions,
@@ -397,36 +398,36 @@ pub struct ConsolidateOptions {
     pub convert: ConvertOptions,
 }
 
-/// Where the files that loaders need beside weights are copied from.
+/// Origin of the files that loaders need beside the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Assets {
-    /// The source, its `huggingface` folder, and the folders above up to the one that was given.
+    /// The source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user named.
     #[default]
     Found,
     /// This folder.
     From(PathBuf),
-    /// Nowhere.
+    /// No files are copied.
     None,
 }
 
-/// Verification of one checkpoint, or comparison of two.
+/// Options for verifying one checkpoint, or for comparing two.
 #[derive(Clone, Debug, Default)]
 pub struct VerifyOptions {
     /// The checkpoint to check.
     pub src: PathBuf,
     /// The checkpoint, or saved listing with digests, to compare with.
     pub other: Option<PathBuf>,
-    /// Compares only names that both have.
+    /// Compares only names that both checkpoints have.
     pub common: bool,
     /// Names and dtypes of the source.
     pub select: SelectOptions,
-    /// Checkpoint that gives shapes of flat parameters.
+    /// Checkpoint that provides shapes for flat parameters.
     pub like: Option<PathBuf>,
-    /// How both are read.
+    /// Options for reading both checkpoints.
     pub source: SourceOptions,
 }
 
-/// What `inspect` shows.
+/// Options of `inspect`.
 #[derive(Clone, Debug, Default)]
 pub struct InspectOptions {
     /// Leaves out chunks.

@@ -1,4 +1,5 @@
-//! `Partial`: which of the source's summands each rank of a target gets, and what was reduced on the way.
+//! `Partial` placements: assigns the source's partial values to the ranks of the target, and reports which tensors are
+//! reduced.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,17 +13,20 @@ use crate::layout::shards::{MeshPlacement, SharedTensor};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 
-/// Say of every tensor that ranks of the target hold as summands which of the source's each gets. All others get values.
+/// Assigns to each rank of the target the partial values that it gets, for every tensor with a `Partial` placement in
+/// the target. All other tensors are reduced to values.
 ///
 /// # Errors
-/// `Unsupported` where there is no way from one to the other.
+/// `Unsupported` if the source's placements cannot be converted to the target's.
 pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation) -> Result<()> {
     for tensor in &mut reservation.tensors {
         let Some(shared) = tensor.shared.as_ref().filter(|shared| shared.is_partial()) else { continue };
         tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
             let hint = match error {
-                LayoutError::NoPartialValues { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
-                _ => "reduce it: give it S or R placements",
+                LayoutError::NoPartialValues { .. } => {
+                    "use P(sum), P(avg), P(max) or P(min), which can be computed from a value"
+                }
+                _ => "reduce the tensor: use S or R placements for it",
             };
             Error::unsupported(format!("{}: {error}", tensor.entry.fqn), hint)
         })?;
@@ -30,7 +34,7 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
     Ok(())
 }
 
-/// One a chunk; those that are equal are kept once.
+/// Returns the share of each chunk; equal shares are stored once.
 fn shares(
     source: &Catalog,
     mesh: &DeviceMesh,
@@ -50,12 +54,12 @@ fn shares(
     each.collect()
 }
 
-/// What to tell: what was reduced, and what was divided to be summed again.
+/// Returns notes about the tensors that are reduced, and about values that are divided into partial sums.
 pub fn notes(source: &Catalog, reservation: &Reservation) -> Vec<String> {
     reduced(source, reservation).into_iter().chain(divided(reservation)).collect()
 }
 
-/// `3 tensors reduced: 1 of P(avg) on dp and cp; 2 of P(sum) on dp`
+/// Returns a note such as `3 tensors reduced: 1 of P(avg) on dp and cp; 2 of P(sum) on dp`.
 fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     let mut reduced: BTreeMap<String, usize> = BTreeMap::new();
     for tensor in &reservation.tensors {
@@ -72,7 +76,7 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     (total > 0).then(|| format!("{} reduced: {}", count(total, "tensor"), list.join("; ")))
 }
 
-/// `P(avg) on dp and cp`
+/// Describes the reduced mesh dimensions, for example `P(avg) on dp and cp`.
 fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     let mut dims: IndexMap<String, Vec<String>> = IndexMap::new();
     for (dim, placement) in shared.placements.iter().enumerate().filter(|(_, placement)| placement.is_partial()) {
@@ -83,8 +87,8 @@ fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// `3 tensors of P(sum) made of values: divided by 3, rounded`. Integers with a remainder are refused, and halves of
-/// floats are exact.
+/// Returns notes such as `3 tensors of P(sum) are computed from values: divided by 3 and rounded`. Divisions by powers
+/// of two are exact for floats, and integers with a remainder are refused, so both need no note.
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();
@@ -95,7 +99,7 @@ fn divided(reservation: &Reservation) -> Vec<String> {
         }
     }
     let note = |(divisor, number)| {
-        format!("{} of P(sum) made of values: divided by {divisor}, rounded", count(number, "tensor"))
+        format!("{} of P(sum) are computed from values: divided by {divisor} and rounded", count(number, "tensor"))
     };
     divided.into_iter().map(note).collect()
 }

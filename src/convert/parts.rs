@@ -1,5 +1,5 @@
-//! A checkpoint that is written in parts: a series of rank files each, a folder each, as they were in the source; and
-//! the files beside them.
+//! Division of the destination into parts as in the source: several series of rank files, or several folders, and the
+//! sidecar files beside them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,32 +15,32 @@ use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, R
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 
-/// The checkpoint whose format, and forms of it, are those of the result.
+/// Returns the checkpoint whose format details the result gets: that of `--like`, otherwise the source.
 pub fn example_of(source: &ConversionSource) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
-/// A checkpoint to write: some of the state dict, in a folder of the destination.
+/// Part of the destination: a subtree of the state dict in its own folder or series of rank files.
 pub struct PartTarget {
     pub folder: PathBuf,
     pub state: Value,
-    /// Where in the whole state dict it is.
+    /// Path of this part in the whole state dict.
     pub at: Path,
-    /// How its rank files are called; a DCP directory has fixed names.
+    /// Names of its rank files; `None` for a DCP directory, whose file names are fixed.
     pub names: Option<RankNamePattern>,
 }
 
 impl PartTarget {
-    /// Where in the whole state dict something of this part is.
+    /// Returns the path in the whole state dict of a value at `path` in this part.
     pub fn whole_path(&self, path: &Path) -> Path {
         Path([self.at.0.as_slice(), &path.0].concat())
     }
 }
 
-/// The state dict divided as it was in the source, as far as the target format divides at all.
+/// Divides the state dict as in the source, if the target format supports parts.
 pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     let state = &source.wanted.catalog.state;
-    // A whole file has no names for those of ranks.
+    // A file without ranks provides no names for rank files.
     let example = Some(example_of(source)).filter(|example| example.format.has_rank_files() || !to.has_rank_files());
     let parts = &example.unwrap_or(&source.checkpoint).parts;
     let whole = |names| PartTarget { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
@@ -82,10 +82,10 @@ pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     folders(source).unwrap_or_else(|| vec![whole(None)])
 }
 
-/// A state dict that is a series of rank files each key: nothing but dicts at the top, one of them the model.
+/// Returns one series of rank files per top-level key, if all top-level values are dicts and one of them is the model.
 ///
-/// Keys are text from a file, and become file names: one that such a name would not give back (`../model`, or `model_`
-/// beside `model`) names no series.
+/// Keys come from a file and become file names. A key that cannot be read back from its file name (`../model`, or
+/// `model_` beside `model`) is not a series.
 fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
     let dict = state.as_dict()?;
     let names_series = |key: &str| {
@@ -98,7 +98,7 @@ fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
         .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
 }
 
-/// A folder each, where the source was several and every entry of the state dict still is one of theirs.
+/// Returns one part per folder, if the source had several folders and they still contain every entry of the state dict.
 fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     let parts = &source.checkpoint.parts;
     let dict = source.wanted.catalog.state.as_dict()?;
@@ -120,7 +120,7 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     (taken == dict.entries.len()).then_some(targets)
 }
 
-/// The files beside the checkpoint go along. One of them may know the world size.
+/// Returns the sidecar files to copy. `fsdp_config.json` is written with the new world size instead.
 pub fn carry_along(
     source: &ConversionSource,
     to: Format,
@@ -150,7 +150,8 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns of optimizers that trainers saved as torch files of their own: they are copied, and fit the ranks of SRC only.
+/// Warns about optimizer files that trainers saved separately: they are copied unchanged, and match only the ranks of
+/// SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {
@@ -159,17 +160,20 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
         is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
     };
     for file in carried.iter().filter(is_optimizer) {
-        let warning =
-            format!("{} is copied as it is, not resharded: it is no part of the checkpoint", file.to.display());
+        let warning = format!(
+            "{} is copied unchanged and not resharded, because it is not part of the checkpoint",
+            file.to.display()
+        );
         progress.warning(&warning);
         source.checkpoint.catalog.warnings.push(warning);
     }
 }
 
-/// A file that goes along, with what SRC calls it and when it was changed there: so all know it, wherever they read it.
+/// Returns a sidecar file with its path and modification time in SRC, so that all processes identify it equally even if
+/// they read a copy.
 ///
 /// # Errors
-/// `Io` where it cannot be looked at, or is no file.
+/// `Io` if it cannot be examined or is not a file.
 pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<SidecarFile> {
     let file = SidecarFile::new(place, to)?;
     Ok(match checkpoint.original(&file.read_path) {
@@ -178,7 +182,7 @@ pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Res
     })
 }
 
-/// Where trainers note how many ranks wrote the files.
+/// Name of the file in which trainers (verl) record the number of ranks that saved the checkpoint.
 const FSDP_CONFIG: &str = "fsdp_config.json";
 
 fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
@@ -186,13 +190,13 @@ fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
     number.replace(text, format!("${{1}}{world_size}").as_bytes()).into_owned()
 }
 
-/// Every rank's file names every tensor, and all of that is laid out before the first byte is written; `more` bytes come
-/// to it.
+/// Checks that the headers of all rank files fit into memory. Every rank file names every tensor, and all headers are
+/// laid out before the first byte is written. `more` are additional bytes.
 ///
 /// # Errors
-/// `Usage` where it takes more memory than is allowed.
+/// `Usage` if the headers need more memory than the limit.
 pub fn check_room(ranks: u64, tensors: usize, more: u64, max_memory: u64) -> Result<()> {
-    /// What the pickle of a tensor takes at the least, as far as it is not that of other ranks.
+    /// Minimum size of a tensor's pickle, without the parts that all ranks share.
     const TENSOR_BYTES: u64 = 128;
     let names = ranks.saturating_mul(tensors as u64).saturating_mul(TENSOR_BYTES);
     let needed = names.saturating_add(more);
@@ -201,7 +205,7 @@ pub fn check_room(ranks: u64, tensors: usize, more: u64, max_memory: u64) -> Res
     }
     Err(Error::usage(
         format!(
-            "options::max_memory: files of {ranks} ranks that name {} each take {} at the least to lay out",
+            "options::max_memory is too low: the headers of {ranks} rank files with {} each need at least {}",
             count(tensors, "tensor"),
             human_bytes(needed)
         ),
@@ -214,14 +218,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_world_size_of_a_config_changes() {
+    fn fsdp_config_changes_only_its_world_size() {
         let text = b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 4\n}";
         assert_eq!(with_world_size(text, 16), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
         assert_eq!(with_world_size(b"{}", 16), b"{}");
     }
 
     #[test]
-    fn a_series_each_needs_a_model_among_dicts() {
+    fn state_without_model_or_with_other_values_has_no_series() {
         let dict = |keys: &[&str], value: &Value| {
             let entries = keys.iter().map(|key| (Value::Str((*key).into()), value.clone())).collect();
             Value::Dict(Dict { entries, ..Dict::default() })
@@ -234,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_are_no_file_names_are_no_series() {
+    fn keys_that_are_invalid_file_names_are_not_series() {
         let empty = || Value::Dict(Dict::default());
         let with_model = |key: &str| {
             let entries = vec![(Value::Str("model".into()), empty()), (Value::Str(key.into()), empty())];

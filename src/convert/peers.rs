@@ -1,9 +1,9 @@
-//! The processes of a run that need each other: those of `--source per-rank`, of `--backend nccl` and of `--backend mpi`.
+//! Connected processes of one run, as needed by `--source per-rank`, `--backend nccl` and `--backend mpi`.
 //!
-//! They meet, make a [metadata mirror](crate::metadata_mirror) of SRC if no process sees all of it, and stay connected until DST is
-//! published. Then they [exchange](crate::exchange) what they read, or [copy](crate::exchange::source_copy) the files that
-//! only some of them see, and go on as processes that all see SRC. A process that fails says so to the others, and nobody waits
-//! for one that is gone.
+//! The processes connect, create a [metadata mirror](crate::metadata_mirror) of SRC if no process sees all of SRC, and
+//! stay connected until DST is published. They either [exchange](crate::exchange) the data that they read, or
+//! [copy](crate::exchange::source_copy) the files that only some of them see; after that copy, all of them see SRC. A
+//! process that fails informs the others, and no process waits for a process that has ended.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -49,34 +49,36 @@ use crate::publish::presence::Presence;
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
-/// The longest time until all hear of a process that is gone.
+/// Longest time until all processes detect that a process has ended.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long a process that lacks what is asked of it waits for those who are to hear of that.
+/// Time for which a process without GPU or NCCL waits for the other processes, to inform them before it stops.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 
+/// Connection of this process to the other processes of the run.
 pub struct Peers {
     link: Link,
-    /// `None` where all see SRC.
+    /// Metadata mirror of SRC; `None` if all processes see SRC.
     mirror: Option<MetadataMirror>,
-    /// For each rank its node.
+    /// Node of each process.
     nodes: Vec<u32>,
     roster: ProcessTable,
     counting: ReplicaChoice,
     reducing: ReductionMethod,
     bucket: Bucket,
-    /// Process 0 holds it while the copy of SRC is in use.
+    /// Lease of process 0 on the copy of SRC while it is in use.
     copying: Option<Presence>,
-    // Dropped last: mirror and copy are in it.
+    // Dropped last, because it contains the mirror and the copy.
     work: WorkFolder,
 }
 
 impl Peers {
-    /// Meet the others and read SRC with them, where this is to be done.
+    /// Connects to the other processes and reads SRC with them. Returns `None` if the options need no connection.
     ///
     /// # Errors
-    /// `Usage` where they do not run at the same time, `Comm` naming those that do not come, and as reading SRC.
+    /// `Usage` if the processes do not run at the same time, `Comm` with the processes that do not connect, and errors
+    /// from reading SRC.
     pub fn open(args: &ConvertOptions, options: &ReadOptions, run: &Run<'_>) -> Result<Option<(Self, Checkpoint)>> {
         refuse_senseless(args)?;
         let launch = &run.launch;
@@ -91,7 +93,7 @@ impl Peers {
             Backend::Mpi => "options::backend mpi",
             Backend::Auto | Backend::Cpu => {
                 if backend == Backend::Auto && !launch.part.is_alone() {
-                    run.progress.detail("backend cpu: all processes see SRC, and each reads what it writes");
+                    run.progress.detail("backend cpu: all processes see SRC, so each reads the data that it writes");
                 }
                 return Ok(None);
             }
@@ -99,33 +101,35 @@ impl Peers {
         if is_per_rank && launch.part.is_alone() {
             return Err(Error::usage(
                 "options::source per-rank: this is the only process",
-                "start one where each part of SRC lies, by srun, torchrun or mpirun, or with options::part and options::parts",
+                "start one process on each node that stores a part of SRC, with srun, torchrun or mpirun, or with \
+                 options::part and options::parts",
             ));
         }
         if !launch.waits && !launch.part.is_alone() {
             let who = if launch.launcher == Launcher::SlurmArray {
-                "elements of an array"
+                "the tasks of a Slurm array"
             } else {
                 "with options::no_wait they"
             };
             return Err(Error::usage(
-                format!("{option}: processes have to run at the same time, and {who} may not"),
-                "start them by srun, torchrun or mpirun",
+                format!("{option}: processes must run at the same time, but {who} may not do so"),
+                "start them with srun, torchrun or mpirun",
             ));
         }
         if is_per_rank && args.execute.verify {
             return Err(Error::usage(
-                "options::verify reads all of SRC again, which no process sees with options::source per-rank",
-                "leave it out; options::check_crc holds the sums that SRC has against its data",
+                "options::verify cannot be used with options::source per-rank: it reads all of SRC again, and no \
+                 process sees all of it",
+                "leave it out; options::check_crc checks the data of SRC against its stored checksums",
             ));
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
             Error::usage(
-                format!("{option}: processes meet beside DST, which is not given"),
-                "say DST with options::dry_run, too",
+                format!("{option}: processes connect through a folder beside DST, but DST is missing"),
+                "name DST, also with options::dry_run",
             )
         })?;
-        // What is read is never written to, not even to meet there.
+        // Files of SRC are never changed, so the folder of the connection must not be inside SRC.
         refuse_nesting("the source", &args.src, destination)?;
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
@@ -137,7 +141,7 @@ impl Peers {
         let agreed =
             option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, &deciding));
         let nodes = agreed.and_then(|()| Topology::gather_nodes(&link)).map_err(|error| roster.name(error))?;
-        // What DST takes is not known yet. It makes rounds shorter, never longer.
+        // The headers of DST are not laid out yet. They can only make rounds shorter.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
         let linking = LinkRequest {
             args: &args.exchange,
@@ -148,7 +152,7 @@ impl Peers {
         };
         let chosen = link.choose(&linking).map_err(|error| roster.name(error));
         chosen.inspect_err(|error| link.fail(error))?;
-        // What a user has decided on may be what differs, compared or not.
+        // With --on-conflict, replicas may differ, so the value must always come from the first replica.
         let counting = if args.checks.on_conflict.is_some() { ReplicaChoice::LowestRank } else { ReplicaChoice::Any };
         let reducing = match link.way() {
             Transport::Nccl(..) if args.exchange.fast_reduce => ReductionMethod::Nccl,
@@ -172,40 +176,41 @@ impl Peers {
             return self.link.settle(checkpoint);
         }
         let mirror = self.work.of_run().join(MIRROR);
-        let twin = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
-        if twin.sees_no_files(run.launch.part.index) {
+        let mirror = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
+        if mirror.sees_no_files(run.launch.part.index) {
             let src = args.src.display();
-            run.progress.warning(&format!("no files at {src}: this process reads nothing"));
+            run.progress.warning(&format!("no files at {src}: this process reads no data"));
         }
-        let checkpoint = twin.open(options).map_err(|error| {
-            let error = if twin.is_whole() { error } else { cause(&self.link, error) };
-            self.roster.locate(error, twin)
+        let checkpoint = mirror.open(options).map_err(|error| {
+            let error = if mirror.is_whole() { error } else { cause(&self.link, error) };
+            self.roster.locate(error, mirror)
         });
         self.link.settle(checkpoint)
     }
 
-    /// Whether processes exchange what they read. Else each reads what it writes, files of SRC from a copy where need be.
+    /// Returns whether processes exchange the data that they read. If not, each process reads the data that it writes,
+    /// from SRC or from a copy of its files.
     #[must_use]
     pub fn exchange_bytes(&self) -> bool {
         !matches!(self.link.way(), Transport::Copy)
     }
 
-    /// Lets process 0 decide for all whether files of SRC are copied: `None` if not, else the bytes of DST that are written
-    /// beside the copy. Collective.
+    /// Lets process 0 decide for all processes whether files of SRC are copied. Returns `None` if not, otherwise the
+    /// bytes of DST that are written to the same file system. Collective.
     ///
     /// # Errors
-    /// `Comm` with the error of process 0, which has its own.
+    /// The error of `decide` on process 0; on the other processes, `Comm` with that error.
     pub fn decide(&self, decide: impl FnOnce() -> Result<Option<u64>>) -> Result<Option<u64>> {
         let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(None) })?;
-        let said = self.link.gather(&decided.map_or_else(Vec::new, |bytes| bytes.to_le_bytes().to_vec()))?;
-        Ok(said.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
+        let decisions = self.link.gather(&decided.map_or_else(Vec::new, |bytes| bytes.to_le_bytes().to_vec()))?;
+        Ok(decisions.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
     }
 
-    /// Copies the files of SRC that hold what is reserved and that only some processes see. `beside` is the space that DST
-    /// takes on the same file system. Nothing where processes exchange. Collective.
+    /// Copies the files of SRC that the conversion reads and that only some processes see. `beside` is the space in
+    /// bytes that DST needs on the same file system. Does nothing if processes exchange bytes. Collective.
     ///
     /// # Errors
-    /// `Usage` where there is no space; as [`SourceCopy::run`].
+    /// `Usage` if there is not enough space, and the errors of [`SourceCopy::run`].
     pub fn copy_source(
         &mut self,
         checkpoint: &mut Checkpoint,
@@ -214,11 +219,11 @@ impl Peers {
         resumes: bool,
         run: &Run<'_>,
     ) -> Result<()> {
-        let Some(twin) = self.mirror.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
+        let Some(mirror) = self.mirror.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
         self.work.uses_copy(resumes);
         let folder = self.work.copy();
         let source = (&checkpoint.catalog, reservation);
-        let copy = SourceCopy::plan(folder, twin.own(), &checkpoint.files, source, self.link.size());
+        let copy = SourceCopy::plan(folder, mirror.own(), &checkpoint.files, source, self.link.size());
         let begun =
             if self.link.rank() == 0 { self.begin_copy(&copy, beside, resumes, run).map(Some) } else { Ok(None) };
         self.copying = self.link.settle(begun)?;
@@ -229,7 +234,7 @@ impl Peers {
         copy.turn(&mut checkpoint.files)
     }
 
-    /// What process 0 does before files are copied.
+    /// Acquires the lease on the copy and checks the free space. Only process 0 calls this, before files are copied.
     fn begin_copy(&self, copy: &SourceCopy, beside: u64, resumes: bool, run: &Run<'_>) -> Result<Presence> {
         let lease = copy.begin(resumes, &run.stop)?;
         let Amount { files, bytes, left } = copy.amount();
@@ -248,94 +253,97 @@ impl Peers {
         Ok(lease)
     }
 
-    /// Say of the process that an error names, or whose file is damaged, all that is known.
+    /// Adds node and process id to the process that an error names, and to the processes that see a damaged file.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
-        // What is in files that are there is as true when others end because of it, too.
+        // Only an error about a missing file can be a consequence of a process that has ended.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
-        let has_lost = is_of_files && self.mirror.as_ref().is_some_and(|twin| !twin.is_whole());
+        let has_lost = is_of_files && self.mirror.as_ref().is_some_and(|mirror| !mirror.is_whole());
         let error = self.roster.name(if has_lost { cause(&self.link, error) } else { error });
         match &self.mirror {
-            Some(twin) => self.roster.locate(error, twin),
+            Some(mirror) => self.roster.locate(error, mirror),
             None => error,
         }
     }
 
-    /// Who sees the files of chunks, where not all processes do: `a.pt is with process 0 of 2 (n1, pid 7), b.pt with ..`
+    /// Returns which processes see the files of two chunks, for example `a.pt is seen by process 0 of 2 (n1, pid 7),
+    /// b.pt is seen by ...`, or `None` if all processes see them.
     #[must_use]
     pub fn whereabouts(&self, checkpoint: &Checkpoint, entry: &TensorEntry, chunks: [u32; 2]) -> Option<String> {
         let files = &checkpoint.files;
         let [first, second] = chunks.map(|chunk| {
             let file = entry.chunks.location(chunk as usize).file()?;
             let name = files.path(file).file_name()?.display();
-            Some(format!("{name} is with {}", self.roster.names(files.seen_by(file)?)))
+            Some(format!("{name} is seen by {}", self.roster.names(files.seen_by(file)?)))
         });
         Some(format!("{}, {}", first?, second?))
     }
 
-    /// Who reduces.
+    /// Returns how partial values are reduced.
     #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.reducing
     }
 
-    /// Whether each sees only its own files of SRC.
+    /// Returns whether each process sees only its own files of SRC.
     #[must_use]
     pub fn see_apart(&self) -> bool {
         self.mirror.is_some()
     }
 
-    /// How long rounds are.
+    /// Returns the length of the exchange rounds.
     #[must_use]
     pub fn bucket(&self) -> Bucket {
         self.bucket
     }
 
-    /// Makes rounds as long as all processes have memory for; this process has `room` bytes. Collective.
+    /// Chooses the longest rounds that fit into the memory of every process; this process has `room` bytes. Collective.
     ///
     /// # Errors
-    /// As [`Bucket::agree`].
+    /// The errors of [`Bucket::agree`].
     pub fn settle_bucket(&mut self, room: u64, progress: &dyn Progress) -> Result<()> {
         let wanted = self.bucket;
         self.bucket = wanted.within(room).agree(&self.link)?;
         if self.bucket != wanted {
             let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
             progress.detail(&format!(
-                "options::bucket_size {settled}: options::max_memory has no room for six times {wanted}"
+                "options::bucket_size is {settled}: six buffers of {wanted} do not fit into options::max_memory"
             ));
         }
         Ok(())
     }
 
-    /// Who can read all of a file of SRC, where not all can.
+    /// Returns the processes that see a file of SRC completely. Empty if all processes see it.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
-        let apart = self.mirror.as_ref().filter(|twin| !twin.holds_all_of(path));
-        apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
+        let apart = self.mirror.as_ref().filter(|mirror| !mirror.holds_all_of(path));
+        apart.map_or_else(Vec::new, |mirror| mirror.seen_by(path).to_vec())
     }
 
-    /// Checks that all processes make the same.
+    /// Checks that all processes have the same plan. Collective.
     ///
     /// # Errors
-    /// `Comm` naming one that does not.
+    /// `Comm` with the first process whose plan differs.
     pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
-        let said = self.link.gather(own.as_bytes())?;
-        let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
-        // All have heard it before one goes: else some would hear no more than that.
+        let all = self.link.gather(own.as_bytes())?;
+        let Some(rank) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
+        // Without this barrier, a process could end before the others have received the plans, and they would report
+        // only its end.
         self.link.barrier()?;
         Err(Error::Comm(CommError {
             rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
-            detail: String::from("it makes something else than process 0 does"),
-            hint: Some(String::from("start all processes with the same options, of the same dtshard")),
+            detail: String::from("it differs from the plan of process 0"),
+            hint: Some(String::from("start all processes with the same options and the same version of dtshard")),
         }))
     }
 
-    /// As [`checks::differing`](super::checks::differing), of replicas that no process sees all of. Collective.
+    /// Returns the first difference of each tensor whose replicas differ, like
+    /// [`checks::differing`](super::checks::differing), for replicas that no process sees completely. Collective.
     ///
     /// # Errors
-    /// As [`differing`].
+    /// The errors of [`differing`].
     pub fn differing(
         &self,
         checkpoint: &Checkpoint,
@@ -346,10 +354,11 @@ impl Peers {
         differing_replicas(&self.link, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
     }
 
-    /// How two tensors differ that should be the same and are not. Collective.
+    /// Describes the first difference between two tensors that should be equal, or returns `None` if they are.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`differing_pair`].
+    /// The errors of [`differing_pair`].
     pub fn difference(&self, checkpoint: &Checkpoint, pair: [TensorId; 2], run: &Run<'_>) -> Result<Option<String>> {
         let found = differing_pair(&self.link, &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
         let entry = checkpoint.catalog.tensor(pair[0]);
@@ -359,7 +368,8 @@ impl Peers {
         }))
     }
 
-    /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
+    /// Returns which processes see which files of the checkpoint. With `--fill-from`, it also has files that all
+    /// processes see.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -368,6 +378,7 @@ impl Peers {
         }
     }
 
+    /// Returns the topology of the exchange: nodes, visible files and reduction method.
     fn parties(&self, checkpoint: &Checkpoint) -> Topology {
         let sight = self.sight(checkpoint);
         Topology {
@@ -378,10 +389,10 @@ impl Peers {
         }
     }
 
-    /// Fill what is to be done, with the others. Collective.
+    /// Writes the remaining ranges of DST together with the other processes. Collective.
     ///
     /// # Errors
-    /// As [`Exchange::run`].
+    /// The errors of [`Exchange::run`].
     pub fn fill(
         &self,
         checkpoint: &Checkpoint,
@@ -402,22 +413,22 @@ impl Peers {
             }
             Transport::Nccl(gpu, nccl) => {
                 let arithmetic = exchange.computes().then(|| arithmetic(gpu, progress)).flatten();
-                // Compiled by now, where it is needed: in the rounds nobody waits for that.
+                // Kernels are compiled here, so that no round waits for the compiler.
                 let shuffle = self.link.settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
                 exchange.run(nccl, shuffle, writing)?
             }
         };
         let Traffic { sent, received } = stats.traffic;
         progress.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
-        // Who is done first does not go on before all are: what is recorded by then is all there is.
+        // No process continues before all are done, so the journals are complete when the totals are known.
         let own = GlobalTotals { received, nccl_reduced: stats.nccl_reduced_bytes };
         Ok(Stats { global_totals: own.sum_over_processes(&self.link)?, ..stats })
     }
 
-    /// What it takes to write all, and what each of them would read, send and receive.
+    /// Computes the statistics of a run, and the bytes that each process would read, send and receive.
     ///
     /// # Errors
-    /// As [`Exchange::dry_run`].
+    /// The errors of [`Exchange::dry_run`].
     pub fn dry_run(
         &self,
         checkpoint: &Checkpoint,
@@ -440,28 +451,28 @@ impl Peers {
         Exchange { input: input(checkpoint), reservation, parties, owners, bucket_bytes: self.bucket.bytes() }
     }
 
-    /// Tell the others that this one goes, because of an error.
+    /// Informs the other processes that this process ends because of `error`.
     pub fn fail(&self, error: &Error) {
         self.link.fail(error);
     }
 
-    /// Goes on where all are well. Collective.
+    /// Returns the value of `mine` if every process succeeded. Collective.
     ///
     /// # Errors
-    /// `mine`, and as [`Communicator::settle`].
+    /// The error of `mine`, and the errors of [`Communicator::settle`].
     pub fn settle<T>(&self, mine: Result<T>) -> Result<T> {
         self.link.settle(mine)
     }
 
-    /// Wait until all are here. Collective.
+    /// Waits until all processes have reached this call. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`].
+    /// The errors of [`Communicator::barrier`].
     pub fn barrier(&self) -> Result<()> {
         self.link.barrier()
     }
 
-    /// Leaves when all is done: DST is there, or was not to be written.
+    /// Disconnects in an orderly way, after DST was published or after a dry run.
     pub fn leave(self, has_published: bool) {
         let Self { link, copying, mut work, .. } = self;
         drop(copying);
@@ -471,33 +482,33 @@ impl Peers {
     }
 }
 
-/// Refuses options that contradict each other, whatever the run.
+/// Refuses options that contradict each other in every run.
 ///
 /// # Errors
-/// `Usage` where --fast-reduce would have no effect, or a wrong one.
+/// `Usage` if `--fast-reduce` is combined with an option that excludes it.
 pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     if !args.exchange.fast_reduce {
         return Ok(());
     }
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "options::fast_reduce lets NCCL reduce, and with options::backend cpu or mpi there is none",
+            "options::fast_reduce cannot be used with options::backend cpu or mpi: it reduces with NCCL",
             "leave one of them out, or use options::backend nccl",
         ));
     }
     if args.execute.verify {
         return Err(Error::usage(
-            "options::verify reduces all again in the order of ranks, and with options::fast_reduce other bits are right, too",
+            "options::verify cannot be used with options::fast_reduce: NCCL's summation order changes the last bits",
             "leave one of them out",
         ));
     }
     Ok(())
 }
 
-/// The name of the metadata mirror in the folder of a run.
+/// Name of the metadata mirror in the folder of a run.
 const MIRROR: &str = "mirror";
 
-/// Meets the others, by MPI where that started them, else by records beside DST.
+/// Connects to the other processes: by MPI if MPI started them, otherwise by record files beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;
@@ -511,7 +522,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     };
     let mut limit = meet_within();
     if let Err(lack) = &installed {
-        run.progress.outcome(&format!("{lack}; it ends as soon as the others have heard that"));
+        run.progress.outcome(&format!("{lack}; this process stops after it has informed the other processes"));
         limit = limit.min(fault::wait_time(LACKING_WITHIN, LACKING_HURRIED));
     }
     let tell = teller(run);
@@ -527,7 +538,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     }
 }
 
-/// Meets the others by MPI, and agrees on a folder for the metadata mirror.
+/// Connects to the other processes by MPI, and agrees on a folder for the metadata mirror.
 #[cfg(feature = "mpi")]
 fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let stop = run.stop.clone();
@@ -536,12 +547,13 @@ fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFold
     Ok((Meeting::Mpi(Arc::new(mpi)), work))
 }
 
+/// Returns whether an error says that a file does not exist.
 fn is_not_there(error: &Error) -> bool {
     matches!(error, Error::Storage(StorageError::Io { source, .. }) if source.kind() == ErrorKind::NotFound)
 }
 
-/// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them
-/// away, or was to keep them.
+/// Returns the cause of an error about a missing file of the connection: another process has ended and removed the
+/// file. Returns `error` itself if all processes are still running.
 fn cause(link: &Link, error: Error) -> Error {
     let begun = Instant::now();
     while begun.elapsed() < HEARD_WITHIN {

@@ -1,4 +1,4 @@
-//! Placements as they are said on the command line, of a target (`--placements`, `--layout`) or of a source
+//! Parser of placements from the command line, for a target (`--placements`, `--layout`) or a source
 //! (`--src-placements`, `--src-layout`).
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::layout::file::LayoutFile;
 use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
-/// `None` for what is neither.
+/// Parses `plain` or a list of placements; `None` for any other text.
 fn lies(list: &str) -> Option<PlacementChoice> {
     match list.trim() {
         "plain" => Some(PlacementChoice::Plain),
@@ -17,10 +17,11 @@ fn lies(list: &str) -> Option<PlacementChoice> {
     }
 }
 
-/// A bare list is for every tensor, `PATTERN=LIST` a rule, `PATTERN=plain` one for what is whole on every rank.
+/// Parses placement options. A bare list is the fallback for every tensor, `PATTERN=LIST` is a rule, and
+/// `PATTERN=plain` is a rule for tensors that are whole on every rank.
 ///
 /// # Errors
-/// `Layout` for what is no list and no pattern, `Usage` for a second list for every tensor.
+/// `Layout` for an invalid list or pattern, `Usage` for a second fallback.
 pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<PlacementSpec>>)> {
     let mut rules = Vec::new();
     let mut fallback = None;
@@ -37,7 +38,7 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
                 if fallback.replace(parse_placements(text)?).is_some() {
                     return Err(Error::usage(
                         format!("{option} {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
+                        "use one list for all tensors, and PATTERN=LIST for the exceptions",
                     ));
                 }
             }
@@ -46,15 +47,16 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     Ok((rules, fallback))
 }
 
-/// The layout file of an option; a `split` beside it takes the place of its own.
+/// Reads the layout file of an option. A given `split` replaces the one in the file.
 ///
 /// # Errors
-/// As reading it, and with this hint where nothing in it is for tensors one by one.
+/// Errors from reading the file, and `Usage` with the hint `flat_alone` if the file has only a layout of flat
+/// parameters.
 pub fn file(option: &str, path: &Path, split: Option<Split>, flat_alone: &str) -> Result<LayoutFile> {
     let mut file = layout_file::read(path)?;
     if file.has_only_flat() {
         return Err(Error::usage(
-            format!("{option} {}: it has [flat] alone, which is for flat parameters", path.display()),
+            format!("{option} {}: the file has only [flat], which is for flat parameters", path.display()),
             flat_alone,
         ));
     }

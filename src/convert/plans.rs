@@ -1,5 +1,5 @@
-//! A parallelize plan as the command line says it: built in, or a layout file with styles, of a target (`--plan`) or of a
-//! source (`--src-plan`).
+//! Parallelize plan from the command line: a built-in plan or a layout file with styles, for a target (`--plan`) or a
+//! source (`--src-plan`). It mirrors PyTorch's `parallelize_module`.
 
 use std::path::Path;
 
@@ -10,21 +10,21 @@ use crate::layout::parallelize::{Family, RoleNames, UnboundPlan};
 use crate::nearest;
 use crate::storage::lookup;
 
-/// What the command line says of a plan.
+/// Options of a plan.
 pub struct PlanOptions<'a> {
-    /// Its name, or that of a file; and the option that says it.
+    /// Name of a built-in plan or path of a layout file.
     pub plan: Option<&'a str>,
     pub option: &'static str,
-    /// The option for all of a layout file.
+    /// Option that reads a whole layout file.
     pub layout_option: &'static str,
     pub names: RoleNames,
 }
 
 impl PlanOptions<'_> {
-    /// The plan of the command line, and of the layout file: what the first says goes before what the other does.
+    /// Combines the plan of the command line with the plan of the layout file. The command line has priority.
     ///
     /// # Errors
-    /// `Usage` for plans that there are not, and as reading the file of the option.
+    /// `Usage` for an unknown plan, and errors from reading the file of the option.
     pub fn draft(self, layout: Option<&LayoutFile>) -> Result<Option<UnboundPlan>> {
         let built_in = self.plan.and_then(Family::named);
         let file = match self.plan {
@@ -50,7 +50,8 @@ impl PlanOptions<'_> {
         let family = match (built_in, said.iter().find_map(|said| said.name.as_ref())) {
             (Some(family), _) => Some(family),
             (None, Some(name)) => {
-                let unknown = || name.error(format!("no built-in plan is called {}", name.value), hint(&name.value));
+                let unknown =
+                    || name.error(format!("there is no built-in plan with the name {}", name.value), hint(&name.value));
                 Some(Family::named(&name.value).ok_or_else(unknown)?)
             }
             (None, None) => None,
@@ -58,7 +59,7 @@ impl PlanOptions<'_> {
         Ok(Some(UnboundPlan { styles, family, names }))
     }
 
-    /// The layout file that is given for a plan.
+    /// Reads the layout file that is used as a plan.
     fn file_of(&self, name: &str) -> Result<LayoutFile> {
         let (option, path) = (self.option, Path::new(name));
         if path.extension().is_none() && !lookup::exists(path)? {
@@ -67,9 +68,9 @@ impl PlanOptions<'_> {
         let file = layout_file::read(path)?;
         if !file.has_only_plan() {
             return Err(Error::usage(
-                format!("{option} {name}: it says more than a plan, or none"),
+                format!("{option} {name}: the file has no plan, or has more than a plan"),
                 format!(
-                    "{} takes mesh, placements and rules of a file as well as its plan and styles",
+                    "use {} to read mesh, placements and rules of the file together with its plan and styles",
                     self.layout_option
                 ),
             ));
@@ -78,7 +79,8 @@ impl PlanOptions<'_> {
     }
 }
 
+/// Returns a hint that lists the built-in plans.
 fn hint(name: &str) -> String {
     let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
-    format!("{}; there are {}, and layout files with styles", nearest::name_hint(name, &known), known.join(", "))
+    format!("{}; use one of {}, or a layout file with styles", nearest::name_hint(name, &known), known.join(", "))
 }

@@ -1,4 +1,5 @@
-//! What `--dry-run` says of a destination that it does not touch: the run would be refused, would go on, or is done.
+//! Check of the destination for `--dry-run`, without changing it: a run would be refused, would resume, or has nothing
+//! to do.
 
 use std::path::Path;
 
@@ -14,7 +15,7 @@ use crate::exec::Options;
 use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
-/// A warning, where there is something to say.
+/// Returns a warning if a run would be refused, would resume, or has nothing to do.
 pub fn describe_destination(
     conversion: &Prepared,
     args: &ConvertOptions,
@@ -34,7 +35,9 @@ pub fn describe_destination(
     };
     match look(conversion.source.reducing()) {
         Ok(Preflight::Fresh) => None,
-        Ok(Preflight::Resumes) => Some(format!("a run would go on with what is done of {}", destination.display())),
+        Ok(Preflight::Resumes) => {
+            Some(format!("a run would continue the unfinished work on {}", destination.display()))
+        }
         Ok(Preflight::Done) => {
             Some(format!("{} is there already, from the same source and options", destination.display()))
         }
@@ -45,8 +48,9 @@ pub fn describe_destination(
     }
 }
 
+/// Checks that `folder` is writable and has space for the destination.
 fn check_folder(conversion: &Prepared, folder: &Path) -> Result<()> {
-    // With this name at its end only folders are found.
+    // The trailing `.` makes the check fail if the path is not a folder.
     let may_write = access(folder.join("."), Access::WRITE_OK | Access::EXEC_OK);
     may_write.map_err(|error| Error::io("write in", folder)(error.into()))?;
     let (needed, free) = (conversion.len_bytes(), free_bytes(folder)?);

@@ -1,4 +1,4 @@
-//! A conversion with everything decided, and the check of its destination.
+//! A completely planned conversion, and the check of its destination. Sizes are in bytes.
 
 use std::path::Path;
 
@@ -16,22 +16,26 @@ use crate::launch::Part;
 use crate::publish::DestinationKind;
 use crate::storage::lookup;
 
-/// A conversion with everything decided: the files of the destination are laid out, and nothing is written.
+/// A completely planned conversion: the files of the destination are laid out, and nothing is written yet.
 pub struct Prepared {
+    /// Source, with the selected names.
     pub source: ConversionSource,
+    /// Layout of the output files and their tensors.
     pub reservation: Reservation,
-    /// Files that go to the destination as they are.
+    /// Sidecar files that are copied to the destination unchanged.
     pub carried: Vec<SidecarFile>,
+    /// Kind of the destination: one file or a folder.
     pub shape: DestinationKind,
+    /// Format of the destination.
     pub to: Format,
-    /// Names that are not written but recorded as others: alias to kept.
+    /// Tied names that are only recorded, each with the name that is written: (alias, kept).
     pub tied: Vec<(Fqn, Fqn)>,
-    /// Further lines for the user.
+    /// Further notes for the user.
     pub notes: Vec<String>,
 }
 
 impl Prepared {
-    /// Returns the bytes of all output files and of the files that are copied along.
+    /// Returns the bytes of all output files and sidecar files.
     pub fn len_bytes(&self) -> u64 {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
     }
@@ -43,16 +47,16 @@ impl Prepared {
     }
 }
 
-/// Checks that DST may be written to, as far as a look shows that does not ask who works on it.
+/// Checks that DST may be written, without checking whether another run works on it.
 ///
 /// # Errors
-/// `Usage` where it may not.
+/// `Usage` if DST overlaps with a checkpoint that is read, or may not be replaced.
 pub fn check_destination(conversion: &Prepared, args: &ConvertOptions, destination: &Path) -> Result<()> {
     let read = conversion.source.paths_read();
     read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
     for (_, path) in &read {
         if lookup::is_file(path)? {
-            // An index stands for the files it names.
+            // If the path is an index file, the files that it names must not be overwritten either.
             let files = &conversion.source.checkpoint.files;
             files.ids().try_for_each(|id| refuse_nesting("the source", files.path(id), destination))?;
         }

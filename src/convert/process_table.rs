@@ -1,4 +1,5 @@
-//! Roster: where the processes of a run are, so that whoever reads of one finds it: `process 2 of 4 (n1, pid 4711)`.
+//! Table of the processes of a run: node and process id of each rank, for messages such as `process 2 of 4 (n1, pid
+//! 4711)`.
 
 use crate::comm::{Communicator, Process};
 use crate::error::{Error, Peer, Result};
@@ -6,58 +7,61 @@ use crate::launch::Part;
 use crate::metadata_mirror::MetadataMirror;
 use crate::name_list::short_list;
 
+/// Node and process id of each process.
 pub struct ProcessTable {
     of: u32,
-    /// By process; none before they have met.
+    /// Descriptions by process; empty before the processes have connected.
     places: Vec<String>,
 }
 
 impl ProcessTable {
-    /// Of processes that have not met.
+    /// Returns the table of processes that have not connected.
     #[must_use]
     pub fn unknown(part: Part) -> Self {
         Self { of: part.of, places: Vec::new() }
     }
 
-    /// Hear from all where they are. Collective.
+    /// Gathers node and process id of all processes. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::gather`].
+    /// The errors of [`Communicator::gather`].
     pub fn meet(communicator: &impl Communicator) -> Result<Self> {
-        let said = communicator.gather(Process::this().to_string().as_bytes())?;
-        let places = said.iter().map(|words| String::from_utf8_lossy(words).into_owned()).collect();
+        let all = communicator.gather(Process::this().to_string().as_bytes())?;
+        let places = all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect();
         Ok(Self { of: communicator.size(), places })
     }
 
+    /// Returns a process with all that is known about it.
     #[must_use]
     pub fn peer(&self, index: u32) -> Peer {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
     }
 
-    /// `process 1 of 4 (n1, pid 4711), process 3 of 4 (n3, pid 12)`
+    /// Returns a list of processes, for example `process 1 of 4 (n1, pid 4711), process 3 of 4 (n3, pid 12)`.
     #[must_use]
     pub fn names(&self, processes: &[u32]) -> String {
         let names: Vec<String> = processes.iter().map(|index| self.peer(*index).to_string()).collect();
         short_list(&names, 3)
     }
 
-    /// Say of a file that is damaged whose it is: no process sees all of SRC, so nobody can `verify` it.
+    /// Adds to the error for a damaged file which processes see it. No process sees all of SRC, so `verify` cannot find
+    /// it.
     #[must_use]
-    pub fn locate(&self, mut error: Error, twin: &MetadataMirror) -> Error {
+    pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()
-            && let seen_by @ [_, ..] = twin.seen_by(path)
+            && let seen_by @ [_, ..] = mirror.seen_by(path)
         {
             let seers = self.names(seen_by);
-            let words = format!(
-                "the file is damaged or was not completely written: look at it on the node of {seers}; with options::check_crc \
-                 all processes check every sum in their files first"
+            let text = format!(
+                "the file is damaged or was not completely written: check it on the node of {seers}; with \
+                 options::check_crc, all processes first check every checksum in their files"
             );
-            *hint = Some(words.into());
+            *hint = Some(text.into());
         }
         error
     }
 
-    /// Say of the process that an error names all that is known.
+    /// Adds node and process id to the process that an error names.
     #[must_use]
     pub fn name(&self, mut error: Error) -> Error {
         if let Some(peer) = error.peer_mut() {

@@ -1,4 +1,5 @@
-//! `--verify`: what was written is read back before anybody can see it.
+//! Verification for `--verify`: reads the written files back and compares them with the source, before they are
+//! published.
 
 use std::ops::Range;
 
@@ -17,16 +18,16 @@ use crate::format::resolve;
 use crate::progress::Task;
 use crate::storage::{AnchoredPath, Files};
 
-/// What is not as it should be.
+/// Difference between the written files and the expected content.
 pub struct Mismatch {
-    /// Of the first that was found.
+    /// Error for the first difference.
     pub error: Error,
-    /// Where all of it lies, in files that are written; nowhere if it is in one that is carried.
+    /// Byte ranges of all differences in written files; empty if a sidecar file differs.
     pub bytes: Extents,
 }
 
-/// Compare what was written with the source, what lies between tensors with what was laid out, sums with what they are of,
-/// and what was carried with what it is of. `hint` says what to do where something differs, of which the first is given.
+/// Compares written tensors with the source, the bytes between tensors with the layout, checksums with their data, and
+/// sidecar files with their originals. Returns the first difference; `hint` becomes the hint of its error.
 ///
 /// # Errors
 /// `Io`, `Stopped`.
@@ -56,9 +57,9 @@ impl ReadBack<'_> {
         let catalog = Catalog::empty();
         let written = Input { files: &files, catalog: &catalog, resolve: &resolve };
         let progress = Task::start(run.progress, "verifying", conversion.reservation.payload_bytes());
-        // All are looked at, so that all that is wrong is written again at once.
+        // All tensors are compared, so that the next run writes all differing ranges again.
         let (mut first, mut bytes) = (None, Extents::new());
-        // A value of a rank that the target does not have is in no file.
+        // A tensor without chunks belongs to a rank that the target does not have, so it is in no file.
         for tensor in conversion.reservation.tensors.iter().filter(|tensor| !tensor.entry.chunks.is_empty()) {
             let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
             let right = (written, &tensor.entry);
@@ -67,13 +68,15 @@ impl ReadBack<'_> {
                     .map(|difference| difference.detail(&tensor.entry.shape))
             } else {
                 compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
-                    .map(|chunk| format!("{} is not as it should be", tensor.entry.chunk_name(chunk)))
+                    .map(|chunk| format!("{} differs from the expected content", tensor.entry.chunk_name(chunk)))
             };
-            // Rank files have copies of their own of what is replicated.
+            // Every rank file has its own copy of a replicated tensor, so the copies are compared, too.
             let found = match found {
                 None if tensor.shares.is_empty() => {
                     compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?.map(
-                        |difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)),
+                        |difference| {
+                            format!("{} differs from the other replicas", tensor.entry.chunk_name(difference.second))
+                        },
                     )
                 }
                 found => found,
@@ -98,8 +101,8 @@ impl ReadBack<'_> {
         Ok(first.map(|error| Mismatch { error, bytes }))
     }
 
-    /// Headers, pickles and directories, of which one run has not written all where it went on with what an earlier one
-    /// left; sums; and files that are carried.
+    /// Compares headers, pickles, zip directories, checksums and sidecar files. In a resumed run, an earlier run has
+    /// written some of them.
     fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;
@@ -111,7 +114,7 @@ impl ReadBack<'_> {
         }
         for file in &conversion.carried {
             if !is_copied(file, folder, true)? {
-                let message = format!("{} is not what was copied there", folder.join(&file.to).display());
+                let message = format!("{} differs from the file that was copied", folder.join(&file.to).display());
                 let error = Error::usage(message, self.hint);
                 return Ok(Some(Mismatch { error, bytes: Extents::new() }));
             }
@@ -128,7 +131,7 @@ impl ReadBack<'_> {
             Mismatch { error, bytes }
         };
         if let Some(offset) = first_difference(file, &path)? {
-            let message = format!("{}: byte {offset} is not what was laid out", path.display());
+            let message = format!("{}: byte {offset} differs from the planned header", path.display());
             return Ok(Some(wrong(offset..offset + 1, Error::usage(message, self.hint))));
         }
         Ok(first_mismatch(file, &path, &self.run.stop)?.map(|ChecksumMismatch { range: of, site, expected, found }| {

@@ -1,4 +1,4 @@
-//! Reading of a source: options of the format's reader, and errors for options that have no effect on what was read.
+//! Options for reading a source, and errors for reading options that have no effect on it.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
 use crate::quantity::count;
 
-/// Returns how a source is read, with `default` where no series are asked for.
+/// Returns the options for the format's reader. `default` selects the series if the user names none.
 pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
@@ -29,15 +29,15 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
     }
 }
 
-/// Returns the checkpoint as an input of the steps that move bytes.
+/// Returns the checkpoint as input for the steps that copy bytes.
 pub fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
 
-/// The error for a source of which nothing but objects would be read or written, unless options choose what is taken.
+/// Refuses a source from which only objects would be read or written, unless options select names or series.
 ///
 /// # Errors
-/// `Usage`.
+/// `Usage` if no tensor is selected.
 pub fn refuse_without_tensors(
     src: &Path,
     checkpoint: &Checkpoint,
@@ -50,16 +50,19 @@ pub fn refuse_without_tensors(
         return Ok(());
     }
     let held = match checkpoint.catalog.tensors.len() {
-        0 => String::from("it holds no tensors"),
-        number => format!("none of its {} is taken", count(number, "tensor")),
+        0 => String::from("it has no tensors"),
+        number => format!("none of its {} is selected", count(number, "tensor")),
     };
     Err(Error::usage(
         format!("{}: {held}", src.display()),
-        "`dtshard inspect` shows what it holds; options::include or options::series chooses objects alone",
+        "run `dtshard inspect` to list its contents; to select only objects, use options::include or options::series",
     ))
 }
 
-/// `--series` where there are no series would be an option without an effect.
+/// Refuses `--series` if no checkpoint has series of rank files, because the option would have no effect.
+///
+/// # Errors
+/// `Usage`.
 pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result<()> {
     let named = !args.series.is_empty() && args.series != ["all"];
     if !named || checkpoints.iter().any(|checkpoint| !checkpoint.series.is_empty()) {
@@ -77,7 +80,10 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
     ))
 }
 
-/// What tells of flat parameters would be without an effect where there are none.
+/// Refuses options for flat parameters if no checkpoint has any, because the options would have no effect.
+///
+/// # Errors
+/// `Usage`.
 pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Checkpoint]) -> Result<()> {
     let is_flat = |checkpoint: &&Checkpoint| {
         checkpoint.format.tensors() == TensorStorage::Flat || checkpoint.catalog.flat.is_some()
@@ -93,7 +99,7 @@ pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Che
     let checkpoint = checkpoints[0];
     Err(Error::usage(
         format!(
-            "{option} tells what FSDP1 flat parameters hold: {} is {}, which has none",
+            "{option} describes FSDP1 flat parameters, but {} is {}, which has none",
             checkpoint.root.display(),
             checkpoint.format
         ),

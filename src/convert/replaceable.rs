@@ -1,7 +1,8 @@
-//! The rule for `--overwrite`: a destination is replaced where it is a checkpoint and holds nothing else.
+//! The rule for `--overwrite`: a destination is replaced only if it is a checkpoint and contains nothing else.
 //!
-//! Replaceable are files of the [table](crate::format::known_files), files that an earlier run carried along and nobody
-//! has changed since, and files that this run writes again with the same content. Links are never followed into folders.
+//! Three kinds of files are replaceable: files in the [table](crate::format::known_files) of known files, unchanged
+//! sidecar files from an earlier run, and files that this run writes again with the same content. Links to folders are
+//! never followed.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -14,20 +15,20 @@ use crate::name_list::short_list;
 use crate::publish::DestinationKind;
 use crate::storage::{AnchoredPath, lookup};
 
-/// Names of foreign files in a message.
+/// Largest number of foreign files in a message.
 const SHOWN: usize = 8;
 
-/// Longer files are not compared with what this run carries.
+/// Size limit in bytes for comparing a file with a sidecar file of this run.
 const MAX_COMPARED_BYTES: u64 = 64 << 20;
 
 /// Checks that `--overwrite` may replace the file or folder at the destination, if there is one.
 ///
 /// # Errors
-/// `Usage` where it is no checkpoint, or holds other files; `Io` where it cannot be looked at.
+/// `Usage` if it is not a checkpoint or contains other files; `Io` if it cannot be examined.
 pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[SidecarFile]) -> Result<()> {
     let metadata = match fs::metadata(destination) {
         Ok(metadata) => metadata,
-        // Nothing, or a link to nothing, which is replaced itself.
+        // The path does not exist, or it is a dangling link, which is replaced itself.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
         Err(error) => return Err(Error::io("look at", destination)(error)),
     };
@@ -35,7 +36,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
         let is_checkpoint = metadata.is_file() && is_checkpoint_file(destination)?;
         return if is_checkpoint { Ok(()) } else { Err(no_checkpoint(destination)) };
     }
-    // One file takes the place of an empty folder or of a link only.
+    // A file replaces only an empty folder or a link, which publishing checks.
     if shape == DestinationKind::File {
         return Ok(());
     }
@@ -55,7 +56,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
     }
     Err(Error::usage(
         format!(
-            "{} holds files that options::overwrite does not replace: {}",
+            "{} contains files that options::overwrite does not replace: {}",
             destination.display(),
             short_list(&found.foreign, SHOWN)
         ),
@@ -63,14 +64,15 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
     ))
 }
 
+/// Returns the error for a destination that is not a checkpoint.
 fn no_checkpoint(destination: &Path) -> Error {
     Error::usage(
-        format!("{} holds no checkpoint, so options::overwrite does not replace it", destination.display()),
+        format!("{} is not a checkpoint, so options::overwrite does not replace it", destination.display()),
         "choose another destination, or move it away",
     )
 }
 
-/// The names in a folder, sorted.
+/// Returns the sorted names in a folder.
 fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(lookup::list(folder)?.into_iter().map(|entry| PathBuf::from(entry.name)).collect())
 }
@@ -84,7 +86,7 @@ struct FoundFile<'a> {
 }
 
 impl FoundFile<'_> {
-    /// Look at everything in `folder`, which is relative to the destination.
+    /// Examines everything in `folder`, which is relative to the destination.
     fn walk(&mut self, folder: &Path) -> Result<()> {
         for name in list(&self.destination.join(folder))? {
             let name = folder.join(name);
@@ -93,7 +95,7 @@ impl FoundFile<'_> {
             let is_foreign = if kind.is_dir() {
                 self.enter(&name)?
             } else {
-                // Sockets and pipes are nobody's checkpoint, whatever their names.
+                // Sockets and pipes are never part of a checkpoint, regardless of their names.
                 !(kind.is_file() || kind.is_symlink()) || !self.is_replaceable(&name, &path)?
             };
             if is_foreign {
@@ -103,8 +105,8 @@ impl FoundFile<'_> {
         Ok(())
     }
 
-    /// Look into a folder. True where it counts as one foreign thing: nothing tells what the folder is, and not all in it
-    /// is from an earlier run.
+    /// Examines a folder. Returns true if the whole folder is foreign: it is not a known folder, and some of its files
+    /// are not from an earlier run.
     fn enter(&mut self, folder: &Path) -> Result<bool> {
         if is_known_folder(folder) {
             self.walk(folder)?;
@@ -133,7 +135,7 @@ impl FoundFile<'_> {
             return Ok(true);
         }
         let Some(file) = self.carried.iter().find(|file| file.to == name) else { return Ok(false) };
-        // A process that does not see the file leaves it to those that do.
+        // A process that does not see the sidecar file leaves the check to the processes that see it.
         let is_elsewhere = !file.seen_by.is_empty() && file.read_path.symlink_metadata().is_err();
         Ok(is_elsewhere
             || file.len <= MAX_COMPARED_BYTES && is_copied(file, &AnchoredPath::read_only(self.destination), true)?)

@@ -1,4 +1,6 @@
-//! Reports of a conversion: notes before it begins, the closing line, the preview, the JSON document.
+//! Reports of a conversion: the notes before the work begins, the preview, the closing line and the JSON document.
+//!
+//! All four are computed from one [`Account`], so they agree. Sizes are in bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +22,7 @@ use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::{AnonymousMemory, anonymous_memory};
 use crate::text::escape_invisible;
 
-/// What a caller learns of a conversion before anything is written. `Display` prints what `--dry-run` prints.
+/// Preview of a conversion, made before anything is written. `Display` prints the text of `--dry-run`.
 #[derive(Clone, Debug)]
 pub struct Preview {
     text: String,
@@ -35,7 +37,7 @@ impl Preview {
         self.document.clone()
     }
 
-    /// Returns what a run would be warned of: too little memory, or a destination that is refused.
+    /// Returns the warnings that a run would print: too little memory, or a destination that is refused.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
@@ -48,38 +50,38 @@ impl fmt::Display for Preview {
     }
 }
 
-/// How an execution ended.
+/// Result of an execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// This process has published the destination.
+    /// This process published the destination.
     Published,
-    /// Another process of the run has published the destination.
+    /// Another process of the run published the destination.
     PublishedByOther,
-    /// The part of this process is done; the last part publishes.
+    /// This process has finished its part; the process that finishes last publishes.
     PartDone,
-    /// The destination was there already, from the same source and options.
+    /// The destination already existed and was made from the same source and options.
     UpToDate,
 }
 
-/// What an execution has done. `Display` prints the closing line of the command line.
+/// Report of an execution. `Display` prints the closing line of the command-line program.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// How it ended.
+    /// Result of the execution.
     pub outcome: Outcome,
     /// Number of files of the destination.
     pub files: usize,
     /// Number of tensors of the destination.
     pub tensors: usize,
-    /// Bytes of all files of the destination, those of earlier runs and other processes included.
+    /// Bytes of all files of the destination, including the bytes that earlier runs and other processes wrote.
     pub bytes_written: u64,
-    /// Bytes of tensor data that this process has read.
+    /// Bytes of tensor data that this process read.
     pub bytes_read: u64,
     /// Time since the source was opened.
     pub time: Duration,
-    /// Values that casts have lost: overflows and NaNs.
+    /// Warnings about values that casts lost: overflows and NaNs.
     pub warnings: Vec<String>,
-    /// Options that take in what the target leaves out by default, if it left out anything.
+    /// Options that include the values left out by default; `None` if nothing was left out.
     pub hint: Option<String>,
     line: String,
     document: Json,
@@ -99,22 +101,22 @@ impl fmt::Display for Report {
     }
 }
 
-/// Counts and texts of a conversion, from which previews and reports are made.
+/// Source of the counts and texts in previews and reports.
 pub struct Account<'a> {
     conversion: &'a Prepared,
     destination: Option<&'a Path>,
     options: &'a Options,
-    /// Memory when all is read and laid out, and no tensor data has moved.
+    /// Anonymous memory after planning, before any tensor data is copied.
     before: Option<AnonymousMemory>,
-    /// Limit of memory in bytes.
+    /// Memory limit in bytes.
     max_memory: u64,
-    /// Bytes that each process would move, where they exchange bytes and a preview was asked for.
+    /// Bytes that each process would read, send and receive. Empty unless this is a preview with an exchange.
     pub loads: Vec<Load>,
-    /// Options that have no effect.
+    /// Warnings about options that have no effect.
     pub idle: Vec<String>,
 }
 
-/// Lines for the user before the work begins.
+/// Returns the notes that are printed before the work begins.
 pub fn notes(conversion: &Prepared) -> Vec<String> {
     let source = &conversion.source;
     let mut notes = source.wanted.notes.clone();
@@ -124,7 +126,7 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
     notes
 }
 
-/// What is not written: groups for the closing line, then every name for the document.
+/// Returns the values that are not written: first as groups for the closing line, then as names for the JSON document.
 pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let source = &conversion.source;
     let left = &source.wanted.left_out;
@@ -140,19 +142,20 @@ pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
 }
 
-/// `290 f32->bf16`
+/// Returns the counts of cast tensors, for example `290 f32->bf16`.
 fn cast_text(stats: &Stats) -> Vec<String> {
     stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
 }
 
+/// Returns a warning for each cast that lost values.
 fn cast_warnings(stats: &Stats) -> Vec<String> {
     let mut warnings = Vec::new();
     for ((from, to), cast) in &stats.casts {
         if cast.overflows > 0 {
-            warnings.push(format!("{} overflowed from {from} to {to}", count_values(cast.overflows)));
+            warnings.push(format!("{} overflowed in the cast from {from} to {to}", count_values(cast.overflows)));
         }
         if cast.nans > 0 {
-            warnings.push(format!("{} that were cast from {from} to {to} are NaN", count_values(cast.nans)));
+            warnings.push(format!("{} are NaN after the cast from {from} to {to}", count_values(cast.nans)));
         }
     }
     warnings
@@ -168,7 +171,7 @@ impl<'a> Account<'a> {
         Self { conversion, destination, options, before: anonymous_memory(), max_memory, loads: Vec::new(), idle }
     }
 
-    /// Makes the preview; `foreseen` is what a run would meet at the destination.
+    /// Returns the preview. `foreseen` describes the state of the destination that a run would find.
     pub fn preview(&self, stats: &Stats, foreseen: Option<String>) -> Preview {
         let mut document = self.document(stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {
@@ -178,7 +181,7 @@ impl<'a> Account<'a> {
         Preview { text: self.dry_run_text(stats), document, warnings }
     }
 
-    /// Makes the report of an execution that ended in this way.
+    /// Returns the report of an execution that ended with `outcome`.
     pub fn report(&self, stats: &Stats, outcome: Outcome, run: &Run<'_>) -> Report {
         let (time, part) = (run.started.elapsed(), run.launch.part);
         let destination = self.destination.map(|path| path.display().to_string()).unwrap_or_default();
@@ -204,7 +207,7 @@ impl<'a> Account<'a> {
                 "publisher": outcome == Outcome::Published,
             });
         }
-        // Only the process that publishes knows what the casts of all parts have lost.
+        // Only the publishing process knows the cast losses of all parts.
         let warnings = if outcome == Outcome::PublishedByOther { Vec::new() } else { cast_warnings(stats) };
         let Prepared { reservation, carried, .. } = self.conversion;
         Report {
@@ -221,19 +224,19 @@ impl<'a> Account<'a> {
         }
     }
 
-    /// Names the options that take in what the target left out.
+    /// Returns a hint that names the options which include the values left out.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.wanted.left_out.groups.is_empty());
-        let objects = (!reservation.left_out.is_empty()).then_some("options::to torch writes objects, too");
+        let objects = (!reservation.left_out.is_empty()).then_some("options::to torch also writes objects");
         let has_series = !source.checkpoint.skipped_series.is_empty();
-        let series = has_series.then_some("options::series all reads the other series");
+        let series = has_series.then_some("options::series all also reads the other series");
         let remedies: Vec<&str> = [tensors, objects, series].into_iter().flatten().collect();
         (!remedies.is_empty()).then(|| remedies.join("; "))
     }
 
-    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.53 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
-    /// f32->bf16`
+    /// Returns the closing line, for example `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.53 GB/s); left out: 54
+    /// tensors (optim), 12 objects; cast 290 f32->bf16`.
     fn closing_line(&self, stats: &Stats, time: Duration) -> String {
         let reservation = &self.conversion.reservation;
         let (carried, bytes) = (&self.conversion.carried, self.conversion.len_bytes());
@@ -263,7 +266,7 @@ impl<'a> Account<'a> {
         line
     }
 
-    /// Of a run that may take more memory than is allowed.
+    /// Returns a warning if the run may use more memory than the limit.
     fn memory_warning(&self, stats: &Stats) -> Option<String> {
         beyond(peak_bytes(self.conversion, self.options, self.before, stats), self.max_memory)
     }
@@ -337,7 +340,7 @@ impl<'a> Account<'a> {
         ];
         if !self.loads.is_empty() {
             let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
-            // What is told to all arrives at each of them.
+            // A message to all processes is received once by each of them.
             let ((_, most_sent), (received, most_received)) = (of_all(Load::sent), of_all(Load::received));
             lines.push(format!(
                 "on the wire   {}; at most {} from a process, {} to one",

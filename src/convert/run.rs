@@ -1,6 +1,7 @@
-//! A run: what every step of an operation needs, from opening the source to publishing the destination.
+//! A run: the resources and settings that every step of an operation needs, from opening the source to publishing the
+//! destination.
 //!
-//! Worker threads belong to a pool of the run, so that a program which uses this library keeps its own.
+//! A run has its own pool of worker threads, so it does not use the global pool of the program that calls the library.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,15 +16,15 @@ use crate::exec::{Options, Stop};
 use crate::launch::Launch;
 use crate::progress::Progress;
 
-/// Where an operation stands among processes, when it stops, and what it is called.
+/// Settings of an operation: its process in the run, its stop flag, and its option names.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Which of the processes of a run this one is.
+    /// Number of this process, number of processes, and their launcher.
     pub launch: Launch,
     /// Flag that ends the operation.
     pub stop: Stop,
-    /// Options that decide on the result, by the names under which the caller's user knows them, with their values as text.
-    /// They are recorded beside an unfinished destination, and say what differs if another run finds it.
+    /// Options that determine the result: the names that the user knows, with their values as text. They are recorded
+    /// beside an unfinished destination, so that another run with different options can report the difference.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -43,18 +44,18 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// For an operation that only reads.
+    /// Returns the engine for an operation that only reads.
     ///
     /// # Errors
-    /// `Usage` if threads and memory do not go together.
+    /// `Usage` if the memory limit is too low for the threads.
     pub fn reading(source: &SourceOptions, setup: &Setup) -> Result<Self> {
         Self::new(source, (false, Bottleneck::Processor), None, setup)
     }
 
-    /// For an operation that writes to `destination`, alone or as one of several processes.
+    /// Returns the engine for an operation that writes to `destination`, as a single process or one of several.
     ///
     /// # Errors
-    /// As [`Self::reading`].
+    /// The errors of [`Self::reading`].
     pub fn writing(
         source: &SourceOptions,
         exchange: &ExchangeOptions,
@@ -83,7 +84,7 @@ impl Engine {
         self.work_synced(self.options.sync, progress, work)
     }
 
-    /// Runs `work` on the worker threads, and with `sync` has it wait until all data is on disk.
+    /// Runs `work` on the worker threads. With `sync`, the work waits until all data is on disk.
     pub fn work_synced<'a, T: Send>(
         &'a self,
         sync: bool,
@@ -91,7 +92,7 @@ impl Engine {
         work: impl FnOnce(&Run<'a>) -> T + Send,
     ) -> T {
         let Setup { launch, stop, labels } = &self.setup;
-        // Another node cannot rely on what this one has not written yet.
+        // Another node may publish the output, so all data of this node must be on disk.
         let sync = sync || !launch.part.is_alone();
         let (options, started) = (Options { sync, ..self.options }, self.started);
         let run = Run { progress, options, stop: stop.clone(), started, launch: launch.clone(), labels };
@@ -99,25 +100,25 @@ impl Engine {
     }
 }
 
-/// The operation that a step is part of.
+/// Context of an operation, passed to each of its steps.
 pub struct Run<'a> {
     pub progress: &'a Arc<dyn Progress>,
     pub options: Options,
     pub stop: Stop,
     pub started: Instant,
     pub launch: Launch,
-    /// See [`Setup::labels`].
+    /// Options that determine the result; see [`Setup::labels`].
     pub labels: &'a BTreeMap<String, String>,
 }
 
 impl Run<'_> {
-    /// Says which part of the work is this process's.
+    /// Reports the part number of this process.
     pub fn introduce(&self) {
         let Launch { part, launcher, node, .. } = &self.launch;
         if !part.is_alone() {
             let node = node.as_ref().map(|node| format!(" on {node}")).unwrap_or_default();
             self.progress.detail(&format!(
-                "part {} of {}, counted from 0, by {}{node}",
+                "part {} of {} (counted from 0), started by {}{node}",
                 part.index,
                 part.of,
                 launcher.name()

@@ -1,5 +1,5 @@
-//! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
-//! laid out.
+//! The source of a conversion: the opened checkpoint, the selected names, and the choice of values where ranks differ.
+//! All of this is decided before the destination is laid out.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
-/// What a verb takes where the command line does not say otherwise.
+/// Selection of a verb if the command line names nothing else.
 pub struct Defaults {
     pub root: Root,
     pub wrappers: Wrappers,
@@ -32,42 +32,44 @@ pub struct Defaults {
 }
 
 impl Defaults {
-    /// All that there is, as it is.
+    /// Returns defaults that select the whole state dict unchanged.
     pub fn everything() -> Self {
         Self { root: Root::Whole, wrappers: Wrappers::Match, without_gradients: false }
     }
 }
 
-/// SRC, once it has become part of another checkpoint.
+/// Identity of SRC after `--fill-from` has put its values into another checkpoint, FILLER.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
     pub format: Format,
-    /// How FILLER itself has the tensors that come from SRC.
+    /// Original entries of FILLER for the tensors that come from SRC.
     pub replaced: BTreeMap<TensorId, TensorEntry>,
 }
 
+/// Opened source of a conversion, with the selected names and the connection to other processes.
 pub struct ConversionSource {
-    /// SRC; where that is put into another one, that one, with the files of both.
+    /// SRC; with `--fill-from`, FILLER with the files of both checkpoints.
     pub checkpoint: Checkpoint,
-    /// What SRC was before it was put into another checkpoint.
+    /// Identity of SRC if its values were put into FILLER.
     pub filled: Option<Filled>,
-    /// A checkpoint to be laid out like.
+    /// Checkpoint of `--like`, whose layout the destination gets.
     pub like: Option<Checkpoint>,
-    /// What is taken, under the names and in the dtypes it will have.
+    /// Selected values, with their new names and dtypes.
     pub wanted: Selected,
+    /// Choices for values that differ between ranks.
     pub settled: ResolvedConflicts,
-    /// Replicas have been compared already.
+    /// True if replicas have already been compared.
     pub compared: bool,
-    /// The processes that see the rest of SRC.
+    /// Connection to the other processes of the run.
     pub peers: Option<Peers>,
-    /// Processes that took part have left each other.
+    /// True if the processes have disconnected.
     pub has_parted: bool,
-    /// Option that takes in the tensors which the target leaves out by default.
+    /// Hint with the option that includes the tensors left out by default.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns the option that takes in what `defaults` leave out, unless the caller chose names.
+/// Returns a hint with the option that includes what `defaults` leave out, unless the caller selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -75,27 +77,27 @@ fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'stat
     }
     match defaults.root {
         Root::Model => Some("options::everything writes all tensors"),
-        _ => defaults.without_gradients.then_some("options::with_grads writes gradients, too"),
+        _ => defaults.without_gradients.then_some("options::with_grads also writes gradients"),
     }
 }
 
 impl ConversionSource {
-    /// Who makes values of summands.
+    /// Returns how partial values are reduced.
     #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.peers.as_ref().map_or(ReductionMethod::InRankOrder, Peers::reducing)
     }
 
-    /// Returns whether processes exchange what they read of it.
+    /// Returns whether processes exchange the data that they read.
     #[must_use]
     pub fn is_exchanged(&self) -> bool {
         self.peers.as_ref().is_some_and(Peers::exchange_bytes)
     }
 
-    /// Chooses what to take of a checkpoint that has been opened, alone or with `peers`.
+    /// Selects names and values of an opened checkpoint.
     ///
     /// # Errors
-    /// As selecting.
+    /// The errors of the selection.
     pub fn choose(
         mut checkpoint: Checkpoint,
         peers: Option<Peers>,
@@ -125,7 +127,7 @@ impl ConversionSource {
         })
     }
 
-    /// Where SRC is, and what.
+    /// Returns the path and the format of SRC.
     #[must_use]
     pub fn given(&self) -> (&Path, Format) {
         match &self.filled {
@@ -134,7 +136,7 @@ impl ConversionSource {
         }
     }
 
-    /// Every checkpoint that is read, and what to call it.
+    /// Returns the name for messages and the path of every checkpoint that is read.
     #[must_use]
     pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
@@ -156,12 +158,12 @@ impl ConversionSource {
         read
     }
 
-    /// Tell the processes that see the rest of SRC why this one ends.
+    /// Informs the other processes why this one ends.
     pub fn tell(&self, error: &Error) {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
 
-    /// Name the checkpoint where the error names a tensor only, and where a process runs that it names.
+    /// Adds the checkpoint to an error that names only a tensor, and node and process id to a process that it names.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
         let error = match &self.peers {
@@ -174,12 +176,12 @@ impl ConversionSource {
         error.within(root)
     }
 
-    /// Decide what is taken where ranks disagree.
+    /// Chooses the values where ranks differ.
     ///
-    /// Plain tensors are compared here only where there is something to decide; otherwise just before the copy.
+    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise just before the copy.
     ///
     /// # Errors
-    /// `Conflict` where nothing was chosen; as reading.
+    /// `Conflict` if ranks differ and no choice was made, and errors from reading.
     pub fn settle(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
         settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
@@ -224,10 +226,11 @@ impl ConversionSource {
         Ok(())
     }
 
-    /// Check what must hold of the source before `taken`, its tensors of which this process writes something, are copied.
+    /// Checks checksums and replicas before the copy. `taken` are the source tensors that this process writes, at least
+    /// in part.
     ///
     /// # Errors
-    /// `Malformed` for a checksum, `Conflict` for replicas that differ.
+    /// `Malformed` for a wrong checksum, `Conflict` for replicas that differ.
     pub fn check(&self, taken: &[TensorId], args: CheckOptions, run: &Run<'_>) -> Result<()> {
         if args.check_crc
             && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
@@ -246,11 +249,11 @@ impl ConversionSource {
         }
     }
 
-    /// How two tensors of SRC differ, read as `dtype`, in words; `None` where they are the same. Collective, where there are
-    /// peers.
+    /// Describes the first difference between two tensors of SRC, read as `dtype`, or returns `None` if they are equal.
+    /// Collective if there are peers.
     ///
     /// # Errors
-    /// As reading.
+    /// Errors from reading.
     pub fn difference(&self, pair: [TensorId; 2], dtype: Dtype, run: &Run<'_>) -> Result<Option<String>> {
         let checkpoint = &self.checkpoint;
         if let Some(peers) = &self.peers {
@@ -272,21 +275,21 @@ impl ConversionSource {
         checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
-    /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
-    /// they are a half of all.
+    /// Frees the selection and the state dict once the destination is laid out. For a checkpoint with very many
+    /// tensors, they take half of the memory. Two threads free them in parallel.
     pub fn forget_wishes(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
         let wanted = std::mem::replace(&mut self.wanted.catalog, Catalog::empty());
         rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
     }
 
-    /// Every tensor that is taken, with its names.
+    /// Returns every selected tensor with each of its names.
     #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
         model::all_tensors(&self.wanted.catalog.state)
     }
 
-    /// Tensors that may differ from rank to rank without being asked for.
+    /// Returns the tensors of random number state, which may differ between ranks without `--on-conflict`.
     fn random_state(&self) -> Vec<TensorId> {
         let mut found = Vec::new();
         path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |path, id| {
@@ -297,7 +300,7 @@ impl ConversionSource {
         found
     }
 
-    /// Every tensor that is taken, once.
+    /// Returns every selected tensor once.
     #[must_use]
     pub fn tensor_ids(&self) -> Vec<TensorId> {
         let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
@@ -308,27 +311,27 @@ impl ConversionSource {
     }
 }
 
-/// What is read of a source.
+/// Parameters for reading a source.
 pub struct ReadRequest<'a> {
-    /// Checkpoint of the same model that gives the shapes flat parameters lack.
+    /// Checkpoint of the same model that provides shapes for flat parameters.
     pub like: Option<&'a Path>,
     pub series: SeriesChoice,
     pub want: Want,
-    /// Reads what is there of a set that lacks files.
+    /// Reads the existing files of a checkpoint with missing files.
     pub incomplete: bool,
-    /// Takes flat parameters as they lie where nothing gives their shapes.
+    /// Reads flat parameters as 1-d tensors if their shapes are unknown.
     pub raw_flat: bool,
 }
 
-/// Opens the source of a conversion, together with the other processes where each sees only its own files.
+/// Opens the source of a conversion, together with the other processes if each sees only its own files.
 ///
 /// # Errors
-/// As reading, and as meeting the others.
+/// Errors from reading, and from connecting to the other processes.
 pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> Result<(Checkpoint, Option<Peers>)> {
     let ReadRequest { like, series, want, incomplete, raw_flat } = reading;
-    let told = declared_layout(&args.source.layout, args.select.keep_names)?;
+    let declared = declared_layout(&args.source.layout, args.select.keep_names)?;
     let mut options = ReadOptions {
-        declared_layout: told,
+        declared_layout: declared,
         show_incomplete: incomplete,
         ..read_options(&args.source, like, series, want)
     };
@@ -346,15 +349,15 @@ pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> R
     Ok((checkpoint, peers))
 }
 
-/// Adds the hint that files which are missing on this node may be on the disk of another one.
+/// Adds the hint that files missing on this node may be on the disk of another node.
 pub fn maybe_on_other_nodes(error: Error) -> Error {
     error.missing_hint(
-        "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
-         process on each, with options::source per-rank",
+        "copy the missing files into the folder, or save the checkpoint again; if other nodes have them, start a \
+         process on each node with options::source per-rank",
     )
 }
 
-/// Say what was taken for SRC, and what reading it brought to light.
+/// Prints the path that SRC resolved to, and the warnings and notes from reading it.
 pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if let Some(given) = &checkpoint.resolved_from {
         progress.note(&format!("{} is taken to be {}", given.display(), checkpoint.root.display()));
@@ -370,20 +373,23 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// `--reduce` is for gradients, which not every verb takes by itself.
+/// Checks that the gradients, to which `--reduce` applies, are selected: not every verb selects them by default.
+///
+/// # Errors
+/// `Usage` with the option that selects them.
 fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
     let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
-    // What else is taken beside them are values, and a sum of those is none.
+    // Other series hold complete values, which must not be summed.
     let are_taken = series.iter().any(|name| is_gradients(&name));
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
         _ if layout.reduce.is_empty() => return Ok(()),
-        Some(_) if with_grads && series.is_empty() => String::from("options::with_grads takes them along"),
-        Some(name) => format!("options::series {name} takes them alone"),
+        Some(_) if with_grads && series.is_empty() => String::from("include them with options::with_grads"),
+        Some(name) => format!("convert only the gradients with options::series {name}"),
         None => match left_out_gradients(checkpoint, wanted) {
-            Some(_) if with_grads => String::from("options::with_grads takes them along"),
-            Some(root) => format!("options::root {root} takes them alone"),
+            Some(_) if with_grads => String::from("include them with options::with_grads"),
+            Some(root) => format!("convert only the gradients with options::root {root}"),
             None => return Ok(()),
         },
     };
@@ -393,7 +399,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     ))
 }
 
-/// Where gradients are of which nothing is taken.
+/// Returns the path of the gradients if none of them is selected.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;
@@ -403,10 +409,10 @@ fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path
     (!taken && !gradients.is_empty()).then_some(root)
 }
 
-/// The name options of the command line.
+/// Parses the name options of the command line.
 ///
 /// # Errors
-/// `Layout` and `Usage` for patterns and rules that are none, `Io` for files of them.
+/// `Layout` and `Usage` for invalid patterns and rules, `Io` for files that cannot be read.
 pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select::NameOptions> {
     let mut include = args.include.clone();
     if let Some(file) = &args.include_from {
@@ -416,8 +422,8 @@ pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select
         include.extend(patterns.map(str::to_owned));
         if include.len() == before {
             return Err(Error::usage(
-                format!("options::include_from {}: no pattern in it", file.display()),
-                "one pattern a line; lines that begin with # are comments",
+                format!("options::include_from {}: the file has no patterns", file.display()),
+                "write one pattern per line; lines that begin with # are comments",
             ));
         }
     }

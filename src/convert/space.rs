@@ -1,4 +1,4 @@
-//! Space on the file system of the destination, in bytes.
+//! Check of the free space on the file system of the destination, in bytes.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -10,14 +10,17 @@ use crate::exec::sidecar_files::SidecarFile;
 use crate::quantity::human_bytes;
 use crate::storage::{AnchoredPath, filesystem};
 
-/// Checks that there is space for the files that this process writes and carries.
+/// Checks that there is space for the files that this process writes and for the sidecar files that it copies.
+///
+/// # Errors
+/// `Usage` if there is not enough space, `Io` if the free space is unknown.
 pub fn check_space<'a>(
     folder: &AnchoredPath,
     files: &[OutputFile],
     todo: &Extents,
     to_carry: impl Iterator<Item = &'a SidecarFile>,
 ) -> Result<()> {
-    // Before the look at what is made: others are at it.
+    // The free space is read before the existing files are measured, because other processes write at the same time.
     let free = filesystem::free_bytes(folder.path())?;
     let to_make = |path: &Path, len: u64| {
         len.saturating_sub(folder.join(path).metadata().map_or(0, |found| found.blocks() * 512))
@@ -27,11 +30,11 @@ pub fn check_space<'a>(
     if free >= needed { Ok(()) } else { Err(no_space(folder.path(), needed, free)) }
 }
 
-/// Returns the error for `needed` bytes where only `free` bytes are.
+/// Returns the error for a file system with too few free bytes.
 pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {
     let (needed, free) = (human_bytes(needed), human_bytes(free));
     Error::usage(
-        format!("{needed} needed on the file system of {}, {free} free", folder.display()),
+        format!("{needed} are needed on the file system of {}, but only {free} are free", folder.display()),
         "free space there, or choose a destination on another file system",
     )
 }

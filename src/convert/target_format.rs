@@ -1,4 +1,4 @@
-//! The format of a destination, from its name or from what the caller asks for.
+//! The format of a destination, chosen by `--to` or by the suffix of DST.
 
 use std::path::Path;
 
@@ -7,17 +7,19 @@ use crate::error::{Error, Result};
 use crate::format::{Format, WriteShards};
 use crate::storage::lookup;
 
-/// The format to write: `--to`, else the suffix of DST, else `default`.
+/// Returns the format to write: `--to`, otherwise the format of DST's suffix, otherwise `default`.
 ///
 /// # Errors
-/// `Usage` where the suffix is that of a file in another format, or nearly that of one: DST would become a folder.
+/// `Usage` if the suffix belongs to an unsupported file format or looks misspelt: DST would become a folder.
 pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     let to = named_format(args, destination, default)?;
     match &args.torch_version {
         Some(version) if !to.entry().write_shards.is_some_and(WriteShards::depends_on_torch_version) => {
             Err(Error::usage(
-                format!("options::torch_version {version} is for DTensors in rank files, and DST is to be {to}"),
-                "leave it out: every PyTorch that is supported loads the same",
+                format!(
+                    "options::torch_version {version} applies only to DTensors in rank files, but DST has format {to}"
+                ),
+                "leave it out: all supported versions of PyTorch load the same files",
             ))
         }
         _ => Ok(to),
@@ -43,20 +45,20 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
         return Ok(default);
     }
     Err(Error::usage(
-        format!("DST ends in .{suffix}, which is no format that is written"),
+        format!("DST ends in .{suffix}, which is not an output format"),
         format!(
-            "files end in {}; options::to says the format of any other name",
+            "use a file name that ends in {}, or name the format with options::to",
             join(suffixes().map(|suffix| format!(".{suffix}")), "or")
         ),
     ))
 }
 
-/// Returns the suffixes of files that choose a format.
+/// Returns the file suffixes that select a format.
 fn suffixes() -> impl Iterator<Item = &'static str> {
     Format::ALL.iter().flat_map(|format| format.entry().suffixes).copied()
 }
 
-/// The error for a verb that writes whole tensors and is asked for a format of shards.
+/// Returns the error for a verb that writes whole tensors, if the format stores only shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
     let is_whole = |format: &&Format| format.entry().write_whole.is_some();
     let mut formats: Vec<&Format> = Format::ALL.iter().filter(is_whole).collect();
@@ -64,17 +66,17 @@ pub fn holds_shards(verb: &str, to: Format) -> Error {
     formats.sort_by_key(|format| !format.holds_objects());
     let formats = join(formats.into_iter().map(Format::to_string), "or");
     Error::usage(
-        format!("{verb} writes whole tensors, to {formats}, not to {to}"),
-        "use `dtshard reshard` with a options::mesh to write shards",
+        format!("{verb} writes whole tensors, in format {formats}, not {to}"),
+        "use `dtshard reshard` with options::mesh to write shards",
     )
 }
 
-/// Returns the error for whole tensors in a verb that writes shards.
+/// Returns the error for a verb that writes shards, if the format stores only whole tensors.
 pub fn holds_whole_tensors(to: Format) -> Error {
     let is_sharded = |format: &&Format| format.entry().write_shards.is_some();
     let shards = Format::ALL.iter().filter(is_sharded).map(|format| format!("options::to {format}"));
     Error::usage(
-        format!("{to} holds whole tensors, which have no mesh"),
+        format!("{to} stores whole tensors, which have no mesh"),
         format!(
             "{} write shards; `dtshard unshard` and `dtshard consolidate` write whole tensors",
             join(shards, "and")

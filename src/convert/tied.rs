@@ -1,7 +1,8 @@
-//! Tied embeddings: the name that a checkpoint leaves out because its model has one tensor for two modules.
+//! Tied embeddings: a checkpoint does not store the output layer, because the model shares one tensor between embedding
+//! and output layer.
 //!
-//! `save_pretrained` of transformers and some trainers store only the embedding of a model that ties its output layer to
-//! it (`_tied_weights_keys`). A loader that asks for every key of the state dict, as DCP does, then misses one.
+//! `save_pretrained` of transformers and some trainers store only the embedding of such a model (`_tied_weights_keys`).
+//! A loader that asks for every key of the state dict, as DCP does, then misses the output layer.
 
 use super::config::{self, CONFIG};
 use crate::catalog::path::{key_text, tensors};
@@ -10,12 +11,12 @@ use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 
-/// Names of embeddings, and of the output layers that are tied to them, as model classes have them. GPT-NeoX is not among
-/// them: its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.
+/// Names of embeddings in known model classes, each with the name of the tied output layer. GPT-NeoX is not included:
+/// its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.
 const TIED: [(&str, &str); 7] = [
     // Llama, Mistral, Qwen, Gemma, Phi
     ("model.embed_tokens.weight", "lm_head.weight"),
-    // models of several modalities
+    // multimodal models
     ("model.language_model.embed_tokens.weight", "lm_head.weight"),
     // GPT-2, GPT-J
     ("transformer.wte.weight", "lm_head.weight"),
@@ -33,7 +34,7 @@ const TIED: [(&str, &str); 7] = [
 #[derive(Debug, PartialEq, Eq)]
 struct Tie {
     embedding: String,
-    /// The length of the part of both names that is before those of [`TIED`].
+    /// Length of the common prefix before the names of [`TIED`].
     prefix: usize,
     output: String,
     id: TensorId,
@@ -41,10 +42,10 @@ struct Tie {
     is_stored: bool,
 }
 
-/// The embedding of a model and its output layer, where their names are known.
+/// Returns the embeddings with known names, each with the name of its output layer.
 fn find(state: &Value) -> Vec<Tie> {
     let model = model::model(state);
-    // An output layer that is quantised or adapted has tensors of other names.
+    // A quantised or adapted output layer has tensors with other names below the same module.
     let is_stored = |name: &str| {
         let module = name.strip_suffix("weight").unwrap_or(name);
         model.tensors.iter().any(|(fqn, _)| fqn.as_str().starts_with(module))
@@ -73,18 +74,18 @@ pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
 /// Returns whether the configuration of a model ties its embeddings.
 ///
 /// # Errors
-/// `Io` where the configuration cannot be read.
+/// `Io` if the configuration cannot be read.
 fn says_tied(checkpoint: &Checkpoint) -> Result<bool> {
     let says = |config: &serde_json::Value| config.get("tie_word_embeddings").and_then(serde_json::Value::as_bool);
     let config = config::read(checkpoint)?;
     Ok(config.is_some_and(|config| says(&config).or_else(|| says(config.get("text_config")?)) == Some(true)))
 }
 
-/// Gives the tensor of a tied embedding the name of the output layer, too, where the checkpoint leaves that out; and says
-/// so.
+/// Adds the name of the output layer to the tensor of its tied embedding if the checkpoint does not store the output
+/// layer. Returns a note about it.
 ///
 /// # Errors
-/// `Usage` where the configuration says nothing of ties, or names are not known.
+/// `Usage` if the configuration does not tie the embeddings, or if the names are unknown.
 pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
     if !says_tied(checkpoint)? {
         if has_ties(&checkpoint.catalog) {
@@ -104,16 +105,20 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
         [] => {
             let known: Vec<&str> = TIED.iter().map(|(embedding, _)| *embedding).collect();
             return Err(Error::usage(
-                format!("options::tied write: {} has no embedding of a name that is known", checkpoint.root.display()),
-                format!("known are names that end in {}; options::rename changes names", short_list(&known, FEW)),
+                format!("options::tied write: {} has no embedding with a known name", checkpoint.root.display()),
+                format!("known names end in {}; change names with options::rename", short_list(&known, FEW)),
             )
             .naming(&known));
         }
         several => {
             let names: Vec<&str> = several.iter().map(|tie| tie.embedding.as_str()).collect();
             return Err(Error::usage(
-                format!("options::tied write: several tensors are embeddings by their names: {}", short_list(&names, FEW)),
-                "options::include or options::root takes one model of them first; then convert that with options::tied write",
+                format!(
+                    "options::tied write: several tensors are named like an embedding: {}",
+                    short_list(&names, FEW)
+                ),
+                "first select one model with options::include or options::root, then convert the result with \
+                 options::tied write",
             )
             .naming(&names));
         }
@@ -123,15 +128,19 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
     }
     if !insert(&mut checkpoint.catalog.state, tie) {
         return Err(Error::usage(
-            format!("options::tied write: there is no place for {} beside {}", tie.output, tie.embedding),
-            "convert SRC to safetensors first, where names have no nesting",
+            format!(
+                "options::tied write: the nesting of the state dict does not allow adding {} beside {}",
+                tie.output, tie.embedding
+            ),
+            "convert SRC to safetensors first, because its names are not nested",
         ));
     }
-    Ok(format!("{} is written as well: it is tied to {}, and SRC leaves it out", tie.output, tie.embedding))
+    Ok(format!("{} is also written: it is tied to {}, and SRC does not store it", tie.output, tie.embedding))
 }
 
-const NOTHING: &str = "options::tied write adds no name: SRC has all of them";
+const NOTHING: &str = "options::tied write adds no name: SRC already has all names";
 
+/// Returns whether a tensor of the checkpoint has several names.
 fn has_ties(catalog: &Catalog) -> bool {
     let mut seen = std::collections::HashSet::new();
     let mut is_tied = false;
@@ -142,20 +151,20 @@ fn has_ties(catalog: &Catalog) -> bool {
 /// Returns a note on how to load a DCP checkpoint without the output layer of a tied model.
 ///
 /// # Errors
-/// `Io` where the configuration of the model cannot be read.
+/// `Io` if the configuration of the model cannot be read.
 pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<String>> {
     let Some(missing) = find(written).into_iter().find(|tie| !tie.is_stored) else { return Ok(None) };
     Ok(says_tied(checkpoint)?.then(|| {
         format!(
-            "{} is not stored, as it is tied to {}, and dcp.load asks for both: load with \
+            "{} is not stored because it is tied to {}, but dcp.load asks for both: load with \
              planner=DefaultLoadPlanner(allow_partial_load=True), or write it with options::tied write",
             missing.output, missing.embedding
         )
     }))
 }
 
-/// Puts the name of the output layer at the end of the dict in which the embedding, or the module around it, is. False
-/// where the name of that dict and those of [`TIED`] do not go together.
+/// Adds the name of the output layer at the end of the dict that contains the embedding or one of its parent modules.
+/// Returns false if the name of that dict does not match the names of [`TIED`].
 fn insert(state: &mut Value, tie: &Tie) -> bool {
     let root = model::model(state).root;
     let mut path = None;
@@ -185,6 +194,7 @@ fn insert(state: &mut Value, tie: &Tie) -> bool {
     false
 }
 
+/// Inserts a tensor at a nested path and creates missing dicts. Returns false if the path is already used.
 fn put(dict: &mut Dict, steps: &[&str], id: TensorId) -> bool {
     let [name, rest @ ..] = steps else { return false };
     let found = dict.entries.iter().position(|(key, _)| *key_text(key) == **name);
@@ -217,7 +227,7 @@ mod tests {
         Value::Tensor(TensorId(id))
     }
 
-    /// The names of tensor 0 once the one that is left out is there.
+    /// Returns the names of tensor 0 after the missing name was inserted.
     #[track_caller]
     fn names(mut state: Value) -> Vec<String> {
         let found = find(&state);
@@ -229,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn output_layer_is_put_where_the_model_class_has_it() {
+    fn output_layer_is_inserted_at_the_path_of_the_model_class() {
         let flat = dict(vec![("model.embed_tokens.weight", tensor(0)), ("model.norm.weight", tensor(1))]);
         assert_eq!(names(flat.clone()), ["model.embed_tokens.weight", "lm_head.weight"]);
         let below = dict(vec![("model", flat), ("optimizer", dict(vec![("x", tensor(2))]))]);
@@ -244,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_output_layer_is_known() {
+    fn stored_output_layer_is_detected() {
         let state = dict(vec![("transformer.wte.weight", tensor(0)), ("lm_head.weight", tensor(1))]);
         assert!(find(&state)[0].is_stored);
         assert!(find(&dict(vec![("my_embed_tokens.weight", tensor(0))])).is_empty());

@@ -1,8 +1,8 @@
-//! Wishes without an effect: options of an exchange that a run has no use for, and why that is so.
+//! Warnings about exchange options that have no effect in a run, with the reason.
 //!
-//! They are no errors, as one command line serves runs of one process and of many, with GPUs and without. Who wrote them
-//! may think all the same that they do something. Nor are those errors that do another thing than is meant, as far as one
-//! can tell: a `--bucket-size` that lacks its unit.
+//! An option without effect is a warning and not an error, because the same command line must work with one process or
+//! many, with GPUs or without. An option with a suspicious value, such as a `--bucket-size` without its unit, is also
+//! only a warning.
 
 use super::bucket::LEAST_BYTES;
 use super::prepared::Prepared;
@@ -15,7 +15,7 @@ use crate::exec::copy::Stats;
 const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
-/// What is known before the work begins. Processes that are to meet have met.
+/// Returns the warnings that are known before the work begins. Processes that exchange bytes are already connected.
 pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);
@@ -25,57 +25,58 @@ pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
         FAST_REDUCE if is_by_hosts(conversion) => {
-            Some(format!("bytes do not go by NCCL, so all is reduced {}", ReductionMethod::InRankOrder))
+            Some(format!("NCCL is not used, so all values are reduced {}", ReductionMethod::InRankOrder))
         }
         _ => why_none.clone(),
     };
     let ExchangeOptions { bucket_size, fast_reduce, .. } = &args.exchange;
-    let told = [("options::bucket_size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
-    let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
-    let idle = told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
+    let options = [("options::bucket_size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
+    let given = options.into_iter().filter_map(|(option, is_given)| is_given.then_some(option));
+    let unused = given.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
     let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(short_rounds);
-    idle.chain(short).collect()
+    unused.chain(short).collect()
 }
 
-/// Of rounds that are mostly spent on waiting for each other.
+/// Returns a warning if the rounds are so short that processes mostly wait for each other.
 fn short_rounds(bytes: u64) -> Option<String> {
-    let unit = if bytes < 1000 { format!("; with a unit it may be {bytes}MB") } else { String::new() };
+    let unit = if bytes < 1000 { format!("; did you mean {bytes}MB?") } else { String::new() };
     (bytes < LEAST_BYTES).then(|| {
-        format!("options::bucket_size is {bytes} bytes, which makes rounds very short, and slow: less than 1 MB gains nothing{unit}")
+        format!("options::bucket_size is {bytes} bytes: rounds of less than 1 MB are slow and have no benefit{unit}")
     })
 }
 
-/// What shows when all is done.
+/// Returns a warning that is known only after the run: `--fast-reduce` reduced nothing by NCCL.
 pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
     let is_by_nccl = conversion.source.reducing() == ReductionMethod::Nccl;
-    // Of a run that goes on, another one may have had all that there was.
+    // In a resumed run, the earlier run may have reduced all tensors that NCCL can reduce.
     let is_all =
         stats.bytes_already_written == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);
     (is_all && stats.global_totals.nccl_reduced == 0).then(|| {
         format!(
-            "{FAST_REDUCE} had no effect: there is no tensor of which each process has read another summand, in a dtype and \
-             an op of NCCL, so all was reduced {}",
+            "{FAST_REDUCE} had no effect, and all values were reduced {}: NCCL reduces a tensor only if each process \
+             reads a different partial value of it, and if NCCL supports its dtype and reduction op",
             ReductionMethod::InRankOrder
         )
     })
 }
 
-/// Why no bytes go between processes; `None` where they do.
+/// Returns the reason why processes exchange no bytes, or `None` if they do.
 fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Option<String> {
     Some(String::from(match args.exchange.backend {
         _ if conversion.source.is_exchanged() => return None,
         _ if run.launch.part.is_alone() => ALONE,
-        _ if !run.launch.waits => "processes that do not wait for each other exchange nothing",
-        Backend::Cpu => "with options::backend cpu each process reads what it writes",
-        _ => "each process reads what it writes; -v says why",
+        _ if !run.launch.waits => "processes that do not wait for each other cannot exchange bytes",
+        Backend::Cpu => "with options::backend cpu, each process reads from SRC all data that it writes",
+        _ => "each process reads from SRC all data that it writes; run with -v to see the reason",
     }))
 }
 
-/// Whether processes have met that reduce on their hosts.
+/// Returns whether the processes are connected and reduce on the CPU.
 fn is_by_hosts(conversion: &Prepared) -> bool {
     conversion.source.peers.is_some() && conversion.source.reducing() == ReductionMethod::InRankOrder
 }
 
+/// Returns whether the conversion reads partial values (PyTorch's `Partial` placement).
 fn has_summands(conversion: &Prepared) -> bool {
     let catalog = input(&conversion.source.checkpoint).catalog;
     conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).partial_values.is_some())
@@ -86,11 +87,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_without_its_unit() {
-        let said = short_rounds(10).unwrap();
+    fn bucket_size_without_unit_is_a_warning() {
+        let warning = short_rounds(10).unwrap();
         assert!(
-            said.contains("is 10 bytes, which makes rounds very short") && said.ends_with("it may be 10MB"),
-            "{said}"
+            warning.contains("is 10 bytes: rounds of less than 1 MB are slow")
+                && warning.ends_with("did you mean 10MB?"),
+            "{warning}"
         );
         assert!(!short_rounds(300_000).unwrap().contains("300000MB"));
         assert_eq!(short_rounds(1_000_000), None);

@@ -1,4 +1,4 @@
-//! How long processes that meet wait for each other, and what they say of it.
+//! Time limits for processes that wait for each other, and reports about long waits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,38 +7,41 @@ use super::run::Run;
 use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 
-/// How long the first waits for the last.
+/// Time that the first process waits for the last one to connect.
 const MEET_WITHIN: Duration = Duration::from_mins(2);
 const HURRIED: Duration = Duration::from_secs(10);
 
-/// Waits that last so long say whom they are for.
+/// Time after which a wait is first reported.
 const FIRST_SAID: Duration = Duration::from_secs(5);
 const SAID_SOON: Duration = Duration::from_secs(2);
 const SAID_AGAIN: Duration = Duration::from_secs(30);
 
+/// Returns the time limit for connecting the processes.
 #[must_use]
 pub fn meet_within() -> Duration {
     fault::wait_time(MEET_WITHIN, HURRIED)
 }
 
-/// Says what this process waits for.
+/// Returns a function that prints a report about a wait.
 pub fn teller(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     let progress = Arc::clone(run.progress);
     move |words| progress.outcome(words)
 }
 
-/// Says what this process waits for by itself: after a while, or with `-v` at once.
+/// Returns a reporter of the files or parts that this process waits for. It reports after a delay, or at once with
+/// `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = patience(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };
     WaitReporter { first, again, tell: Arc::new(teller(run)) }
 }
 
-/// Reports a long wait for a process that this one has met.
+/// Returns a reporter of long waits for connected processes.
 pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, tell: Arc::new(teller(run)) }
 }
 
+/// Returns the time limit of a wait, with the times of its reports.
 pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
     WaitNotices { limit, first, again, tell }

@@ -1,4 +1,4 @@
-//! Whole tensors in a destination: under which names, and in which files.
+//! Destinations with whole tensors: the names and the files under which the tensors are written.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -14,10 +14,10 @@ use crate::format::{Checkpoint, Format, Placing, ReadOptions, Want, WriteWhole, 
 use crate::publish::DestinationKind;
 use crate::quantity::count;
 
-/// A name that is recorded, not written, and the one that is.
+/// A tied name that is only recorded, and the name under which its tensor is written.
 type Alias = (Fqn, Fqn);
 
-/// Returns the tensors to write under their names, in natural order, and the names that are recorded only, each with the
+/// Returns the tensors to write with their names, in natural order, and the names that are only recorded, each with the
 /// name that is written.
 pub fn names_to_write(
     source: &ConversionSource,
@@ -36,10 +36,10 @@ pub fn names_to_write(
     (tensors, aliases)
 }
 
-/// Checks that a format can record the names of tied tensors that are dropped.
+/// Checks that a format can record the dropped names of tied tensors.
 ///
 /// # Errors
-/// `Usage` where it cannot.
+/// `Usage` if it cannot.
 pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     if tied != Tied::Drop || to.entry().write_whole.is_some_and(WriteWhole::records_aliases) {
         return Ok(());
@@ -50,10 +50,10 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     ))
 }
 
-/// Returns the writer of whole tensors of a format.
+/// Returns the writer of a format for whole tensors.
 ///
 /// # Errors
-/// `Usage` for a format of shards.
+/// `Usage` for a format that stores only shards.
 pub fn whole_writer(verb: &str, to: Format) -> Result<&'static dyn WriteWhole> {
     to.entry().write_whole.ok_or_else(|| holds_shards(verb, to))
 }
@@ -63,10 +63,10 @@ pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> Destinat
     if writer.is_one_file(destination) { DestinationKind::File } else { DestinationKind::Folder }
 }
 
-/// Returns the files that the tensors of `--like` are in, if that and DST are folders of one format.
+/// Returns the file of each tensor in the checkpoint of `--like`, if it and DST are folders of the same format.
 ///
 /// # Errors
-/// As reading it.
+/// Errors from reading the checkpoint.
 pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<Placing>> {
     let is_folder = |writer: &dyn WriteWhole| !writer.is_one_file(args.dst.as_deref());
     let Some(like) = like.filter(|_| to.entry().write_whole.is_some_and(is_folder)) else { return Ok(None) };
@@ -76,10 +76,13 @@ pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> R
     Ok(Some(checkpoint).filter(|_| is_same).and_then(|like| Placing::of(&like.catalog, &like.files)))
 }
 
-/// Tensors that `--like` has in none of its files.
+/// Returns a note about tensors that the checkpoint of `--like` does not have.
 pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Option<String> {
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;
-    Some(format!("{} that options::like lacks, such as {first}: beside the one before", count(unknown.len(), "tensor")))
+    Some(format!(
+        "{} that options::like does not have, such as {first}: written to the file of the preceding tensor",
+        count(unknown.len(), "tensor")
+    ))
 }

@@ -1,5 +1,5 @@
-//! `.DST.dtshard-work`: a folder beside DST, where the processes of a run meet, and where files of SRC are copied to that only
-//! some of them see.
+//! The work folder `.DST.dtshard-work` beside DST: the processes of a run connect through it, and files of SRC that
+//! only some processes see are copied into it.
 //!
 //! ```text
 //! .DST.dtshard-work/
@@ -7,8 +7,9 @@
 //!     copy/                    files of SRC, kept for --resume
 //! ```
 //!
-//! Invariants: what is there is nobody's result; the last process of a run that leaves takes away what is the run's; what a run
-//! leaves that was killed is taken away by the next run that publishes DST. Only process 0 makes folders above.
+//! Invariants: the work folder never contains results. The last process of a run that disconnects removes the files of
+//! the run. The next run that publishes DST removes the files of killed runs. Only process 0 creates missing parent
+//! folders.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -24,19 +25,20 @@ use crate::publish::presence::Presence;
 use crate::publish::presence::is_in_use;
 use crate::storage::{AnchoredPath, lookup};
 
-/// The longest time that process 0 waits for others to leave before it clears up.
+/// Longest time that process 0 waits for other processes to disconnect before it removes the files of the run.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// The longest time in which other runs may remove the folder that a run is creating.
+/// Longest time in which other runs may remove the folder that this run is creating.
 #[cfg(any(test, feature = "mpi"))]
 const MAKE_WITHIN: Duration = Duration::from_secs(5);
 
 const COPY: &str = "copy";
 
+/// Work folder of one launch.
 pub struct WorkFolder {
     folder: AnchoredPath,
     run: AnchoredPath,
-    /// The folders above that were not there, the innermost first.
+    /// Parent folders that did not exist, the innermost first.
     made: Vec<PathBuf>,
     #[cfg(any(test, feature = "mpi"))]
     held: Option<Presence>,
@@ -47,10 +49,10 @@ pub struct WorkFolder {
 }
 
 impl WorkFolder {
-    /// The folder beside a destination, for the launch of this name. Nothing is made yet.
+    /// Returns the work folder beside a destination for the launch named `run`, without creating it.
     ///
     /// # Errors
-    /// `Usage` where DST has no name, or where a link or a folder of another user is in the way; `Io`.
+    /// `Usage` if DST has no name; `Io`, also if a link or another user's folder has the name of the work folder.
     pub fn beside(destination: &Path, part: Part, run: Option<&str>) -> Result<Self> {
         let name = destination.file_name().ok_or_else(|| {
             Error::usage(
@@ -80,12 +82,12 @@ impl WorkFolder {
         })
     }
 
-    /// Creates a folder with a new name for processes that have met by other means. Process 0 holds a lease in it, so that
-    /// no other run removes it. The folder is for the metadata mirror only: these processes leave the reasons why they end
-    /// with each other, by MPI. Collective.
+    /// Creates a folder with a new name for processes that are connected by MPI. Process 0 holds a lease in it, so that
+    /// no other run removes it. The folder contains only the metadata mirror, because these processes send the reasons
+    /// of failures by MPI. Collective.
     ///
     /// # Errors
-    /// `Io`; `Comm` naming the process that fails.
+    /// `Io`; `Comm` with the process that fails.
     #[cfg(any(test, feature = "mpi"))]
     pub fn make_for(&mut self, communicator: &impl crate::comm::Communicator) -> Result<()> {
         let made = if self.is_first { self.make_new().map(Some) } else { Ok(None) };
@@ -96,14 +98,14 @@ impl WorkFolder {
         Ok(())
     }
 
-    /// Creates a folder that no other run has, and takes a lease in it.
+    /// Creates a folder with an unused name, and acquires a lease in it.
     #[cfg(any(test, feature = "mpi"))]
     fn make_new(&self) -> Result<(String, Presence)> {
         let begun = Instant::now();
         loop {
             let name =
                 format!("run-{:016x}", getrandom::u64().map_err(|error| Error::io("name", &self.run)(error.into()))?);
-            // The folder beside DST may have been there before, and be gone.
+            // Another run may have removed the work folder since it was opened, so it is opened again.
             let run = self.folder.reopened().join(&name);
             let taken = match run.create_with_parents() {
                 Ok(()) => Presence::take(&run, Part::alone(), 0)?,
@@ -119,29 +121,30 @@ impl WorkFolder {
         }
     }
 
-    /// The folder for the records of this launch.
+    /// Returns the folder for the record files of this launch.
     #[must_use]
     pub fn of_run(&self) -> &AnchoredPath {
         &self.run
     }
 
-    /// The folder for files of SRC.
+    /// Returns the folder for copied files of SRC.
     #[must_use]
     pub fn copy(&self) -> AnchoredPath {
         self.folder.join(COPY)
     }
 
-    /// Notes that this run copies files of SRC. A run that fails before it has used the copy leaves it as it is; after that,
-    /// it keeps the copy where it is told to.
+    /// Records that this run copies files of SRC. A run that fails before this call leaves an existing copy unchanged;
+    /// a run that fails later keeps the copy only if `keeps_copy` is true.
     pub fn uses_copy(&mut self, keeps_copy: bool) {
         self.keeps_copy = keeps_copy;
     }
 
-    /// Notes that all is done. The others may still have to leave.
+    /// Records that the work of this process is done. Other processes may still be connected.
     pub fn leave(&mut self, is_published: bool) {
         (self.is_done, self.is_published) = (true, is_published);
     }
 
+    /// Removes the files of this run if no other process uses them.
     fn clear(&self) {
         if self.is_first && self.is_done {
             let begun = Instant::now();
@@ -149,7 +152,7 @@ impl WorkFolder {
                 sleep(Duration::from_millis(10));
             }
         }
-        // Process 0 has waited for the others. Those that are left then are lost, and DST is there.
+        // Process 0 has waited for the other processes. After publication, leases of the remaining ones are ignored.
         if is_in_use(&self.run) && !(self.is_first && self.is_published) {
             return;
         }
@@ -161,7 +164,8 @@ impl WorkFolder {
         if self.is_published {
             sweep(&self.folder);
         }
-        // Unless another run is there, or has made something. Another process of this run may have been faster.
+        // Removing the folder fails if another run uses it. If another process of this run was faster, it is already
+        // removed.
         match self.folder.remove_folder() {
             Err(error) if error.kind() != ErrorKind::NotFound => {}
             _ => drop(self.made.iter().try_for_each(fs::remove_dir)),
@@ -177,25 +181,25 @@ impl Drop for WorkFolder {
     }
 }
 
-/// The folder beside a destination of this name.
+/// Returns the work folder beside a destination.
 fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
     let hidden: OsString = [".".as_ref(), name, ".dtshard-work".as_ref()].into_iter().collect();
     AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
-/// Takes away what killed runs have left beside DST. For a process that has published DST, and has met no other.
+/// Removes the files that killed runs left beside DST. For a process that published DST without connecting to others.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
         let folder = beside(destination, name);
         if folder.is_own() {
             sweep(&folder);
-            // Unless another run is there.
+            // This fails if another run uses the folder.
             let _ = folder.remove_folder();
         }
     }
 }
 
-/// Takes away what is in a work folder and in no use.
+/// Removes all entries of a work folder that no process uses.
 fn sweep(folder: &AnchoredPath) {
     for name in folder.names().unwrap_or_default() {
         let path = folder.join(&name);
@@ -222,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_process_that_leaves_clears_up() {
+    fn last_process_removes_the_files_of_the_run() {
         let root = tempfile::tempdir().unwrap();
         let (first, second) = (place(root.path(), 0, "1"), place(root.path(), 1, "1"));
         let (one, other) = (present(&first, 0), present(&second, 1));
@@ -280,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_were_killed_are_cleared_and_live_ones_are_not() {
+    fn files_of_killed_runs_are_removed_and_those_of_running_ones_are_kept() {
         let root = tempfile::tempdir().unwrap();
         let (killed, living) = (place(root.path(), 0, "1"), place(root.path(), 0, "2"));
         drop(present(&killed, 0));

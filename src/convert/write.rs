@@ -1,8 +1,8 @@
-//! Doing what a conversion has decided on: alone, as one of several processes, or where an earlier run stopped.
+//! Execution of a planned conversion: by a single process, by several processes, or as continuation of an earlier run.
 //!
-//! Every process that is given the same command derives the same plan, so each knows its part without asking. It writes
-//! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
-//! publishes; the others wait for that, or leave.
+//! All processes with the same command compute the same plan, so each knows its part without communication. A process
+//! writes the byte ranges of its part that no journal records as done, and records them. The process that finishes last
+//! finds everything recorded, then seals and publishes the destination; the other processes wait for that, or exit.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -39,27 +39,27 @@ use crate::publish::{
 };
 use crate::quantity::human_bytes;
 
-/// How it ended.
+/// Result of writing a destination.
 pub enum WriteOutcome {
-    /// The destination is there.
+    /// The destination is published.
     Published(Stats, Publisher),
-    /// This part is done; whichever is done last publishes.
+    /// This part is done; the process that finishes last publishes.
     Part(Stats),
-    /// The destination was there already, from the same plan.
+    /// The destination already existed and was made from the same plan.
     Already,
 }
 
-/// Who made the destination of all parts.
+/// Process that published the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Publisher {
     This,
     Other,
 }
 
-/// Write `conversion` to `destination`, or this process's part of it.
+/// Writes `conversion` to `destination`, or only the part of this process.
 ///
 /// # Errors
-/// Anything; the destination is then as it was.
+/// Any error; the destination is then unchanged.
 pub fn write_destination(
     conversion: &Prepared,
     args: &ConvertOptions,
@@ -77,7 +77,7 @@ pub fn write_destination(
         peers.compare(plan.fingerprint)?;
     }
     let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
-    // Parts wait for each other once all have begun. A process that cannot begin tells the others before that.
+    // Parts wait for each other after all have begun, so a process that cannot begin informs the others first.
     let begun = match peers.filter(|peers| !peers.exchange_bytes()) {
         Some(peers) => peers.settle(begun)?,
         None => begun?,
@@ -89,23 +89,25 @@ pub fn write_destination(
             let producer = DestinationWriter { conversion, staging: &staging, records, args, options, run };
             let written = producer.write().inspect_err(|error| staging.tell(error));
             let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
-            // Those that have met do so as they leave.
+            // Connected processes remove the work folder when they disconnect.
             if matches!((&produced, &conversion.source.peers), (Ok(WriteOutcome::Published(_, Publisher::This)), None))
             {
                 clear_beside(destination);
             }
             match produced {
-                // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
+                // Other processes recorded all parts first, or assumed that this one was dead: the files that it misses
+                // were published.
                 Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
                 Err(Error::Stopped(stopped)) if staging.is_kept() => {
                     Err(stopped.keeping(staging.partial(), producer.kept()).into())
                 }
                 Err(error) if staging.is_kept() => {
-                    // Those of usage say so themselves.
+                    // The hints of usage errors already mention --resume.
                     if error.kind() != "usage" && producer.has_recorded() {
                         let (place, much) = (staging.partial().display(), producer.kept());
-                        run.progress
-                            .note(&format!("{place} keeps {much}; the same command with options::resume goes on"));
+                        run.progress.note(&format!(
+                            "{place} keeps {much}; run the same command with options::resume to continue"
+                        ));
                     }
                     staging.abandon();
                     Err(error)
@@ -116,7 +118,7 @@ pub fn write_destination(
     }
 }
 
-/// What this process wants to do at a destination.
+/// Returns the claim of this process on a destination: how it may replace, resume or restart what exists there.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -132,7 +134,7 @@ pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, ru
     }
 }
 
-/// What a plan is of, for people.
+/// Returns the human-readable description of a plan: its options and source files.
 pub fn about(
     conversion: &Prepared,
     args: &ConvertOptions,
@@ -147,7 +149,7 @@ pub fn about(
     PlanDescription::new(options, &source.checkpoint.files, carried, &roots(source))
 }
 
-/// What is to be made, as other processes and later runs know it.
+/// Returns the plan by which other processes and later runs recognise this conversion.
 pub fn plan<'a>(conversion: &Prepared, reducing: ReductionMethod, about: &'a PlanDescription) -> WorkPlan<'a> {
     let Prepared { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
@@ -177,13 +179,14 @@ impl DestinationWriter<'_> {
         self.run.launch.part
     }
 
-    /// The carried files that are a part's, with their numbers.
+    /// Returns the sidecar files that `part` copies, with their numbers.
     fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &SidecarFile)> {
         let is_own = move |(number, file): &(u32, &SidecarFile)| file.assigned_process(*number, part.of) == part.index;
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
-    /// Write what is left of this part. Gives what was done before, too, as long as others may show that it was not.
+    /// Writes the remaining ranges of this part. Also returns the work that was recorded before, because the journals
+    /// of other processes may later show that it belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -198,12 +201,12 @@ impl DestinationWriter<'_> {
         let before = EarlierWork::of(&known);
         let to_carry = self.carried_by(part).filter(|(number, _)| !known.carried.contains(number));
         check_space(staging.folder(), files, &todo, to_carry.map(|(_, file)| file))?;
-        // An earlier run may have been told to check less.
+        // An earlier run may have used fewer checks, so the whole part is checked, not only the remaining ranges.
         let see_apart = peers.is_some_and(Peers::see_apart);
         let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&source_tensors(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
-        // A run that is alone and has nothing to read back publishes at once.
+        // A single process that reads nothing back publishes at once, so it records nothing at the end.
         let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);
@@ -241,9 +244,10 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// What is done, of copies of a value only where NCCL has made them at once. Collective.
+    /// Returns the completed work, after invalidating partly written replicas: NCCL must reduce all replicas of a value
+    /// in one operation, or their last bits may differ. Collective.
     fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
-        // Nobody doubts anything any more; then, nobody has begun.
+        // After the first barrier, no process invalidates entries; before the second, no process starts to write.
         peers.barrier()?;
         if self.part().index == 0 {
             self.records.doubt_torn()?;
@@ -252,7 +256,7 @@ impl DestinationWriter<'_> {
         self.records.known()
     }
 
-    /// Publish; processes that have come to this together all hear how it goes.
+    /// Publishes the destination. Connected processes all learn the result.
     fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
@@ -262,15 +266,16 @@ impl DestinationWriter<'_> {
             return Ok(WriteOutcome::Published(stats, Publisher::Other));
         }
         let published = self.publish(stats, before);
-        // Whoever is gone now went too late to change anything.
+        // A process that ends from here on cannot change the result, so the error of the barrier is ignored.
         published.as_ref().map_or_else(|error| peers.fail(error), |_| drop(peers.barrier()));
         published
     }
 
-    /// Publish where everything is there; else wait for those who do, or leave it to them.
+    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or leaves
+    /// it to that process.
     fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let (waits, part) = (self.run.launch.waits, self.part());
-        // Of those that wait for each other the first one seals, and reports.
+        // If processes wait for each other, process 0 seals and reports.
         let mut is_sealer = !waits || part.index == 0;
         loop {
             if is_sealer && self.try_publish(&mut stats)? {
@@ -291,10 +296,10 @@ impl DestinationWriter<'_> {
         }
     }
 
-    /// Publish, unless something lacks, somebody is to come, or another process is at it.
+    /// Publishes the destination, unless work is missing, a process has not started, or another process is publishing.
     fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
         let Self { staging, run, .. } = *self;
-        // Where nothing is kept, this run has done all there is.
+        // Without a kept journal, this process has written everything.
         let known = if staging.is_kept() { self.records.known_yet()? } else { None };
         let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
         if !is_all_there || !self.has_everybody_begun()? {
@@ -305,7 +310,11 @@ impl DestinationWriter<'_> {
         Ok(true)
     }
 
-    /// Go on without parts that do not come (back): they may have been done, and ended before they could say so.
+    /// Continues without processes that did not start or did not return, if their work is recorded. They may have
+    /// finished and ended before they could report it.
+    ///
+    /// # Errors
+    /// An error with the missing parts if their work is not recorded.
     fn do_without(&self, missing: MissingParts) -> Result<()> {
         let is_done = |known: &CompletedWork| missing.parts.iter().all(|index| self.is_done(known, *index));
         if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
@@ -315,7 +324,7 @@ impl DestinationWriter<'_> {
         Ok(())
     }
 
-    /// What is said to be done is recorded, as long as nobody has published it.
+    /// Checks that the finished work is recorded, unless another process has already published the destination.
     fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
         let mut incomplete = None;
         let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
@@ -325,7 +334,7 @@ impl DestinationWriter<'_> {
         incomplete.filter(|_| !is_shown).map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
-    /// Complete the output, all of which is there, and put it at the destination.
+    /// Completes the output, whose parts are all written, and publishes it.
     fn seal(&self, right: Seal<'_>, known: Option<CompletedWork>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
@@ -357,7 +366,7 @@ impl DestinationWriter<'_> {
                 && let Some(text) = waiting_for(others)
             {
                 let Launch { part, launcher, .. } = &run.launch;
-                run.progress.note(&format!("{text}; there are {} parts, as {} has it", part.of, launcher.name()));
+                run.progress.note(&format!("{text}; the run has {} parts according to {}", part.of, launcher.name()));
                 (said, every) = (Instant::now(), SAY_EVERY);
             }
         };
@@ -368,21 +377,22 @@ impl DestinationWriter<'_> {
         is_complete(known, self.files(), self.conversion.carried.len())
     }
 
-    /// Whether all that a part has to do is recorded.
+    /// Returns whether the journals record all work of a part.
     fn is_done(&self, known: &CompletedWork, index: u32) -> bool {
         let part = Part { index, ..self.part() };
         self.conversion.division(part).without(&known.done).is_empty()
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 
-    /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
+    /// Returns whether all processes that run at the same time have started. A process without work may start last, and
+    /// a destination that is already published would make it fail.
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
-    /// What another run need not do again: `12.30 GB of 40.00 GB`. Of several processes each speaks of its own part: the
-    /// others may be at theirs, or be recording what they end with.
+    /// Describes the work that another run need not repeat, for example `12.30 GB of 40.00 GB`. Each process describes
+    /// only its own part, because the other processes may still write or record theirs.
     fn kept(&self) -> String {
         let part = self.part();
         let own = self.conversion.division(part);
@@ -393,11 +403,11 @@ impl DestinationWriter<'_> {
                 let left = own.without(&known.done).len_bytes();
                 format!("{} of {whole}", human_bytes(own.len_bytes() - left))
             }
-            Err(_) => String::from("what is done"),
+            Err(_) => String::from("the finished work"),
         }
     }
 
-    /// Whether another run has anything to go on with.
+    /// Returns whether another run can continue from recorded work.
     fn has_recorded(&self) -> bool {
         !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }
@@ -406,26 +416,26 @@ impl DestinationWriter<'_> {
         let missing = Extents::of_files(self.files()).without(&known.done);
         Error::usage(
             format!(
-                "all parts say that they are done, and {} of {} are not recorded in {}",
+                "all parts report that they are done, but {} of {} are not recorded in {}",
                 human_bytes(missing.len_bytes()),
                 human_bytes(self.conversion.reservation.len_bytes()),
                 self.staging.partial().display()
             ),
-            "the same command with options::resume does what is missing",
+            "run the same command with options::resume to write what is missing",
         )
     }
 }
 
-/// What to do where what was read back is not what was written.
-const WRONG: &str = "memory or disk is at fault; nothing was published, and nothing is kept: run it again";
-const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with options::resume writes \
-                              this again, and keeps all else that is done";
+/// Hints for a read-back that differs from the data that was written.
+const WRONG: &str = "memory or disk is faulty; nothing was published or kept: run the command again";
+const WRONG_AND_KEPT: &str = "memory or disk is faulty; nothing was published. Run the same command with \
+                              options::resume to write these bytes again and keep all other finished work";
 
-/// Time until the user is told of whom this process waits for, and until that is said again.
+/// Time until this process reports which parts it waits for, and interval between further reports.
 const SAY_AFTER: Duration = Duration::from_secs(5);
 const SAY_EVERY: Duration = Duration::from_mins(1);
 
-/// `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`
+/// Returns the parts that this process waits for, for example `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`.
 fn waiting_for(others: &[OtherPart]) -> Option<String> {
     let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
     let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();

@@ -57,7 +57,7 @@ fn destination_in_the_source_is_refused_and_source_unchanged() {
             command.args(["--part", &part, "--parts", "2"]).args(more).env("DTSHARD_FAULT", "none").spawn().unwrap()
         }));
         outcomes.iter().for_each(|outcome| {
-            outcome.assert_refused(&["sub/out lies inside the source", "hint: choose a destination beside the source"]);
+            outcome.assert_refused(&["sub/out is inside the source", "hint: choose a destination beside the source"]);
         });
         assert_eq!([before(0), before(1)], untouched);
     }
@@ -176,6 +176,6 @@ fn source_without_a_folder_in_its_path_is_read() {
         command.spawn().unwrap()
     }));
     outcomes.iter().for_each(|outcome| {
-        outcome.assert_succeeded().assert_mentions(&["reading from mappings"]);
+        outcome.assert_succeeded().assert_mentions(&["reading with mmap"]);
     });
 }

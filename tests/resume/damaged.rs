@@ -223,7 +223,10 @@ fn flipped_byte_found_before_publishing_is_refused_and_written_again() {
         flip(&file, at);
         // One of 64 parts has no work and verifies nothing, and then seals the output.
         let ended = job.run("--resume --verify --parts 64 --part 0 --no-wait", Some("none"));
-        ended.assert_refused(&["memory or disk is at fault; nothing was published", "--resume writes this again"]);
+        ended.assert_refused(&[
+            "memory or disk is faulty; nothing was published",
+            "--resume to write these bytes again",
+        ]);
         assert!(job.work().join("data").join(name).exists());
         job.run("--resume", Some("none")).assert_succeeded();
         job.assert_done(&kind.to_string());
@@ -239,7 +242,7 @@ fn two_flipped_bytes_are_reported_and_written_again() {
     let len = fs::metadata(&file).unwrap().len();
     [len / 3, len / 3 * 2].into_iter().for_each(|at| flip(&file, at));
     let look = "--resume --verify --parts 64 --part 0 --no-wait";
-    job.run(look, Some("none")).assert_refused(&["--resume writes this again"]);
+    job.run(look, Some("none")).assert_refused(&["--resume to write these bytes again"]);
     job.run_parts(64, "--resume", Some("none"));
     job.assert_done("both");
 }
@@ -256,7 +259,8 @@ fn wrong_checksum_in_the_output_is_refused_and_written_again() {
     let is_of_data = |at: &usize| content[*at..].starts_with(b"PK\x07\x08") && number(at + 8) > 10_000;
     let at = (0..content.len() - 12).find(is_of_data).unwrap() + 4;
     flip(&file, at as u64);
-    let words = ["CRC-32 of bytes ", &format!("at byte {at}: expected "), ", found ", "--resume writes this again"];
+    let words =
+        ["CRC-32 of bytes ", &format!("at byte {at}: expected "), ", found ", "--resume to write these bytes again"];
     job.run("--resume --verify", Some("none")).assert_refused(&words).assert_mentions(&[file.to_str().unwrap()]);
     job.run("--resume --verify", Some("none")).assert_succeeded();
     job.assert_done("again");
@@ -271,7 +275,7 @@ fn changed_sidecar_file_is_copied_again() {
     for (content, more) in [(r#"{"model_type": "nine"}"#, "--verify"), ("{}", "")] {
         fs::write(&copy, content).unwrap();
         let ended = job.run(&format!("--resume {more}"), Some("record-after"));
-        ended.assert_mentions(&["data/config.json is not what was copied; it is copied again"]);
+        ended.assert_mentions(&["data/config.json differs from the file that was copied; it is copied again"]);
     }
     job.run("--resume", Some("none")).assert_succeeded();
     job.assert_done("copied again");

@@ -52,10 +52,10 @@ fn too_small_file_system_is_refused_before_writing() {
         return skip("cannot mount a tmpfs here");
     };
     let planned = job.run("--dry-run", None);
-    planned.assert_succeeded().assert_mentions(&["a run would be refused: ", "needed on the file system of"]);
+    planned.assert_succeeded().assert_mentions(&["a run would be refused: ", "are needed on the file system of"]);
     for more in ["", "--resume", "--parts 2 --part 0 --no-wait"] {
         job.run(more, None).assert_refused(&[
-            "needed on the file system of",
+            "are needed on the file system of",
             "free",
             "hint: free space there, or choose",
         ]);

@@ -59,7 +59,7 @@ fn dry_run_warns_of_an_existing_destination() {
             assert_warns(&job, "", &[REFUSED, "is a folder, but the output is one file"]);
         } else {
             fs::write(job.target(), "mine").unwrap();
-            assert_warns(&job, "--overwrite", &[REFUSED, "holds no checkpoint, so --overwrite does not replace it"]);
+            assert_warns(&job, "--overwrite", &[REFUSED, "is not a checkpoint, so --overwrite does not replace it"]);
         }
     }
 }
@@ -73,10 +73,10 @@ fn dry_run_warns_of_an_interrupted_run() {
         let hint = "use --resume to continue it, or use --restart to delete it and start again";
         assert_warns(&job, "", &[REFUSED, "an earlier run did not finish: ", hint]);
         assert_warns(&job, "--resume --dtype bf16", &[REFUSED, "--dtype was not given, now bf16"]);
-        assert_warns(&job, "--resume", &["a run would go on with what is done of "]);
+        assert_warns(&job, "--resume", &["a run would continue the unfinished work on "]);
         assert_warns(&job, "--restart", &[]);
         // A part of the same run joins; with another number of parts only `--resume` continues.
-        let sibling = if left == "--resume" { REFUSED } else { "a run would go on with what is done of " };
+        let sibling = if left == "--resume" { REFUSED } else { "a run would continue the unfinished work on " };
         assert_warns(&job, "--parts 3 --part 0", &[sibling]);
     }
     job.clear();
@@ -104,7 +104,7 @@ fn dry_run_warns_of_an_active_run() {
     }
     job.run("--parts 2 --part 1 --dry-run -v", None)
         .assert_succeeded()
-        .assert_mentions(&["a run would go on with what is done"]);
+        .assert_mentions(&["a run would continue the unfinished work"]);
     job.run("--parts 2 --part 1", Some("none")).assert_succeeded();
     assert!(first.wait().unwrap().success());
     job.assert_done("undisturbed");
@@ -148,7 +148,7 @@ fn dry_run_warns_of_a_folder_without_permission() {
     assert!(!deep.assert_succeeded().err.contains("refused"), "{deep:?}");
     fs::write(&file, "mine").unwrap();
     run(dry(&file.join("out.pt"))).assert_succeeded().assert_mentions(&[REFUSED, "Not a directory"]);
-    run(dry(&source.join("out.pt"))).assert_succeeded().assert_mentions(&[REFUSED, "lies inside the source"]);
+    run(dry(&source.join("out.pt"))).assert_succeeded().assert_mentions(&[REFUSED, "is inside the source"]);
     if !rustix::process::getuid().is_root() {
         return skip("another user cannot be had");
     }

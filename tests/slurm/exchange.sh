@@ -197,7 +197,7 @@ task_without_a_GPU_stand-in_makes_all_copy_files() {
         rm -r out.ranks
     }
     together '$SLURM_PROCID'
-    [ "$(grep -c 'bytes go by NCCL .*, here from GPU . (stand-in' output)" = 4 ]
+    [ "$(grep -c 'tensors are sent by NCCL .*, on this process from GPU . (stand-in' output)" = 4 ]
     together '${SLURM_PROCID#3}'
     [ "$(grep -c 'not nccl: process 3 of 4 .*no device' output)" = 4 ]
 }

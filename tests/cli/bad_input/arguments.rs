@@ -135,7 +135,9 @@ fn output_of_several_processes_is_prefixed_and_printed_once() {
     let other = task("2", &[]);
     assert_eq!((other.assert_succeeded().out.as_str(), other.err.as_str()), ("", ""));
     let other = task("2", &[&"-v"]);
-    other.assert_succeeded().assert_mentions(&["[2/4] part 2 of 4, counted from 0, by srun on n1\n", "[2/4] reading "]);
+    other
+        .assert_succeeded()
+        .assert_mentions(&["[2/4] part 2 of 4 (counted from 0), started by srun on n1\n", "[2/4] reading "]);
     assert!(other.err.lines().all(|line| line.starts_with("[2/4] ")), "{other:?}");
     task("2", &[&"--include=nothing"]).assert_refused(&["[2/4] error: ", "[2/4] hint: "]);
     assert!(task("2", &[&"--json"]).assert_succeeded().out.is_empty());

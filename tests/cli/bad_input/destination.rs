@@ -25,11 +25,11 @@ fn nested_source_and_destination_are_refused() {
     symlink(&source, env.path("link")).unwrap();
     for (target, words) in [
         (source.clone(), "is the source itself"),
-        (source.join("new"), "lies inside the source"),
-        (source.join("new/deeper"), "lies inside the source"),
-        (roundabout, "lies inside the source"),
+        (source.join("new"), "is inside the source"),
+        (source.join("new/deeper"), "is inside the source"),
+        (roundabout, "is inside the source"),
         (env.path("link"), "is the source itself"),
-        (env.path("link/new"), "lies inside the source"),
+        (env.path("link/new"), "is inside the source"),
         (parent.clone(), "contains the source"),
         (env.path(""), "contains the source"),
     ] {
@@ -42,7 +42,7 @@ fn nested_source_and_destination_are_refused() {
     assert_refused(&env, &[&"unshard", &file, &file, &"--overwrite"], &["is the source itself"]);
     // A source behind a link is the same source.
     let link = env.path("link");
-    assert_refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["lies inside the source"]);
+    assert_refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["is inside the source"]);
 }
 
 /// An index as SRC stands for all files that it names.
@@ -78,7 +78,7 @@ fn existing_destinations_are_refused_and_links_are_not_followed() {
     // A folder is not replaced by a file, and a folder without a checkpoint is not replaced at all.
     let folder = env.path("folder");
     assert_refused(&env, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
-    assert_refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["holds no checkpoint"]);
+    assert_refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["is not a checkpoint"]);
     assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
 }
 
@@ -214,7 +214,7 @@ fn overwrite_keeps_a_file_that_is_no_checkpoint() {
     let source = env.copy("torch_file/model.pt");
     for name in ["notes.txt", "train.py", "x.pt"] {
         let own = env.write(name, "mine");
-        assert_refused(&env, &[&"unshard", &source, &own, &"--overwrite"], &["holds no checkpoint"]);
+        assert_refused(&env, &[&"unshard", &source, &own, &"--overwrite"], &["is not a checkpoint"]);
         assert_eq!(fs::read_to_string(own).unwrap(), "mine");
     }
 }

@@ -269,9 +269,9 @@ fn on_conflict_applies_to_the_tuple_of_a_differing_tensor() {
         dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=dcp", &"--on-conflict", &choice])
     };
     reshard("dropped", "drop").assert_succeeded().assert_mentions(&["left out: 1 tensor (differing)"]);
-    reshard("each", "per-rank").assert_succeeded().assert_mentions(&["1 value of each rank kept (pair)"]);
+    reshard("each", "per-rank").assert_succeeded().assert_mentions(&["kept 1 value per rank (pair)"]);
     dtshard(&[&"inspect", &env.path("each")]).assert_succeeded().assert_mentions(&["pair.rank_0.0", "pair.rank_1.0"]);
-    reshard("first", "rank0").assert_succeeded().assert_mentions(&["the lowest rank's value is taken of pair.0"]);
+    reshard("first", "rank0").assert_succeeded().assert_mentions(&["the value of the lowest rank is used for pair.0"]);
 }
 
 #[test]

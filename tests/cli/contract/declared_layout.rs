@@ -488,7 +488,10 @@ fn gradients_are_reduced_where_they_are_selected() {
     // The model beside gradients is never reduced.
     let options = "--src-mesh dp=2 --reduce dp --series model";
     let run = expect(2, "unshard", &[&env.path("series"), &env.path("out.pt")], options);
-    assert_contains(&run.stderr, &["--reduce dp: the gradients are left out", "--series grads takes them alone"]);
+    assert_contains(
+        &run.stderr,
+        &["--reduce dp: the gradients are left out", "convert only the gradients with --series grads"],
+    );
     let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], declared);
     assert_contains(
         &run.stderr,

@@ -211,7 +211,10 @@ fn torch_version_selects_the_format_of_rank_files() {
     let refused = stderr_of("--torch-version 2.4.1");
     assert!(refused.contains("--torch-version 2.4.1: expected a version from 2.5 on"), "{refused}");
     assert!(stderr_of("--torch-version new").contains("--torch-version new: expected a version"));
-    assert!(stderr_of("--torch-version 2.9 --to dcp").contains("is for DTensors in rank files, and DST is to be dcp"));
+    assert!(
+        stderr_of("--torch-version 2.9 --to dcp")
+            .contains("applies only to DTensors in rank files, but DST has format dcp")
+    );
 }
 
 #[test]

@@ -114,7 +114,7 @@ fn random_state_is_kept_for_each_rank() {
     };
     let own = states(&local.path, 4);
     assert_eq!(own.iter().collect::<BTreeSet<_>>().len(), 4);
-    assert_contains(&local.run.stderr, &["of each rank kept"]);
+    assert_contains(&local.run.stderr, &["kept ", " per rank ("]);
     // Objects are kept for each rank as well.
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
     assert_contains(&text, &["\"numpy\": {\n          \"$ranks\""]);

@@ -61,12 +61,12 @@ fn options_without_effect_give_a_warning() {
         (
             "--bucket-size 1MB --part 0 --parts 2 --no-wait",
             "--bucket-size",
-            "processes that do not wait for each other exchange nothing",
+            "processes that do not wait for each other cannot exchange bytes",
         ),
         (
             "--bucket-size 1MB --backend cpu --part 0 --parts 2",
             "--bucket-size",
-            "with --backend cpu each process reads what it writes",
+            "with --backend cpu, each process reads from SRC all data that it writes",
         ),
         ("--fast-reduce --part 0 --parts 2", "--fast-reduce", "SRC has no Partial tensors, so nothing is reduced"),
     ] {

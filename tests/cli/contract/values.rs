@@ -174,8 +174,11 @@ fn casts_round_like_pytorch_and_count_overflows_and_nans() {
         assert!(counts["nans"].as_u64().unwrap() > 0, "{from} to {to}: {counts}");
         if (from, to) == ("f32", "f16") {
             assert!(counts["overflows"].as_u64().unwrap() > 0, "{counts}");
-            assert_contains(&document["warnings"].to_string(), &["overflowed from f32 to f16", "are NaN"]);
-            assert_contains(&made.run.stderr, &["overflowed from f32 to f16"]);
+            assert_contains(
+                &document["warnings"].to_string(),
+                &["overflowed in the cast from f32 to f16", "are NaN after the cast"],
+            );
+            assert_contains(&made.run.stderr, &["overflowed in the cast from f32 to f16"]);
         }
         succeed("verify", &[&source, &made.path], &format!("--include {from} --dtype {from}={to}"));
     }
@@ -289,7 +292,7 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
 
         let rank0 = make("rank0");
         assert_eq!(rank0.tensors()["differs"], first, "{name}");
-        assert_contains(&rank0.run.stderr, &["the lowest rank's value is taken of differs"]);
+        assert_contains(&rank0.run.stderr, &["the value of the lowest rank is used for differs"]);
         succeed("verify", &[&rank0.path], "");
 
         let drop = make("drop");
@@ -307,7 +310,7 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
             assert_eq!(each.tensors()["differs.rank_0"], first);
             assert_eq!(each.tensors()["differs.rank_1"], second);
         }
-        assert_contains(&each.run.stderr, &["1 value of each rank kept (differs): ranks 0, 1"]);
+        assert_contains(&each.run.stderr, &["kept 1 value per rank (differs) from ranks 0, 1"]);
     }
 }
 
@@ -352,7 +355,7 @@ fn differing_random_state_is_kept_for_every_rank() {
             |folder: &Path, size: u32| read(&folder.join(format!("extra_state_world_size_{size}_rank_{rank}.pt")));
         assert_same(&file(&made.path, 2), &file(&fixture("verl/global_step_10/actor"), 4), "random state");
     }
-    assert_contains(&made.run.stderr, &["of each rank kept (extra_state.rng"]);
+    assert_contains(&made.run.stderr, &["per rank (extra_state.rng"]);
 }
 
 #[test]
@@ -567,7 +570,7 @@ fn like_keeps_the_file_division_of_safetensors() {
     // A tensor without a file there goes to the file of its neighbour; an excluded tensor leaves no empty file.
     let like = format!("--like {}", example.path.display());
     let made = env.make("consolidate", "fsdp4/ranks", "renamed", &format!("{like} --rename head=tail"));
-    assert!(made.run.stderr.contains("that --like lacks, such as tail"), "{}", made.run.stderr);
+    assert!(made.run.stderr.contains("that --like does not have, such as tail"), "{}", made.run.stderr);
     let made = env.make("consolidate", "fsdp4/ranks", "few", &format!("{like} --include **.embed"));
     assert!(names(&made.path).len() < names(&example.path).len());
     // A checkpoint other than a folder of several files has no file division.

@@ -76,7 +76,7 @@ fn different_options_of_one_process_are_refused() {
         for outcome in &outcomes {
             outcome.assert_refused(&[
                 "process 1 of 3 (",
-                "): plan: it makes something else than process 0 does",
+                "): plan: it differs from the plan of process 0",
                 "hint: start all processes",
             ]);
         }
@@ -120,7 +120,7 @@ fn different_source_of_one_process_is_refused() {
     for outcome in &outcomes {
         outcome.assert_refused(&[
             "process 1 of 3 (",
-            "): plan: it makes something else than process 0 does",
+            "): plan: it differs from the plan of process 0",
             "hint: start all processes",
         ]);
     }

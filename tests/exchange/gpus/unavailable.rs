@@ -42,7 +42,7 @@ fn process_without_nccl_reports_it_before_the_others_start() {
             let child = job.command(rank, "", settings).env("DTSHARD_FAULT", "").spawn().unwrap();
             let outcome = wait_all([child]).remove(0);
             outcome.assert_refused(&[
-                "; it ends as soon as the others have heard that",
+                "; this process stops after it has informed the other processes",
                 words,
                 "error: ",
                 "hint: ",
@@ -72,7 +72,10 @@ fn backend_auto_copies_files_if_one_process_lacks_a_device() {
     let outcomes = job.run_with_one_different(1, "--backend auto -v", &[]);
     outcomes.iter().for_each(assert_succeeded);
     for outcome in &outcomes {
-        outcome.assert_mentions(&["backend nccl: bytes go by NCCL 2.30.7, here from GPU ", "(stand-in (no GPU))"]);
+        outcome.assert_mentions(&[
+            "backend nccl: tensors are sent by NCCL 2.30.7, on this process from GPU ",
+            "(stand-in (no GPU))",
+        ]);
     }
     job.assert_made();
 }

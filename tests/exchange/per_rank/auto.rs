@@ -27,7 +27,10 @@ fn source_that_all_processes_see_is_not_exchanged() {
     });
     for outcome in wait_all(processes) {
         let stderr = &outcome.assert_succeeded().err;
-        assert!(stderr.contains("backend cpu: all processes see SRC, and each reads what it writes"), "{stderr}");
+        assert!(
+            stderr.contains("backend cpu: all processes see SRC, so each reads the data that it writes"),
+            "{stderr}"
+        );
         assert!(!stderr.contains("NCCL"), "{stderr}");
     }
     nodes.assert_made(&expected, "consolidate out");
@@ -47,7 +50,7 @@ fn source_divided_among_processes_with_gpus_is_exchanged_by_nccl() {
         });
         for outcome in wait_all(processes) {
             let stderr = &outcome.assert_succeeded().err;
-            assert_eq!(stderr.contains("backend nccl: bytes go by NCCL"), devices == "2", "{stderr}");
+            assert_eq!(stderr.contains("backend nccl: tensors are sent by NCCL"), devices == "2", "{stderr}");
             let copied = "backend cpu: files that only some processes see are copied first, not nccl: processes 0 and 1 \
                           use the same GPU";
             assert_eq!(stderr.contains(copied), devices == "1", "{stderr}");

@@ -114,7 +114,7 @@ fn sums_and_casts_on_gpus_equal_those_of_one_process() {
                 let by_kernels = outcome.err.contains("kernels reduce and cast");
                 assert_eq!(by_kernels, kernels == Compiled, "{outcome:?}");
                 assert!(
-                    by_kernels || outcome.err.contains("no kernel reduces or casts, the host does: "),
+                    by_kernels || outcome.err.contains("no kernel can reduce or cast, so the CPU does it: "),
                     "{outcome:?}"
                 );
             }

@@ -211,7 +211,7 @@ fn different_options_of_one_process_are_refused() {
     for outcome in &outcomes {
         outcome.assert_refused(&[
             "process 1 of 3 (",
-            "): plan: it makes something else than process 0 does: --dtype: bf16; at process 0: it is not given",
+            "): plan: it differs from the plan of process 0: --dtype: bf16; at process 0: not given",
             "hint: start all processes with the same",
         ]);
     }

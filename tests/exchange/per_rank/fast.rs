@@ -92,7 +92,7 @@ fn fast_reduce_without_gpus_has_no_effect_and_a_warning() {
     let words = "consolidate out";
     let (expected, _) = nodes.run_alone(words);
     for outcome in nodes.run_together(&format!("{words} --fast-reduce -v")) {
-        let warning = "warning: --fast-reduce has no effect: bytes do not go by NCCL, so all is reduced in rank order";
+        let warning = "warning: --fast-reduce has no effect: NCCL is not used, so all values are reduced in rank order";
         assert!(outcome.assert_succeeded().err.contains(warning), "{outcome:?}");
     }
     nodes.assert_made(&expected, words);
@@ -105,7 +105,7 @@ fn fast_reduce_without_reducible_tensors_gives_a_warning() {
     let words = "reshard out --to torch-ranks --mesh dp=2 --placements R --fast-reduce --backend nccl";
     let outcomes = env.run_together(&format!("{words} --include sum.i64"));
     let one = outcomes[0].assert_succeeded();
-    assert!(one.err.contains("warning: --fast-reduce had no effect: there is no tensor of which"), "{one:?}");
+    assert!(one.err.contains("warning: --fast-reduce had no effect, and all values were reduced"), "{one:?}");
     assert!(outcomes[1].assert_succeeded().err.is_empty(), "{outcomes:?}");
     env.nodes.clear();
     env.run_together(words)
@@ -123,17 +123,19 @@ fn fast_reduce_without_reducible_tensors_gives_a_warning() {
 fn fast_reduce_with_contradicting_options_is_refused() {
     let env = GpuEnv::new();
     for outcome in env.run_together("consolidate out --fast-reduce --backend cpu") {
-        outcome
-            .assert_refused(&["--fast-reduce lets NCCL reduce", "hint: leave one of them out, or use --backend nccl"]);
+        outcome.assert_refused(&[
+            "--fast-reduce cannot be used with --backend cpu or mpi",
+            "hint: leave one of them out, or use --backend nccl",
+        ]);
     }
     for outcome in env.run_together("consolidate out --fast-reduce --verify") {
-        outcome.assert_refused(&["--verify reduces all again in the order of ranks", "hint: leave one of them out"]);
+        outcome.assert_refused(&["--verify cannot be used with --fast-reduce", "hint: leave one of them out"]);
     }
     let one = |rank: u32| format!("consolidate out {}", if rank == 1 { "--fast-reduce" } else { "" });
     for outcome in env.run_each(one) {
         outcome.assert_refused(&[
             "process 1 of 2 (",
-            "): plan: it makes something else than process 0 does: --fast-reduce: it is ",
+            "): plan: it differs from the plan of process 0: --fast-reduce: given; at process 0: not given",
         ]);
     }
     assert_eq!(names(&env.nodes.dst_folder()), [""; 0]);

@@ -82,10 +82,10 @@ fn differing_replicas_are_refused_with_their_processes() {
             outcome.assert_refused(&[what]);
             // The message names the processes that have the files, because no process alone could `verify` them.
             outcome.assert_refused(&[
-                "rank_0.pt is with process ",
-                "rank_1.pt is with process ",
+                "rank_0.pt is seen by process ",
+                "rank_1.pt is seen by process ",
                 " of 2 (",
-                "both; --on-conflict",
+                "copy both files into one folder, and `dtshard verify` lists all such tensors; --on-conflict",
             ]);
         }
         // The hint can be followed at once.
@@ -117,7 +117,7 @@ fn wrong_checksum_ends_all_with_the_process_of_the_file() {
     for words in ["consolidate out --check-crc", "consolidate out"] {
         let outcomes = nodes.run_together(words);
         let place = format!(
-            "hint: the file is damaged or was not completely written: look at it on the node of process {owner} of 3 ("
+            "hint: the file is damaged or was not completely written: check it on the node of process {owner} of 3 ("
         );
         for outcome in &outcomes {
             outcome.assert_refused(&[name, "CRC-32"]);
@@ -141,6 +141,6 @@ fn damaged_metadata_is_refused_with_its_process() {
     fs::write(file, bytes).unwrap();
     let owner = nodes.node_of(".metadata");
     for outcome in nodes.run_together("consolidate out") {
-        outcome.assert_refused(&[".metadata", &format!("look at it on the node of process {owner} of 3 (")]);
+        outcome.assert_refused(&[".metadata", &format!("check it on the node of process {owner} of 3 (")]);
     }
 }

@@ -17,20 +17,23 @@ fn run_one(words: &str, environment: &[(&str, &str)]) -> Outcome {
 fn run_without_other_processes_is_refused() {
     run_one("", &[]).assert_refused(&[
         "--source per-rank: this is the only process",
-        "hint: start one where each part of SRC lies",
+        "hint: start one process on each node that stores a part of SRC",
     ]);
     run_one("--parts 1", &[]).assert_refused(&["this is the only process"]);
     run_one("--part 0 --parts 2 --no-wait", &[]).assert_refused(&[
-        "processes have to run at the same time, and with --no-wait they may not",
-        "hint: start them by srun, torchrun or mpirun",
+        "processes must run at the same time, but with --no-wait they may not do so",
+        "hint: start them with srun, torchrun or mpirun",
     ]);
-    run_one("--parts 2", &[("SLURM_ARRAY_TASK_ID", "1")]).assert_refused(&["and elements of an array may not"]);
+    run_one("--parts 2", &[("SLURM_ARRAY_TASK_ID", "1")])
+        .assert_refused(&["but the tasks of a Slurm array may not do so"]);
 }
 
 #[test]
 fn verify_option_is_refused() {
-    run_one("--part 0 --parts 2 --verify", &[])
-        .assert_refused(&["--verify reads all of SRC again", "hint: leave it out"]);
+    run_one("--part 0 --parts 2 --verify", &[]).assert_refused(&[
+        "--verify cannot be used with --source per-rank: it reads all of SRC again",
+        "hint: leave it out",
+    ]);
 }
 
 #[test]
@@ -46,7 +49,10 @@ fn dry_run_without_dst_is_refused() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
     let words = ["--dry-run", "--source", "per-rank", "--part", "0", "--parts", "2"];
     let outcome: Outcome = command(&[&"consolidate", &nodes.source(0)]).args(words).output().unwrap().into();
-    outcome.assert_refused(&["processes meet beside DST, which is not given", "hint: say DST with --dry-run, too"]);
+    outcome.assert_refused(&[
+        "processes connect through a folder beside DST, but DST is missing",
+        "hint: name DST, also with --dry-run",
+    ]);
 }
 
 #[test]
