@@ -25,7 +25,7 @@ pub struct Local {
 #[derive(Debug)]
 struct Mailboxes {
     size: u32,
-    fate: FirstFailure,
+    first_failure: FirstFailure,
     letters: Mutex<MessageQueue>,
     changed: Condvar,
 }
@@ -54,7 +54,7 @@ impl Local {
         };
         let office = Mailboxes {
             size,
-            fate: FirstFailure::default(),
+            first_failure: FirstFailure::default(),
             letters: Mutex::new(letters),
             changed: Condvar::default(),
         };
@@ -92,10 +92,10 @@ impl Local {
                 return Ok(letter.bytes);
             }
             if let Some(why) = letters.silent[from as usize] {
-                self.office.fate.seal(PeerFailure { rank: from, why: why.into() });
+                self.office.first_failure.seal(PeerFailure { rank: from, why: why.into() });
                 self.office.changed.notify_all();
             }
-            self.office.fate.check(op)?;
+            self.office.first_failure.check(op)?;
             letters = self.office.changed.wait(letters).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -135,7 +135,7 @@ impl Communicator for Local {
         from: &[Range<usize>],
     ) -> Result<()> {
         const OP: &str = "exchange";
-        self.office.fate.check(OP)?;
+        self.office.first_failure.check(OP)?;
         for rank in self.others() {
             self.send(OP, rank, &outgoing[to[rank as usize].clone()]);
         }
@@ -144,7 +144,7 @@ impl Communicator for Local {
 
     fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
         const OP: &str = "all-gather";
-        self.office.fate.check(OP)?;
+        self.office.first_failure.check(OP)?;
         let own = &memory[ranges[self.rank as usize].clone()];
         self.others().for_each(|rank| self.send(OP, rank, own));
         self.others().try_for_each(|rank| self.receive(OP, rank, &mut memory[ranges[rank as usize].clone()]))
@@ -156,7 +156,7 @@ impl Communicator for Local {
 
     fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         const OP: &str = "gather";
-        self.office.fate.check(OP)?;
+        self.office.first_failure.check(OP)?;
         self.others().for_each(|rank| self.post(OP, rank, message));
         let reply = |rank| if rank == self.rank { Ok(message.to_vec()) } else { self.take(OP, rank) };
         (0..self.office.size).map(reply).collect()
@@ -165,16 +165,16 @@ impl Communicator for Local {
     fn check(&self) -> Result<()> {
         let dropped = self.letters().silent.iter().position(|why| *why == Some(DROPPED));
         if let Some(rank) = dropped.and_then(|rank| u32::try_from(rank).ok()) {
-            self.office.fate.seal(PeerFailure { rank, why: DROPPED.into() });
+            self.office.first_failure.seal(PeerFailure { rank, why: DROPPED.into() });
             self.office.changed.notify_all();
         }
-        self.office.fate.check("check")
+        self.office.first_failure.check("check")
     }
 
     fn fail(&self, error: &Error) {
         // Holding the lock prevents a lost wake-up between the check and the wait.
         let _letters = self.letters();
-        self.office.fate.seal(PeerFailure::because_of(error, self.rank));
+        self.office.first_failure.seal(PeerFailure::because_of(error, self.rank));
         self.office.changed.notify_all();
     }
 

@@ -69,7 +69,7 @@ pub struct Mpi {
     rank: u32,
     size: u32,
     going: KeepGoing,
-    fate: FirstFailure,
+    first_failure: FirstFailure,
     counter: Counter,
     state: Mutex<State>,
     /// Locked during an operation.
@@ -163,7 +163,7 @@ impl Mpi {
             rank,
             size,
             going,
-            fate: FirstFailure::default(),
+            first_failure: FirstFailure::default(),
             counter: Counter::default(),
             state: Mutex::new(State { inbox, number: 0, has_left: false }),
             operating: Mutex::default(),
@@ -202,10 +202,10 @@ impl Mpi {
 
     /// Ends this rank for this reason, unless it has ended.
     fn end(&self, state: &State, gone: PeerFailure) {
-        if state.has_left || !self.fate.seal(gone) {
+        if state.has_left || !self.first_failure.seal(gone) {
             return;
         }
-        let Some(PeerFailure { rank, why }) = self.fate.gone().cloned() else { return };
+        let Some(PeerFailure { rank, why }) = self.first_failure.gone().cloned() else { return };
         let gone = PeerFailure { rank, why: why.cut(LONGEST_REASON) };
         self.tell_all(state, |_| Word::Failed(gone.clone()));
     }
@@ -221,7 +221,7 @@ impl Mpi {
         self.ask()?;
         let number = {
             let mut state = self.state();
-            self.fate.check(op)?;
+            self.first_failure.check(op)?;
             state.number += 1;
             let number = state.number;
             self.tell_all(&state, |other| Word::Header { operation, number, len: len(other) as u64 });
@@ -238,7 +238,10 @@ impl Mpi {
                     Err(gone) => {
                         self.end(&state, gone);
                         stopped?;
-                        return self.fate.check(op).map(|()| unreachable!("a failure is recorded for this rank"));
+                        return self
+                            .first_failure
+                            .check(op)
+                            .map(|()| unreachable!("a failure is recorded for this rank"));
                     }
                 }
             }
@@ -400,7 +403,7 @@ impl Communicator for Mpi {
         if let Some(gone) = state.inbox.gone() {
             self.end(&state, gone);
         }
-        self.fate.check("check")?;
+        self.first_failure.check("check")?;
         drop(state);
         self.ask()
     }
@@ -413,7 +416,7 @@ impl Communicator for Mpi {
         const OP: &str = "leave";
         {
             let mut state = self.state();
-            self.fate.check(OP)?;
+            self.first_failure.check(OP)?;
             self.tell_all(&state, |_| Word::Left);
             state.has_left = true;
         }

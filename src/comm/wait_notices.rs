@@ -42,7 +42,7 @@ impl WaitReporter {
     }
 
     #[must_use]
-    pub fn patience(&self, limit: Duration) -> WaitNotices<'_> {
+    pub fn notices(&self, limit: Duration) -> WaitNotices<'_> {
         WaitNotices { limit, first: self.first, again: self.again, tell: &*self.tell }
     }
 }
@@ -55,19 +55,19 @@ impl fmt::Debug for WaitReporter {
 
 /// One wait.
 pub struct Wait<'a> {
-    patience: WaitNotices<'a>,
+    notices: WaitNotices<'a>,
     begun: Instant,
     next: Cell<Duration>,
 }
 
 impl<'a> Wait<'a> {
     #[must_use]
-    pub fn begin(patience: WaitNotices<'a>) -> Self {
-        Self { patience, begun: Instant::now(), next: Cell::new(patience.first) }
+    pub fn begin(notices: WaitNotices<'a>) -> Self {
+        Self { notices, begun: Instant::now(), next: Cell::new(notices.first) }
     }
 
     pub fn until(&self) -> Instant {
-        self.begun + self.patience.limit
+        self.begun + self.notices.limit
     }
 
     #[must_use]
@@ -77,15 +77,15 @@ impl<'a> Wait<'a> {
 
     /// Formats the limit as `120 s`.
     pub fn limit(&self) -> String {
-        format!("{} s", self.patience.limit.as_secs())
+        format!("{} s", self.notices.limit.as_secs())
     }
 
     /// Returns whether the next report is due.
     pub fn is_due(&self) -> bool {
         let elapsed = self.begun.elapsed();
-        let is_due = elapsed >= self.next.get() && elapsed < self.patience.limit;
+        let is_due = elapsed >= self.next.get() && elapsed < self.notices.limit;
         if is_due {
-            self.next.set(elapsed + self.patience.again);
+            self.next.set(elapsed + self.notices.again);
         }
         is_due
     }
@@ -95,7 +95,7 @@ impl<'a> Wait<'a> {
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());
-        (self.patience.tell)(&words);
+        (self.notices.tell)(&words);
         words
     }
 }

@@ -48,7 +48,7 @@ pub struct LinkRequest<'a> {
     /// Upper bound of the length of rounds.
     pub rounds: Bucket,
     pub local_rank: u32,
-    pub roster: &'a ProcessTable,
+    pub process_table: &'a ProcessTable,
     pub progress: &'a dyn Progress,
 }
 
@@ -119,7 +119,7 @@ impl Meeting {
                 match gpu::NcclSetup::new(&own, settings.sharing, control)? {
                     gpu::NcclSetup::Met(nccl) => (own, nccl),
                     gpu::NcclSetup::Missed(against) => {
-                        let against = linking.roster.name(against);
+                        let against = linking.process_table.name(against);
                         // Errors other than `Usage` may be faults of the machine, so they are warnings.
                         if !matches!(against, Error::Usage(_)) {
                             progress.warning(&format!("NCCL does not connect the GPUs: {against}"));
@@ -265,7 +265,9 @@ impl LinkRequest<'_> {
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());
         Ok(match (own, lacking) {
             (Ok(own), None) => Ok(own),
-            (_, Some((index, why))) => Err(format!("{}: {}", self.roster.peer(index), String::from_utf8_lossy(&why))),
+            (_, Some((index, why))) => {
+                Err(format!("{}: {}", self.process_table.peer(index), String::from_utf8_lossy(&why)))
+            }
             (Err(error), None) => Err(error.to_string()),
         })
     }

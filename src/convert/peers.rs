@@ -19,7 +19,7 @@ use super::process_table::ProcessTable;
 use super::reading::input;
 use super::run::Run;
 use super::space::no_space;
-use super::waiting::{meet_within, patience, slow_reporter, teller};
+use super::waiting::{meet_within, slow_reporter, wait_notices, wait_printer};
 use super::work_folder::WorkFolder;
 use crate::catalog::{Reservation, TensorEntry, TensorId};
 use crate::comm::{Communicator, Traffic};
@@ -63,7 +63,7 @@ pub struct Peers {
     mirror: Option<MetadataMirror>,
     /// Node of each process.
     nodes: Vec<u32>,
-    roster: ProcessTable,
+    process_table: ProcessTable,
     counting: ReplicaChoice,
     reducing: ReductionMethod,
     bucket: Bucket,
@@ -133,24 +133,25 @@ impl Peers {
         refuse_nesting("the source", &args.src, destination)?;
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
-        let roster = ProcessTable::meet(&link).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
+        let process_table =
+            ProcessTable::meet(&link).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
         let mut deciding = run.labels.clone();
         if args.exchange.fast_reduce {
             deciding.insert(String::from("options::fast_reduce"), String::new());
         }
         let agreed =
             option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, &deciding));
-        let nodes = agreed.and_then(|()| Topology::gather_nodes(&link)).map_err(|error| roster.name(error))?;
+        let nodes = agreed.and_then(|()| Topology::gather_nodes(&link)).map_err(|error| process_table.name(error))?;
         // The headers of DST are not laid out yet. They can only make rounds shorter.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
         let linking = LinkRequest {
             args: &args.exchange,
             rounds,
             local_rank: launch.local_rank.unwrap_or_else(|| Topology::local_rank(&nodes, launch.part.index)),
-            roster: &roster,
+            process_table: &process_table,
             progress: run.progress,
         };
-        let chosen = link.choose(&linking).map_err(|error| roster.name(error));
+        let chosen = link.choose(&linking).map_err(|error| process_table.name(error));
         chosen.inspect_err(|error| link.fail(error))?;
         // With --on-conflict, replicas may differ, so the value must always come from the first replica.
         let counting = if args.checks.on_conflict.is_some() { ReplicaChoice::LowestRank } else { ReplicaChoice::Any };
@@ -159,10 +160,11 @@ impl Peers {
             _ => ReductionMethod::InRankOrder,
         };
         let bucket = Bucket::of(&args.exchange);
-        let mut peers = Self { link, mirror: None, nodes, roster, counting, reducing, bucket, copying: None, work };
+        let mut peers =
+            Self { link, mirror: None, nodes, process_table, counting, reducing, bucket, copying: None, work };
         let read = peers.read(args, options, run).map_err(|error| {
             let error = if is_not_there(&error) { cause(&peers.link, error) } else { error };
-            peers.roster.name(error)
+            peers.process_table.name(error)
         });
         let checkpoint = read.inspect_err(|error| peers.fail(error))?;
         Ok(Some((peers, checkpoint)))
@@ -183,7 +185,7 @@ impl Peers {
         }
         let checkpoint = mirror.open(options).map_err(|error| {
             let error = if mirror.is_whole() { error } else { cause(&self.link, error) };
-            self.roster.locate(error, mirror)
+            self.process_table.locate(error, mirror)
         });
         self.link.settle(checkpoint)
     }
@@ -259,9 +261,9 @@ impl Peers {
         // Only an error about a missing file can be a consequence of a process that has ended.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
         let has_lost = is_of_files && self.mirror.as_ref().is_some_and(|mirror| !mirror.is_whole());
-        let error = self.roster.name(if has_lost { cause(&self.link, error) } else { error });
+        let error = self.process_table.name(if has_lost { cause(&self.link, error) } else { error });
         match &self.mirror {
-            Some(mirror) => self.roster.locate(error, mirror),
+            Some(mirror) => self.process_table.locate(error, mirror),
             None => error,
         }
     }
@@ -274,7 +276,7 @@ impl Peers {
         let [first, second] = chunks.map(|chunk| {
             let file = entry.chunks.location(chunk as usize).file()?;
             let name = files.path(file).file_name()?.display();
-            Some(format!("{name} is seen by {}", self.roster.names(files.seen_by(file)?)))
+            Some(format!("{name} is seen by {}", self.process_table.names(files.seen_by(file)?)))
         });
         Some(format!("{}, {}", first?, second?))
     }
@@ -525,8 +527,8 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
         run.progress.outcome(&format!("{lack}; this process stops after it has informed the other processes"));
         limit = limit.min(fault::wait_time(LACKING_WITHIN, LACKING_HURRIED));
     }
-    let tell = teller(run);
-    let met = Records::meet(work.of_run(), launch.part, patience(limit, &tell), &run.stop);
+    let tell = wait_printer(run);
+    let met = Records::meet(work.of_run(), launch.part, wait_notices(limit, &tell), &run.stop);
     match (met, installed) {
         (Ok(records), installed) => {
             let records = records.reporting(slow_reporter(run));

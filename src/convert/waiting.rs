@@ -23,7 +23,7 @@ pub fn meet_within() -> Duration {
 }
 
 /// Returns a function that prints a report about a wait.
-pub fn teller(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
+pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     let progress = Arc::clone(run.progress);
     move |words| progress.outcome(words)
 }
@@ -31,18 +31,18 @@ pub fn teller(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
 /// Returns a reporter of the files or parts that this process waits for. It reports after a delay, or at once with
 /// `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
-    let WaitNotices { first, again, .. } = patience(Duration::ZERO, &|_| {});
+    let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };
-    WaitReporter { first, again, tell: Arc::new(teller(run)) }
+    WaitReporter { first, again, tell: Arc::new(wait_printer(run)) }
 }
 
 /// Returns a reporter of long waits for connected processes.
 pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
-    WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, tell: Arc::new(teller(run)) }
+    WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, tell: Arc::new(wait_printer(run)) }
 }
 
 /// Returns the time limit of a wait, with the times of its reports.
-pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
+pub fn wait_notices(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
     WaitNotices { limit, first, again, tell }
 }

@@ -121,7 +121,7 @@ impl Records {
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
-    pub fn meet(folder: &AnchoredPath, part: Part, patience: WaitNotices<'_>, stop: &Stop) -> Result<Self> {
+    pub fn meet(folder: &AnchoredPath, part: Part, notices: WaitNotices<'_>, stop: &Stop) -> Result<Self> {
         let mut meeting = Meeting {
             folder: folder.clone(),
             part,
@@ -130,7 +130,7 @@ impl Records {
             is_blocked: false,
             sees_first: false,
         };
-        let wait = Wait::begin(patience);
+        let wait = Wait::begin(notices);
         let (mut own, mut pause) = (None, SHORTEST);
         loop {
             let step = stop.check().and_then(|()| meeting.step(&mut own));
@@ -149,13 +149,13 @@ impl Records {
                     });
                 }
                 Ok(MeetingStep::Missing(missing)) => missing,
-                Err(error) => return Err(told(own.as_ref(), error)),
+                Err(error) => return Err(report_failure(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
             // The processes that see process 0 leave the decision to it, but only for a limited time.
-            let until = wait.until() + if meeting.sees_first { patience.limit } else { Duration::ZERO };
+            let until = wait.until() + if meeting.sees_first { notices.limit } else { Duration::ZERO };
             if Instant::now() >= until {
-                return Err(told(own.as_ref(), meeting.late(&missing, &wait)));
+                return Err(report_failure(own.as_ref(), meeting.late(&missing, &wait)));
             }
             if wait.is_due() {
                 let why = meeting.is_blocked.then_some("a process of another run still has this part");
@@ -222,7 +222,7 @@ impl Records {
 }
 
 /// Notifies other processes, which may have come, why this process does not meet them.
-fn told(own: Option<&Presence>, mut error: Error) -> Error {
+fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
     }

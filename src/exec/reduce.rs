@@ -113,7 +113,7 @@ impl Reducer {
         if share.partial_values.len() <= 1 && share.divisor <= 1 {
             return Ok(None);
         }
-        let op = entry.partial_values.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
+        let op = entry.partial_values.as_ref().map_or(ReduceOp::Sum, |partial_values| partial_values.reduction.op);
         Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.for_tensor(&entry.fqn))
     }
 

@@ -30,14 +30,14 @@ pub struct MirrorOf {
     /// The original folder.
     pub folder: PathBuf,
     /// The folder of the mirror.
-    pub twin: PathBuf,
+    pub mirror: PathBuf,
     /// The byte ranges that the mirror has of each file, by the path in the mirror.
     pub holdings: Arc<MirroredFiles>,
 }
 
 impl MirrorOf {
     fn place(&self, path: &Path) -> Option<PathBuf> {
-        path.strip_prefix(&self.folder).ok().map(|rest| self.twin.join(rest))
+        path.strip_prefix(&self.folder).ok().map(|rest| self.mirror.join(rest))
     }
 }
 
@@ -45,15 +45,15 @@ impl Checkpoint {
     /// Returns the path from which to read a file without tensors, such as a configuration file.
     #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
-        self.twin.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
+        self.mirror.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
     }
 
     /// Returns the original path of a mirrored file and its modification time. Returns `None` if the path is not in a
     /// mirror.
     #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
-        let mirror = self.twin.as_ref()?;
-        let rest = place.strip_prefix(&mirror.twin).ok()?;
+        let mirror = self.mirror.as_ref()?;
+        let rest = place.strip_prefix(&mirror.mirror).ok()?;
         Some((mirror.folder.join(rest), mirror.holdings.get(place)?.modified))
     }
 }

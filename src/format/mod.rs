@@ -203,7 +203,7 @@ pub struct Checkpoint {
     /// Names of missing files and tensors, if [`ReadOptions::show_incomplete`] is set.
     pub missing: Vec<String>,
     /// The metadata mirror that the checkpoint was read from, if any.
-    pub twin: Option<MirrorOf>,
+    pub mirror: Option<MirrorOf>,
 }
 
 /// Options for reading a checkpoint.
@@ -299,7 +299,7 @@ impl Checkpoint {
             series,
             skipped_series,
             missing,
-            twin: None,
+            mirror: None,
         })
     }
 }

@@ -203,7 +203,7 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
         let word = match &mine {
             Some((Ok(()), _)) => b"+".to_vec(),
             // A rank that is gone ends this loop by an error; the rank that caused the failure reports it first.
-            Some((Err(why), since)) if since.elapsed() < why.patience() => Vec::new(),
+            Some((Err(why), since)) if since.elapsed() < why.grace_period() => Vec::new(),
             Some((Err(why), _)) => [b"-", why.words().as_bytes()].concat(),
             None => Vec::new(),
         };

@@ -36,7 +36,7 @@ impl AbortReason {
 
     /// The time to wait until the notes contain a failure that NCCL has already reported. Ranks that lost a peer wait
     /// for that peer's reason.
-    pub fn patience(&self) -> Duration {
+    pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
             Self::Here(_) => Duration::from_secs(1),
@@ -58,7 +58,7 @@ impl From<nccl::Error> for AbortReason {
 /// Returns the error for a failure of NCCL at rank `own`: the failure in the notes of the run, otherwise the message of
 /// NCCL.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
-    let until = Instant::now() + why.patience();
+    let until = Instant::now() + why.grace_period();
     loop {
         match notes.check() {
             // The watch thread has recorded this rank's own failure first.

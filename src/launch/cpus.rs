@@ -14,7 +14,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
     let number = |name: &str| text(env, name)?.parse::<usize>().ok().filter(|number| *number > 0);
     // `srun --mpi=pmi2` sets both, with the same values.
     let of_step = match (pmi(env), slurm_step(env)) {
-        (Ok(Some(told)), Ok(step)) => step.is_some_and(|step| step.part == told.part),
+        (Ok(Some(task)), Ok(step)) => step.is_some_and(|step| step.part == task.part),
         (Ok(None), Ok(_)) => true,
         _ => false,
     };

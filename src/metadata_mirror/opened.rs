@@ -46,7 +46,7 @@ impl MetadataMirror {
             let others = name_processes(&seen.differing_ranks);
             format!("{} differs at {others}; the file of process {writer} is used", path.display())
         }));
-        checkpoint.twin = Some(MirrorOf { folder: self.own.clone(), twin: self.folder.clone(), holdings });
+        checkpoint.mirror = Some(MirrorOf { folder: self.own.clone(), mirror: self.folder.clone(), holdings });
         Ok(checkpoint)
     }
 

@@ -195,7 +195,7 @@ impl Destination {
     /// as `waiting for WHAT`. Fails with `Stopped` and the errors of `look`.
     pub fn confirm(&self, stop: &Stop, what: &str, mut look: impl FnMut() -> Result<bool>) -> Result<bool> {
         let mut nap = self.pace.nap();
-        let wait = Wait::begin(self.reporter.patience(self.cached_for()));
+        let wait = Wait::begin(self.reporter.notices(self.cached_for()));
         loop {
             if look()? {
                 return Ok(true);

@@ -165,7 +165,7 @@ pub struct Presence {
     part: Part,
     generation: u32,
     lease: Lease,
-    fate: Arc<FirstFailure>,
+    first_failure: Arc<FirstFailure>,
     members: Arc<Mutex<Members>>,
 }
 
@@ -184,10 +184,10 @@ impl Presence {
     pub fn take(folder: &AnchoredPath, part: Part, generation: u32) -> Result<Option<Self>> {
         let name = LeaseName { role: LeaseRole::Part(part), generation };
         let Some(mut lease) = Lease::take(folder, name)? else { return Ok(None) };
-        let fate = Arc::new(FirstFailure::default());
+        let first_failure = Arc::new(FirstFailure::default());
         let observer = Observer::new(folder, part.of);
         let members = Arc::new(Mutex::new(Members { observer, generations: Vec::new() }));
-        let (watched, sealed) = (Arc::clone(&members), Arc::clone(&fate));
+        let (watched, sealed) = (Arc::clone(&members), Arc::clone(&first_failure));
         let note = lease.note();
         lease.start(beat(), move || {
             if sealed.gone().is_none()
@@ -197,7 +197,7 @@ impl Presence {
                 note(gone);
             }
         })?;
-        Ok(Some(Self { folder: folder.clone(), part, generation, lease, fate, members }))
+        Ok(Some(Self { folder: folder.clone(), part, generation, lease, first_failure, members }))
     }
 
     #[must_use]
@@ -225,7 +225,7 @@ impl Presence {
     /// # Errors
     /// `Comm` naming the process that is gone, `Stopped` if a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {
-        self.fate.check(op)
+        self.first_failure.check(op)
     }
 
     /// Checks now whether a process that this one waits for is gone, instead of waiting for the next beat. A process
@@ -250,8 +250,8 @@ impl Presence {
 
     /// Notifies the other processes that a process is gone: this process or another.
     pub(crate) fn give_up(&self, gone: PeerFailure) {
-        self.fate.seal(gone.clone());
-        let first = self.fate.gone().cloned().unwrap_or(gone);
+        self.first_failure.seal(gone.clone());
+        let first = self.first_failure.gone().cloned().unwrap_or(gone);
         self.lease.note()(first);
     }
 

@@ -22,13 +22,13 @@ fn open(path: &Path) -> Checkpoint {
     Checkpoint::open(path, &ReadOptions { series, ..ReadOptions::default() }).unwrap()
 }
 
-/// The tensors as somebody wishes them: nothing is said of where they lie.
-fn wishes(catalog: &Catalog) -> Catalog {
-    let mut wishes = catalog.clone();
-    for entry in &mut wishes.tensors {
+/// The tensors without their stored chunks.
+fn without_chunks(catalog: &Catalog) -> Catalog {
+    let mut without_chunks = catalog.clone();
+    for entry in &mut without_chunks.tensors {
         entry.chunks = ChunkTable::new(entry.shape.len());
     }
-    wishes
+    without_chunks
 }
 
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
@@ -63,7 +63,7 @@ fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, styl
             })
         },
     };
-    reserve_ranks(&wishes(catalog), state, target).unwrap()
+    reserve_ranks(&without_chunks(catalog), state, target).unwrap()
 }
 
 /// In every file the data comes in the order of the tensors, and no two tensors overlap.
@@ -215,18 +215,18 @@ fn ranks_that_differ() {
 #[test]
 fn writers_look_at_dtypes_and_shapes_only() {
     let source = open(&fixture("fsdp_tp/ranks"));
-    let (catalog, wishes) = (&source.catalog, wishes(&source.catalog));
+    let (catalog, without_chunks) = (&source.catalog, without_chunks(&source.catalog));
     let same = |left: Reservation, right: Reservation| assert_eq!(format!("{left:?}"), format!("{right:?}"));
 
     let whole = |catalog| torch::reserve(catalog, &source.catalog.state, "m.pt".into()).unwrap();
-    same(whole(catalog), whole(&wishes));
+    same(whole(catalog), whole(&without_chunks));
 
     let tensors = model::all_tensors(&catalog.state);
     let folder = safetensors::FileDivision::Folder { max_shard_bytes: 100 };
     let named = |source: &Catalog| {
         safetensors::reserve(SelectedTensors { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
     };
-    same(named(catalog), named(&wishes));
+    same(named(catalog), named(&without_chunks));
 
     let (mesh, list) = (mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)");
     let sharded = |catalog: &Catalog| {
@@ -237,7 +237,7 @@ fn writers_look_at_dtypes_and_shapes_only() {
         };
         dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
     };
-    same(sharded(catalog), sharded(&wishes));
+    same(sharded(catalog), sharded(&without_chunks));
 
     let style = DTensorStyle::default();
     let twice = || reserve(catalog, &catalog.state, &mesh, list, &style);
@@ -297,7 +297,7 @@ fn a_slice_of_a_mesh_is_read_and_written() {
                 })
             },
         };
-        let reservation = reserve_ranks(&wishes(&source.catalog), &state, target).unwrap();
+        let reservation = reserve_ranks(&without_chunks(&source.catalog), &state, target).unwrap();
         let folder = tempfile::tempdir().unwrap();
         fill(&source, &reservation, folder.path());
         let written = Checkpoint::open(folder.path(), &ReadOptions::default()).unwrap();

@@ -16,7 +16,7 @@ pub struct PlacementReport {
     /// Indices of the rules that match at least one tensor.
     used: BTreeSet<usize>,
     /// Indices of the rules that are the first match of at least one tensor.
-    heard: BTreeSet<usize>,
+    effective: BTreeSet<usize>,
     /// Names of all tensors, to suggest the nearest one for a pattern that matches none.
     names: Vec<String>,
     /// Numbers of dimensions of the tensors that got the fallback.
@@ -39,7 +39,7 @@ impl PlacementReport {
         let matching = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
         let mut matching = matching.map(|(index, _)| index);
         let first = matching.next();
-        self.heard.extend(first);
+        self.effective.extend(first);
         self.used.extend(first.into_iter().chain(matching));
         self.names.push(subject.path.to_string());
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
@@ -108,7 +108,8 @@ impl PlacementReport {
         note(self.plain, format!(" without optimizer state, {why}: replicated on every rank"));
         let what = " with Partial in SRC or options::like become R: reduced values are written, not partial values";
         note(self.reduced, what.into());
-        let unused = self.used.difference(&self.heard).map(|index| unused_rule_warning(&layout.rules[*index].origin));
+        let unused =
+            self.used.difference(&self.effective).map(|index| unused_rule_warning(&layout.rules[*index].origin));
         if !layout.rules.is_empty() || layout.plan.is_some() {
             let what = " of optimizer state have numbers instead of names: rules for parameters do not match them";
             note(self.nameless, what.into());

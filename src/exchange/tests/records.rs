@@ -63,8 +63,8 @@ fn link_in_place_of_a_folder_is_refused() {
         std::os::unix::fs::symlink(&victim, root.join(link)).unwrap();
         let folder = AnchoredPath::new(root).join(folder);
         for index in [0, 1] {
-            let patience = WaitNotices::silent(Duration::from_secs(5));
-            let met = Records::meet(&folder, Part { index, of: 2 }, patience, &Stop::default());
+            let notices = WaitNotices::silent(Duration::from_secs(5));
+            let met = Records::meet(&folder, Part { index, of: 2 }, notices, &Stop::default());
             let error = met.map(drop).unwrap_err();
             assert!(matches!(error, Error::Storage(_)) && error.hint().is_some(), "{error:?}");
             let expected =
@@ -173,9 +173,9 @@ fn process_that_waits_reports_whom_it_waits_for() {
     let said = Mutex::new(Vec::new());
     let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
-    let patience =
+    let notices =
         WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
-    Records::meet(&shared.folder(), Part { index: 0, of: 2 }, patience, &Stop::default()).map(drop).unwrap_err();
+    Records::meet(&shared.folder(), Part { index: 0, of: 2 }, notices, &Stop::default()).map(drop).unwrap_err();
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
 

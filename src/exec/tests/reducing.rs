@@ -66,8 +66,8 @@ fn layout(placement: Placement, ranks: u64) -> Layout {
 }
 
 /// Returns the sum of some partial values, computed in f64, divided and rounded once.
-fn reduced(summands: &[u64], divisor: f64, index: u64) -> f32 {
-    let sum: f64 = summands.iter().map(|number| f64::from(element_of(*number, index))).sum();
+fn reduced(partial_values: &[u64], divisor: f64, index: u64) -> f32 {
+    let sum: f64 = partial_values.iter().map(|number| f64::from(element_of(*number, index))).sum();
     #[expect(clippy::cast_possible_truncation, reason = "the sum is rounded on purpose")]
     let single = (sum / divisor) as f32;
     single
@@ -134,8 +134,9 @@ fn chunks_contain_their_shares() {
     let source = Source::new(&layout(Placement::Shard(TensorDim(0)), 4), false, IoMode::Read);
     let copies = layout(Placement::Replicate, 3);
     let left = Tile::from_region(&crate::layout::Region::new([0, 0].as_slice(), [300, 350].as_slice()));
-    let share =
-        |summands: &[u64], divisor, within| Arc::new(Share { partial_values: summands.to_vec(), divisor, within });
+    let share = |partial_values: &[u64], divisor, within| {
+        Arc::new(Share { partial_values: partial_values.to_vec(), divisor, within })
+    };
     let shares = vec![share(&[1], 1, None), share(&[0, 2], 4, None), share(&[2], 1, Some(left))];
     let reservation = reserve(&copies, shares);
     let target = tempfile::tempdir().unwrap();

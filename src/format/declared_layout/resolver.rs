@@ -245,12 +245,12 @@ impl<'a> LayoutResolver<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
+        let partial_values = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // A tensor with one element cannot be sharded and is written as a plain tensor.
-        let is_scalar = found.shape.is_empty() && summands.is_none();
+        let is_scalar = found.shape.is_empty() && partial_values.is_none();
         let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
-        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values: summands, chunks, ..entry.clone() })
+        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values, chunks, ..entry.clone() })
     }
 
     fn choose_layout(

@@ -138,9 +138,9 @@ impl<'a> Assembly<'a> {
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let Some(sharding) = &described.sharding else { continue };
             let placement = MeshPlacement { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
-            let summands =
+            let partial_values =
                 PartialValues::new(placement, &entry.chunks).map_err(|error| misfit_error(path, entry, &error))?;
-            entry.partial_values = summands.map(Box::new);
+            entry.partial_values = partial_values.map(Box::new);
         }
         Ok(self.catalog)
     }

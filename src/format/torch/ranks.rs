@@ -320,7 +320,10 @@ impl Merger<'_> {
                 {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
-                Some(_) if entry.partial_values.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
+                Some(_)
+                    if entry.partial_values.as_ref().map(|partial_values| &partial_values.reduction)
+                        != reduction.as_ref() =>
+                {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) => {}
@@ -342,8 +345,8 @@ impl Merger<'_> {
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
             // If each rank knows only its slice, the ranks of other slices hold replicas.
-            if let Some(summands) = &mut entry.partial_values {
-                summands.by_chunk.push(partial_index(mesh.mesh.shape(), placements, &at));
+            if let Some(partial_values) = &mut entry.partial_values {
+                partial_values.by_chunk.push(partial_index(mesh.mesh.shape(), placements, &at));
             }
         }
         Ok(entry)

@@ -83,8 +83,8 @@ fn long_failure_reason_is_cut() {
         staging.abandon();
         let first = env.part(0, 2).unwrap();
         let others = first.others().unwrap();
-        let is_told = |told: &String| (100..=400).contains(&told.len()) && reason.starts_with(told);
-        assert!(others[0].failure.as_ref().is_some_and(is_told), "{others:?}");
+        let is_recorded = |part: &String| (100..=400).contains(&part.len()) && reason.starts_with(part);
+        assert!(others[0].failure.as_ref().is_some_and(is_recorded), "{others:?}");
         assert_eq!(others[0].state, OtherState::Stopped);
         assert_eq!(fs::read(env.partial().join("part-1-of-2.0.lease")).unwrap().len(), lease::RECORD_BYTES);
     }

@@ -63,7 +63,7 @@ fn is_kept(class: (&str, &str)) -> bool {
 }
 
 /// Returns the rows, the number of objects read without nodes, and the result of reading.
-fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
+fn events_of(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
     let mut visitor = Told { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
     // The rows of a failed attempt are made again.
@@ -76,7 +76,7 @@ const METADATA: &[u8] = include_bytes!("metadata.4.pkl");
 
 #[test]
 fn real_metadata_is_read_as_records() {
-    let (with, without) = (told(METADATA, true), told(METADATA, false));
+    let (with, without) = (events_of(METADATA, true), events_of(METADATA, false));
     assert_eq!((&with.0, &with.2), (&without.0, &without.2));
     // The tensor and its properties name their classes for the first time, which is never read ahead.
     assert_eq!((with.0.len(), with.1, without.1), (10, 8, 0));
@@ -88,9 +88,9 @@ fn values_fetched_later_are_stored_in_the_memo() {
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94cm\nChunkStorageMetadata\n)\x81}(\x8c\x07offsets\x94h\x00".to_vec();
     bytes.extend(b"K\x01K\x02\x86\x85R\x94\x8c\x05sizesh\x00)\x85Rub");
     bytes.extend(b"cm\nMetadataIndex\n)\x81}(h\x01h\x02\x8c\x01xNubt.");
-    let (rows, records, end) = told(&bytes, true);
+    let (rows, records, end) = events_of(&bytes, true);
     assert_eq!((records, end), (2, Ok((String::from("tuple"), bytes.len()))));
-    assert_eq!(rows, told(&bytes, false).0);
+    assert_eq!(rows, events_of(&bytes, false).0);
     assert!(rows[1].contains("[1, 2]"), "{}", rows[1]);
 }
 
@@ -105,9 +105,9 @@ fn nested_records_are_read() {
         bytes.extend(b"K\x00\x86\x85R\x8c\x05sizesh\x00K\x01K\x03\x86\x85Rub");
     }
     bytes.extend(b"eubt.");
-    let (rows, records, end) = told(&bytes, true);
+    let (rows, records, end) = events_of(&bytes, true);
     assert_eq!((rows.len(), records, end), (4, 4, Ok((String::from("tuple"), bytes.len()))));
-    assert_eq!(rows, told(&bytes, false).0);
+    assert_eq!(rows, events_of(&bytes, false).0);
     assert!(rows[3].contains("2 rows"), "{}", rows[3]);
 }
 
@@ -140,7 +140,7 @@ fn records_with_equal_bytes_become_one_row() {
         ([b"", b"h\x0c"], 5),
     ] {
         let bytes = tensors(&behind_each);
-        let (with, without) = (told(&bytes, true), told(&bytes, false));
+        let (with, without) = (events_of(&bytes, true), events_of(&bytes, false));
         assert_eq!((&with.0, with.1, &with.2), (&without.0, records, &without.2), "{behind_each:?}");
         assert!(with.2.is_ok());
     }
@@ -163,7 +163,7 @@ proptest! {
                 _ => _ = bytes.remove(at),
             }
         }
-        let (with, without) = (told(&bytes, true), told(&bytes, false));
+        let (with, without) = (events_of(&bytes, true), events_of(&bytes, false));
         prop_assert_eq!((with.0, with.2), (without.0, without.2));
     }
 }
