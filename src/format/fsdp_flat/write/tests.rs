@@ -276,7 +276,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
             &|s, _| s.states[0].0 = "emb2".into(),
             "optim: optimizer state of emb2, which is no known parameter of the flat layout",
         ),
-        (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm, which is in no parameter group"),
+        (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm that is in no parameter group"),
     ];
     for (change, expected) in flat {
         assert_eq!(error_text(change, false), expected);
