@@ -59,7 +59,7 @@ fn run_without_the_third(kind: Kind) -> Job {
             "--part 0 --parts 1 does all of the work in one process",
         ]);
         // One task prints which part it waits for.
-        let line = "[0/3] waiting for part 2 (not started); the run has 3 parts according to srun";
+        let line = "[0/3] note: waiting for part 2 (not started); the run has 3 parts according to srun";
         assert_eq!(ended.err.contains("waiting for"), index == 0, "{ended:?}");
         assert_eq!(ended.err.contains(line), index == 0, "{ended:?}");
     }

@@ -64,8 +64,11 @@ fn copy_of_files_that_some_processes_see_is_announced() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
     let outcomes = nodes.run_together("consolidate out --backend cpu");
     let stderr = &outcomes[0].assert_succeeded().err;
-    let copying = stderr.lines().find(|line| line.contains("] copying ")).unwrap_or_default();
-    assert!(copying.starts_with("[0/2] copying ") && copying.contains(" that only some processes see to "), "{stderr}");
+    let copying = stderr.lines().find(|line| line.contains("] note: copying ")).unwrap_or_default();
+    assert!(
+        copying.starts_with("[0/2] note: copying ") && copying.contains(" that only some processes see to "),
+        "{stderr}"
+    );
     assert!(copying.ends_with(".out.dtshard-work/copy"), "{stderr}");
     // With two copies of each file on two nodes, both processes see all files.
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::Two);

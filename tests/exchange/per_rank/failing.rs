@@ -109,7 +109,7 @@ fn resume_copies_remaining_files_only() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
     let (expected, _) = nodes.run_alone("consolidate out");
     let copied = |outcome: &Outcome| {
-        let line = outcome.err.lines().find(|line| line.contains("] copying ")).unwrap_or_default().to_owned();
+        let line = outcome.err.lines().find(|line| line.contains("] note: copying ")).unwrap_or_default().to_owned();
         let (left, all) =
             line.split_once("copying ").unwrap().1.split_once(" in ").unwrap().0.split_once(" of ").unwrap();
         (left.to_owned(), all.to_owned())
