@@ -46,7 +46,7 @@ fn failed_part_reports_its_reason_to_others() {
         let error = in_vain(&first, &mut |others| seen = others.to_vec());
         assert_eq!(seen[0].failure.as_deref(), Some("no space is left"));
         let words = if is_final { "part 1 of 2 failed: no space is left; " } else { "part 1 of 2 has not started" };
-        says(&error, &[words, "with options::resume goes on"]);
+        says(&error, &[words, "with options::resume to continue"]);
         // The failed part may be restarted nevertheless.
         env.claim.resume = true;
         let again = env.part(1, 2).unwrap();
