@@ -315,7 +315,7 @@ fn model_beside_other_torch_files_is_read() {
     assert_refused(
         root.path(),
         &ReadOptions::default(),
-        &["optimizer.pt, scheduler.pt are torch files", "give one of them"],
+        &["optimizer.pt, scheduler.pt are separate torch checkpoints", "give one of them"],
     );
 }
 

@@ -285,7 +285,7 @@ fn names_tied_in_the_edited_file_only_stay_separate() {
     let made = env.make("reshard", &tied, "made", &options);
     assert_eq!(bytes_of(&made.path), bytes_of(&apart));
     assert!(!made.closing_line().contains("left out"), "{}", made.closing_line());
-    assert_contains(&made.run.stderr, &["names of ", "not taken"]);
+    assert_contains(&made.run.stderr, &["names of ", "not used"]);
 }
 
 #[test]

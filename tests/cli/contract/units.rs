@@ -31,7 +31,10 @@ fn weight_without_recorded_strides_is_refused() {
     let [shards, flat] = ["shards", "flat"].map(|name| folder.path().join(name));
     succeed("reshard", &[&full(), &shards], "--to torch-ranks --mesh fsdp=2");
     let outcome = expect(2, "flatten", &[&shards, &flat], &format!("--world-size 2 {WRAP}"));
-    assert!(outcome.stderr.contains("conv.weight: of shape [6, 2, 2, 2], it may lie by rows"), "{outcome:?}");
+    assert!(
+        outcome.stderr.contains("conv.weight: a tensor of shape [6, 2, 2, 2] may be row-major or channels-last"),
+        "{outcome:?}"
+    );
 }
 
 /// The tensors of a torch file have the strides of the module's parameters, and FSDP1 flattens in that order.

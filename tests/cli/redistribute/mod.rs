@@ -277,7 +277,10 @@ fn undefined_redistributions_are_refused_with_the_reason() {
             &[whole, &format!("a value without Partial cannot be converted to P({op})")],
         );
     }
-    assert_error_mentions(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
+    assert_error_mentions(
+        &["--to=dcp", "--placements=P(sum),R"],
+        &["P(sum) cannot be written to a DCP directory", "--to torch-ranks"],
+    );
     assert_error_mentions(
         &["--tensor-class=sharded-tensor", "--placements=P(sum),R"],
         &["a ShardedTensor cannot have the placements P(sum),R"],

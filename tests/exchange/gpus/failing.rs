@@ -37,7 +37,7 @@ fn failed_device_allocation_is_named_by_all() {
             assert_named_when_failed(
                 &job,
                 fault,
-                &["GPU: allocate memory: ", "out of memory", " left"],
+                &["GPU: allocate memory: ", "out of memory", " free"],
                 &[".out.dtshard-partial"],
             );
         }
@@ -60,9 +60,9 @@ fn failed_pinned_allocation_is_named_by_all() {
 fn failed_nccl_call_is_named_by_all() {
     for visibility in VISIBILITIES {
         let job = Job::new(visibility);
-        assert_named_when_failed(&job, "fails-meeting", &["meet by NCCL: ", "the network was told to fail"], &[]);
+        assert_named_when_failed(&job, "fails-meeting", &["meet by NCCL: ", "injected network failure"], &[]);
         for group in [1, visibility.group_of_a_round()] {
-            let words = ["GPU: ", "(ncclSystemError)", "the network was told to fail"];
+            let words = ["GPU: ", "(ncclSystemError)", "injected network failure"];
             assert_named_when_failed(&job, &format!("fails-in-group:{group}"), &words, &[".out.dtshard-partial"]);
         }
     }
@@ -103,7 +103,7 @@ fn resume_with_another_bucket_size_succeeds() {
         let job = Job::new(visibility);
         let fault = format!("fails-in-group:{}", visibility.group_of_a_round());
         let outcomes = job.run_with_one_different(1, "", &[("GPU_STAND_IN_FAULT", &fault)]);
-        assert_others_name(&outcomes, 1, &["the network was told to fail"]);
+        assert_others_name(&outcomes, 1, &["injected network failure"]);
         job.assert_done_with("--resume --bucket-size 500");
     }
 }
