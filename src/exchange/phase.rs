@@ -136,10 +136,10 @@ impl PhaseSchedule {
             match message.addressing(ranks) {
                 Addressing::AllGather => gathered[sender] += len,
                 Addressing::PointToPoint if sender == rank => {
-                    message.other_receivers().for_each(|receiver| to[receiver] += len)
+                    message.other_receivers().for_each(|receiver| to[receiver] += len);
                 }
                 Addressing::PointToPoint if message.other_receivers().any(|receiver| receiver == rank) => {
-                    from[sender] += len
+                    from[sender] += len;
                 }
                 Addressing::PointToPoint => {}
             }

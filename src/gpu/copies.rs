@@ -77,7 +77,7 @@ impl LoopNest {
         for level in loops.rev().filter(|level| level.count > 1) {
             match nest.loops.last_mut() {
                 None if level.source_step == nest.run_bytes && level.target_step == nest.run_bytes => {
-                    nest.run_bytes *= level.count
+                    nest.run_bytes *= level.count;
                 }
                 Some(inner) if inner.continues_into(&level) => inner.count *= level.count,
                 _ => nest.loops.push(level),
@@ -198,7 +198,7 @@ mod tests {
         let cut = |nest: LoopNest, loops, units| {
             let mut parts = Vec::new();
             nest.split(loops, units, &mut |nest| {
-                parts.push((nest.source, nest.target, nest.run_bytes, nest.loops.len()))
+                parts.push((nest.source, nest.target, nest.run_bytes, nest.loops.len()));
             });
             parts
         };

@@ -184,7 +184,10 @@ fn ranks_outside_of_the_mesh() {
         layout: &mut |_, _, _| Ok(RankLayout::Sharded { dim: MeshDim(0) }),
     };
     let error = reserve_ranks(&source.catalog, &source.catalog.state, target).unwrap_err();
-    assert!(error.to_string().contains("ShardedTensors on the mesh dp=2 need every rank, but rank 1 is not in the mesh"), "{error}");
+    assert!(
+        error.to_string().contains("ShardedTensors on the mesh dp=2 need every rank, but rank 1 is not in the mesh"),
+        "{error}"
+    );
 }
 
 /// Where ranks differ, each gets its own value, and ranks beyond those of the source get them in turn. The data lies in

@@ -171,7 +171,7 @@ fn run_succeeds_with_the_minimum_memory_of_the_error() {
     };
     let (fits, error) = run("42MB");
     let floor = error.split_whitespace().rev().find(|word| word.bytes().all(|byte| byte.is_ascii_digit()));
-    assert!(!fits && error.contains("headers of 5 files"), "{error}");
+    assert!(!fits && error.contains("the headers and tables of 5 files need"), "{error}");
     let (fits, error) = run(floor.unwrap());
     assert!(fits, "{error}");
 }

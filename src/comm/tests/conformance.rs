@@ -392,7 +392,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
                     // A message that looks like the message of a signal is an ordinary message.
                     End::Failed => rank.fail(&Error::usage("stopped by TERM", "")),
                     End::Stopped => {
-                        rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }))
+                        rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }));
                     }
                     End::Panicked => std::panic::resume_unwind(Box::new("a test")),
                 }

@@ -198,7 +198,7 @@ impl<'a> PlacementResolver<'a> {
         let mut choice = self.by_rule(&subject)?;
         match (&choice, &mut self.planned, &subject) {
             (Some(_), Some(planned), TensorContext { in_model: Some(name), owner: None, .. }) => {
-                planned.mark_covered_by_rule(name)
+                planned.mark_covered_by_rule(name);
             }
             (Some(_), ..) => {}
             (None, ..) => choice = self.by_plan(&subject),

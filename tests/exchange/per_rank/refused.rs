@@ -40,7 +40,7 @@ fn verify_option_is_refused() {
 fn rendezvous_option_names_its_replacement() {
     run_one("--part 0 --parts 2 --rendezvous tcp://node1:29500", &[]).assert_refused(&[
         "--rendezvous was removed: processes meet in a folder beside DST, or by MPI",
-        "hint: leave it out; to exchange over a network, start the processes under MPI or srun",
+        "hint: leave it out; to exchange tensors over a network, start the processes under MPI or srun",
     ]);
 }
 

@@ -136,7 +136,7 @@ impl GradientNames<'_> {
         for (name, (slot, dtype)) in known {
             match (own.get(name), *slot) {
                 (Some(value), ParameterSlot::Unit(unit)) => {
-                    entries.extend(unflattener.unflatten_unit_state(contents, unit, value)?)
+                    entries.extend(unflattener.unflatten_unit_state(contents, unit, value)?);
                 }
                 (Some(value), ParameterSlot::Param(unit, param)) => {
                     entries.push(unflattener.unflatten_param_state(contents, unit, param, value)?);

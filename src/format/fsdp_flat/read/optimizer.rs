@@ -264,7 +264,7 @@ impl RankUnflattener<'_> {
             match self.find_slot(name)? {
                 ParameterSlot::Unit(unit) => entries.extend(self.unflatten_unit_state(contents, unit, state)?),
                 ParameterSlot::Param(unit, param) => {
-                    entries.push(self.unflatten_param_state(contents, unit, param, state)?)
+                    entries.push(self.unflatten_param_state(contents, unit, param, state)?);
                 }
             }
         }

@@ -41,7 +41,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                 }
             }
             (StateLeaf::Tensor(id), None) => {
-                entries.push((Value::Str(name.into()), plan.replicated_value(&Value::Tensor(id))))
+                entries.push((Value::Str(name.into()), plan.replicated_value(&Value::Tensor(id))));
             }
             (StateLeaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.replicated_value(value))),
         }

@@ -127,7 +127,7 @@ impl SourceOptimizer<'_> {
                         }
                     }
                     (StateKind::ParamShaped(kept), StateKind::ParamShaped(id)) if same_dtype(plan, kept, id) => {
-                        tensors.push(id)
+                        tensors.push(id);
                     }
                     _ => return Err(differ(plan, *at, &format!("differ in `{name}`"))),
                 }
