@@ -175,7 +175,7 @@ fn active_run_is_refused() {
 fn restart_of_parts_is_refused() {
     let job = Job::new(FILE);
     interrupt(&job, "--parts 2 --part 0 --no-wait");
-    let words = ["--restart is for one process", "not for --parts", "hint: remove "];
+    let words = ["--restart cannot be used with --parts", "unless a launcher starts all processes", "hint: remove "];
     assert_refused(&job, "--parts 2 --part 0 --no-wait --restart", &words);
 }
 

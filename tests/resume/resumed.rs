@@ -150,7 +150,7 @@ fn parts_without_waiting_publish_in_any_order() {
                     let again = job.run(&format!("--parts 3 --part {index} --no-wait"), None);
                     again.assert_refused(&[
                         "an earlier run did not finish",
-                        "--resume goes on",
+                        "use --resume to continue it",
                         "start all parts again",
                     ]);
                     job.run(&format!("--parts 3 --part {index} --no-wait --resume"), None).assert_succeeded();

@@ -56,7 +56,7 @@ fn run_without_the_third(kind: Kind) -> Job {
         ]);
         ended.assert_mentions(&[
             "the same command with --resume to continue",
-            "--part 0 --parts 1 does all of the work in one process",
+            "use --part 0 --parts 1 to do all of the work in one",
         ]);
         // One task prints which part it waits for.
         let line = "[0/3] note: waiting for part 2 (not started); the run has 3 parts according to srun";
