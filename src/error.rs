@@ -25,6 +25,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Any failure of the library.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum Error {
     /// An operation on a file or folder failed.
     #[error(transparent)]

@@ -119,6 +119,7 @@
 //! - **Quiet.** Nothing is printed, no signal handler is installed, and the process is never ended. A program that wants
 //!   signals to stop a run connects them to a [`Stop`].
 
+#![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 #![cfg_attr(
     not(feature = "internals"),

@@ -7,27 +7,49 @@ use std::fmt;
 /// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes count bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
+    /// Boolean, one byte (`torch.bool`).
     Bool,
+    /// Unsigned integer of 8 bits.
     U8,
+    /// Unsigned integer of 16 bits.
     U16,
+    /// Unsigned integer of 32 bits.
     U32,
+    /// Unsigned integer of 64 bits.
     U64,
+    /// Signed integer of 8 bits.
     I8,
+    /// Signed integer of 16 bits.
     I16,
+    /// Signed integer of 32 bits.
     I32,
+    /// Signed integer of 64 bits.
     I64,
+    /// IEEE half precision.
     F16,
+    /// bfloat16: 8 bits of exponent, 7 of mantissa.
     Bf16,
+    /// IEEE single precision.
     F32,
+    /// IEEE double precision.
     F64,
+    /// Complex number of two half-precision floats.
     C32,
+    /// Complex number of two single-precision floats.
     C64,
+    /// Complex number of two double-precision floats.
     C128,
+    /// Float of 8 bits: 4 of exponent, 3 of mantissa, no infinities.
     F8E4m3fn,
+    /// Float of 8 bits: 5 of exponent, 2 of mantissa.
     F8E5m2,
+    /// Float of 8 bits: 4 of exponent, 3 of mantissa, no infinities, no negative zero.
     F8E4m3fnuz,
+    /// Float of 8 bits: 5 of exponent, 2 of mantissa, no infinities, no negative zero.
     F8E5m2fnuz,
+    /// Exponent of 8 bits, a power of two: the scale of MX formats.
     F8E8m0fnu,
+    /// Two floats of 4 bits in one byte: 2 bits of exponent, 1 of mantissa each.
     F4E2m1fnX2,
 }
 

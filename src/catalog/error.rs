@@ -5,6 +5,7 @@ use serde_json::{Value as Json, json};
 /// A tensor or value that the files of a checkpoint do not hold exactly once and everywhere alike.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum CatalogError {
     /// The chunks of a tensor do not cover it exactly once.
     #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
@@ -19,9 +20,9 @@ pub enum CatalogError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CoverageKind {
-    /// No chunk holds the region.
+    /// No chunk covers a region.
     Gap,
-    /// Two chunks hold the region.
+    /// Two different chunks cover a region.
     Overlap,
     /// A chunk reaches beyond the tensor.
     OutOfBounds,

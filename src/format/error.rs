@@ -7,6 +7,7 @@ use serde_json::{Value as Json, json};
 /// A file or value that does not match its format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum FormatError {
     /// Bytes break the rules of their format.
     #[error("{}: {at}: expected {expected}, found {found}", path.display())]

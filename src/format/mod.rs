@@ -74,7 +74,10 @@ macro_rules! formats {
         /// A checkpoint format: a row of the table of formats.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Format {
-            $($format,)*
+            $(
+                #[allow(missing_docs, reason = "its row of the table describes a format")]
+                $format,
+            )*
         }
 
         impl Format {

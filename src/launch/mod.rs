@@ -38,7 +38,9 @@ use crate::error::{Error, Result};
 /// The share of the work that one process does: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
+    /// Index of the part, from 0.
     pub index: u32,
+    /// Number of parts.
     pub of: u32,
 }
 
@@ -49,6 +51,7 @@ impl Part {
         Self { index: 0, of: 1 }
     }
 
+    /// Returns true if there is one part only.
     #[must_use]
     pub fn is_alone(self) -> bool {
         self.of == 1
@@ -78,12 +81,17 @@ pub enum Launcher {
     Alone,
     /// `--part` and `--parts`, without a launcher.
     Options,
+    /// The torchrun command of PyTorch.
     Torchrun,
+    /// The mpirun command of Open MPI.
     OpenMpi,
+    /// A launcher that speaks PMI, such as the mpirun command of MPICH.
     Pmi,
+    /// A launcher that speaks PMIx.
     Pmix,
     /// The srun command of Slurm.
     Slurm,
+    /// A Slurm array, whose elements need not run at the same time.
     SlurmArray,
     /// Only `RANK` and `WORLD_SIZE`.
     Variables,
@@ -116,6 +124,7 @@ impl Launcher {
 /// The launch of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
+    /// The part of this process.
     pub part: Part,
     /// The launcher that started all parts; it has precedence over the command line if both agree.
     pub launcher: Launcher,
@@ -130,6 +139,7 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// Returns the launch of a process that does all of the work.
     #[must_use]
     pub fn alone() -> Self {
         Self { part: Part::alone(), launcher: Launcher::Alone, local_rank: None, node: None, run: None, waits: false }

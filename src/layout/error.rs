@@ -14,6 +14,7 @@ fn sum_of(sizes: &[u64]) -> String {
 /// An invalid mesh, placement or coordinate, or a combination of them that does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum LayoutError {
     /// The text is no mesh.
     #[error("mesh `{spec}`: expected {expected}, found `{found}`")]

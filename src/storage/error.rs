@@ -6,6 +6,7 @@ use std::path::PathBuf;
 /// A failure of an operation on a file or folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum StorageError {
     /// The operating system refuses the operation.
     #[error("cannot {action} {}: {source}", path.display())]
@@ -19,6 +20,7 @@ pub enum StorageError {
 /// A file or folder that is neither written to nor deleted, because another user may have put it there.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum Untrusted {
     /// A symbolic link.
     #[error("{} is a link to {}, which is not followed", path.display(), target.display())]
