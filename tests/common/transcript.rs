@@ -111,6 +111,7 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
         (r"[\d.]+ MB \(anonymous\)", "[SIZE] (anonymous)"),
         (r#""peak_bytes": \d+"#, r#""peak_bytes": [NUMBER]"#),
         (r"\bwork-[0-9a-f]{12}", "work-[RANDOM]"),
+        (r"only [\d.]+ [kMGT]?B are free", "only [SIZE] are free"),
         (r"[\d.]+ [kMGT]?B free", "[SIZE] free"),
         // Files are allocated by several threads.
         (r"(space for \S*/model-)\d{5}", "${1}[NUMBER]"),
