@@ -218,8 +218,9 @@ pub struct Reshard {
     pub split: Option<SplitArg>,
     /// Copy the layout of another checkpoint
     ///
-    /// Its mesh, placements, format and file names are used for tensors of the same name. Its values are ignored.
-    /// --mesh with the same dimension names replaces its mesh, --placements rules replace its placements.
+    /// Tensors of the same name get the mesh, the placements, the format and the file names of that checkpoint; its
+    /// values are ignored. --mesh with the same dimension names replaces its mesh, --placements rules replace its
+    /// placements.
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
     /// Take everything that SRC lacks from this checkpoint
@@ -312,7 +313,7 @@ pub struct FlatArgs {
     /// Take units, or the order of parameters, from a checkpoint of the same model: its units if it is flat, else the
     /// order of its state dict, which torch files keep
     ///
-    /// Its values are ignored.
+    /// The values of that checkpoint are ignored.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }

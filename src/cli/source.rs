@@ -102,7 +102,7 @@ pub struct ShapeArgs {
     /// Read a checkpoint of the same model for the shapes that an FSDP1 SRC lacks, and for the order of parameters if
     /// it is a torch file
     ///
-    /// Its values are ignored.
+    /// The values of that checkpoint are ignored.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }

@@ -1,13 +1,13 @@
 //! The error of a request that cannot be met.
 
-/// Options ask for something that cannot be done.
+/// An error about options that ask for something impossible.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 #[non_exhaustive]
 pub struct UsageError {
-    /// What cannot be done, and why.
+    /// A sentence that names the impossible request and the reason.
     pub message: String,
-    /// What to ask for instead.
+    /// An instruction that names the option to use instead.
     pub hint: Option<String>,
 }
 

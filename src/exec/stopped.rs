@@ -14,7 +14,7 @@ const TRY_AGAIN: u8 = 75;
 /// that the signal ended.
 pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
 
-/// A signal stopped this process, or another one of the run; nothing was published.
+/// An error of a run that a signal stopped, at this process or another one; nothing was published.
 #[derive(Debug, thiserror::Error)]
 #[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
 #[non_exhaustive]
@@ -25,7 +25,7 @@ pub struct Stopped {
     pub exit: u8,
     /// The process that got the signal, if it is another one.
     pub rank: Option<Peer>,
-    /// Where the finished work is that another run can resume, and how much it is.
+    /// The folder with the finished work that another run can resume, and a text with its amount.
     pub kept: Option<(PathBuf, String)>,
 }
 
@@ -36,8 +36,8 @@ impl Stopped {
         Self { signal, exit, rank, kept: None }
     }
 
-    /// Adds where the finished work is, and how much it is. The exit code then tells whatever sent the signal that the same
-    /// command can resume; a person who interrupts a run reads it.
+    /// Adds the folder with the finished work and its amount. The exit code then becomes 75, so that a scheduler runs the
+    /// same command again, except after INT: a person reads the message.
     #[must_use]
     pub(crate) fn keeping(self, path: &Path, much: String) -> Self {
         let exit = if self.exit == INTERRUPTED { self.exit } else { TRY_AGAIN };

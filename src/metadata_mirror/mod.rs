@@ -130,7 +130,7 @@ impl MetadataMirror {
         self.written
     }
 
-    /// Returns the path that can be read in place of SRC; it has no tensor data.
+    /// Returns the path of the mirror, which is read like SRC but has no tensor data.
     #[must_use]
     pub fn root(&self) -> PathBuf {
         self.path_of_src(&self.folder)

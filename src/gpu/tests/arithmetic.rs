@@ -183,7 +183,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
 
     #[test]
-    #[ignore = "a process of a test"]
+    #[ignore = "runs as a child process that another test starts"]
     fn random_reductions_equal_the_host(jobs in prop::collection::vec(job(), 0..6)) {
         let (jobs, memory, end) = lay_out(&jobs);
         let (gpu, mut trial) = trial(&memory, end);
@@ -205,7 +205,7 @@ proptest! {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn errors_equal_the_host() {
     let reducer = |op, divisor| Reducer::new(Dtype::I64, op, divisor).unwrap();
     let i64s = |values: &[i64]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
@@ -251,7 +251,7 @@ fn assert_cast_matches_host(cast: Cast, source: &[u8]) {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn casts_of_edge_values_equal_the_host() {
     // Every sign, exponent and upper part of a mantissa, followed by bits that are close to a rounding boundary.
     let singles = |head: u16| {
@@ -296,7 +296,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
 
     #[test]
-    #[ignore = "a process of a test"]
+    #[ignore = "runs as a child process that another test starts"]
     fn random_casts_equal_the_host(castings in prop::collection::vec(casting(), 0..6)) {
         let (mut memory, mut wanted, mut counts, mut jobs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (from, to, numel, seed, [source, target], counted) in castings {
@@ -320,7 +320,7 @@ proptest! {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn missing_kernels_are_an_error() {
     let gpu = open(kernels(), 0).unwrap();
     assert!(gpu.arithmetic().unwrap_err().contains("switched off"));

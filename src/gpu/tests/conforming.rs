@@ -56,7 +56,7 @@ fn nccl_without_peer_errors_passes_the_conformance_tests_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn conformance_tests_pass() {
     conforms(Devices::default());
 }

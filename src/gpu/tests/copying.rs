@@ -68,7 +68,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
 
     #[test]
-    #[ignore = "a process of a test"]
+    #[ignore = "runs as a child process that another test starts"]
     fn random_copies_equal_the_host(copies in prop::collection::vec(copy(), 0..5)) {
         let longest = copies.iter().map(|(_, source, _)| *source).max().unwrap_or(0);
         prop_assume!(longest < 4 << 20 && copies.iter().all(|(_, _, target)| *target < 4 << 20));
@@ -92,7 +92,7 @@ fn copy_beyond_its_buffer_panics_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn copy_beyond_its_buffer_panics() {
     let gpu = open(kernels(), 0).unwrap();
     let memory = || DeviceBytes::new(&gpu.device, 64, "a test").unwrap();

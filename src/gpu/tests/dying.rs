@@ -66,7 +66,7 @@ fn met() -> (Gpu, Nccl) {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn freeing() {
     let (gpu, peers) = met();
     if peers.rank() == 1 {
@@ -86,7 +86,7 @@ fn freeing() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn leaving() {
     let (_gpu, peers) = met();
     if peers.rank() == 1 {
@@ -100,7 +100,7 @@ fn leaving() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn rank() {
     let (gpu, peers) = met();
     let rank = peers.rank();

@@ -63,7 +63,7 @@ fn cast_loss_in_a_shared_element_counts_once_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn cast_losses_count_once_at_every_split() {
     check_each_cut(&Devices);
 }
@@ -76,7 +76,7 @@ fn overflowing_sum_names_the_tensor_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn overflowing_sums_name_the_tensor() {
     check_faults(&Devices);
 }
@@ -85,7 +85,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(120) })]
 
     #[test]
-    #[ignore = "a process of a test"]
+    #[ignore = "runs as a child process that another test starts"]
     fn random_exchanges_equal_one_process(
         specs in prop::collection::vec(spec(), 1..4),
         transpose in any::<bool>(),

@@ -24,7 +24,7 @@ fn kernels_compile_with_nvrtc() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn kernels_compile_and_load() {
     // SAFETY: the library is NVRTC.
     assert!(unsafe { is_culib_present() });

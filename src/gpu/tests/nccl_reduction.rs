@@ -23,13 +23,13 @@ fn unsupported_reduction_uses_rank_order_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn wire_bytes_are_minimal() {
     nccl_reduction::check_wire_bytes(&Devices);
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn unsupported_reductions_use_rank_order() {
     nccl_reduction::check_not_reduced_by_nccl(&Devices);
 }
@@ -38,7 +38,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
 
     #[test]
-    #[ignore = "a process of a test"]
+    #[ignore = "runs as a child process that another test starts"]
     fn random_reductions_are_close_to_the_host(
         (ranks, specs) in (1..5_u32).prop_flat_map(|ranks| (Just(ranks), nccl_reduction::specs(ranks))),
         terms in prop::sample::select(vec![Terms::Any, Terms::Integers]),

@@ -34,7 +34,7 @@ fn missing_device_or_nccl_is_an_error_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn missing_device_is_an_error() {
     let message = usage_error_text(super::open(kernels(), 0).unwrap_err());
     assert!(
@@ -44,7 +44,7 @@ fn missing_device_is_an_error() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn missing_nccl_is_an_error() {
     let settings = Settings { nccl: Some(NOWHERE.into()), ..Settings::default() };
     let message = usage_error_text(crate::gpu::open(&settings, None).unwrap_err());
@@ -62,7 +62,7 @@ fn out_of_device_memory_error_has_sizes_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn out_of_memory_error_has_sizes() {
     let device = Device::open(None).unwrap();
     let mut bytes = DeviceBytes::new(&device, 1 << 20, "the read buffer").unwrap();
@@ -85,7 +85,7 @@ fn each_rank_gets_its_own_device_stand_in() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn each_rank_opens_its_own_device() {
     let gpus = [0, 1, 2, 4].map(|rank| super::open(kernels(), rank).unwrap());
     let [first, second, third, fifth] = gpus.each_ref().map(|gpu| gpu.device.uuid());
@@ -97,7 +97,7 @@ fn each_rank_opens_its_own_device() {
 }
 
 #[test]
-#[ignore = "a process of a test"]
+#[ignore = "runs as a child process that another test starts"]
 fn shared_device_is_an_error_unless_allowed() {
     let meet = |sharing: Sharing| {
         let ranks = Local::fleet(2).into_iter().map(|local| {

@@ -1,6 +1,6 @@
 //! Parses TOML or JSON to a tree of values with line numbers, so that errors can name a line.
 //!
-//! Both syntaxes give the same tree. Lines count from 1. Invariant: the entries of a table are in the order of the
+//! TOML and JSON give the same tree. Lines count from 1. Invariant: the entries of a table are in the order of the
 //! text, and keys are distinct.
 
 use serde::Deserialize;

@@ -206,7 +206,7 @@ pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     best.1
 }
 
-/// Returns the name with 0 in place of every number.
+/// Returns the name with every number replaced by 0.
 fn with_zeros_for_numbers(name: &str) -> String {
     let parts = name.split('.').map(|part| if part.parse::<u64>().is_ok() { "0" } else { part });
     parts.collect::<Vec<_>>().join(".")

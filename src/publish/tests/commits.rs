@@ -97,7 +97,7 @@ fn concurrent_publishers_both_succeed() {
     }
 }
 
-/// A file that another user put into the output folder is never published in place of the output.
+/// A file that another user put into the output folder is never published as the output.
 #[test]
 fn file_beside_the_one_output_is_not_published() {
     let env = TestEnv::new(DestinationKind::File);

@@ -366,7 +366,7 @@ fn read_entries<S: ReadAt + ?Sized>(
     Ok((prefix, records))
 }
 
-/// Both ends of an archive. The directory is in the tail, the pickle and the local headers are in the head, so
+/// The first and the last bytes of an archive. The directory is in the tail, the pickle and the local headers are in the head, so
 /// locating a tensor in an item takes two reads.
 #[derive(Debug)]
 struct Ends {
