@@ -45,12 +45,6 @@ impl Process {
         }
     }
 
-    /// Returns whether the process is known to have ended. For processes on other nodes this is always false.
-    #[must_use]
-    pub fn has_ended(&self) -> bool {
-        self.is_alive(&Self::this()) == Some(false)
-    }
-
     /// Returns whether the process is alive, `None` if that cannot be determined from here.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {

@@ -196,17 +196,6 @@ impl Records {
         (self.reporter.tell)(&format!("waiting for {whom}{more} while {doing} ({} s): {why}", waited.as_secs()));
     }
 
-    /// Returns the folder of this session, for files that its processes share.
-    #[must_use]
-    pub fn folder(&self) -> &AnchoredPath {
-        &self.folder
-    }
-
-    /// Leaves the run after the work of this process is complete.
-    pub fn leave_quietly(&self) {
-        self.presence.leave();
-    }
-
     fn hear(&self, rank: u32, name: &str, names: &BTreeSet<String>) -> Result<Option<Vec<u8>>> {
         if !names.contains(name) {
             return Ok(None);

@@ -263,20 +263,6 @@ impl Staging {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
 
-    /// Refuses a destination that exists and must not be replaced, before the plan is known. A claim that accepts the
-    /// output of an earlier run leaves this check to [`Staging::begin`].
-    ///
-    /// # Errors
-    /// The errors of [`Staging::begin`].
-    pub fn refuse_taken(path: &Path, shape: DestinationKind, claim: &Claim) -> Result<()> {
-        if claim.takes_what_is_done() {
-            return Ok(());
-        }
-        let destination = Destination::new(path, pace(), claim.reporter.clone())?;
-        destination.refresh(&Stop::default())?;
-        acquire::check_destination(&destination, shape, claim)
-    }
-
     /// Returns the folder to write into.
     #[must_use]
     pub fn folder(&self) -> &AnchoredPath {

@@ -40,9 +40,6 @@ pub fn stuck_after() -> Duration {
 /// The lease of a part, as another process sees it.
 #[derive(Clone, Debug)]
 pub struct FoundLease {
-    pub index: u32,
-    /// The number of processes that have held the lease of this part before.
-    pub generation: u32,
     pub state: PeerState,
     pub process: Option<Process>,
     pub(crate) failure: Option<PeerFailure>,
@@ -101,7 +98,7 @@ impl Observer {
             LeaseState::Unsure => PeerState::Unsure,
         };
         let (process, failure) = seen.record.map(|record| (record.process, record.gone)).unzip();
-        Ok(Some(FoundLease { index, generation, state, process, failure: failure.flatten() }))
+        Ok(Some(FoundLease { state, process, failure: failure.flatten() }))
     }
 
     fn name(&self, index: u32, generation: u32) -> LeaseName {
