@@ -233,27 +233,15 @@ impl Conversion {
     /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and
     /// `Layout` for a description that does not fit the source.
     pub fn plan(self) -> Result<Plan> {
-        let Self { checkpoint, mut target, convert } = self;
+        let Self { checkpoint, target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
         let prepared = engine.work(&progress, |run| -> Result<Prepared> {
             let source = ConversionSource::choose(inner, peers, &convert, target.defaults())?;
-            let mut prepared = match &mut target {
-                Target::Sharded(options) => {
-                    options.convert = convert.clone();
-                    convert::prepare::reshard(options, source, run)
-                }
-                Target::Whole(options) => {
-                    options.convert = convert.clone();
-                    convert::prepare::unshard(options, source, run)
-                }
-                Target::Flat(options) => {
-                    options.convert = convert.clone();
-                    convert::prepare::flatten(options, source, run)
-                }
-                Target::Model(options) => {
-                    options.convert = convert.clone();
-                    convert::prepare::consolidate(options, source, run)
-                }
+            let mut prepared = match &target {
+                Target::Sharded(options) => convert::prepare::reshard(options, &convert, source, run),
+                Target::Whole(options) => convert::prepare::unshard(options, &convert, source, run),
+                Target::Flat(options) => convert::prepare::flatten(options, &convert, source, run),
+                Target::Model(options) => convert::prepare::consolidate(options, &convert, source, run),
             }?;
             convert::settle(&mut prepared, &convert, run)?;
             Ok(prepared)

@@ -16,7 +16,7 @@ use super::source::ConversionSource;
 use super::target_format::target_format;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
-use crate::convert::options::{Assets, ConsolidateOptions};
+use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions};
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::SidecarFile;
 use crate::format::known_files::is_asset;
@@ -29,21 +29,26 @@ use crate::storage::lookup;
 ///
 /// # Errors
 /// `Usage` if the source has no model, if the format cannot store whole tensors, or if an option has no effect.
-pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(
+    args: &ConsolidateOptions,
+    convert: &ConvertOptions,
+    mut source: ConversionSource,
+    run: &Run<'_>,
+) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
-    let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, Format::Safetensors)?;
-    let placing = placing_like(&args.convert, like, to)?;
-    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
-    source.settle(args.convert.checks, TargetFiles::Together, run)?;
+    let destination = convert.dst.as_deref();
+    let to = target_format(&convert.destination, destination, Format::Safetensors)?;
+    let placing = placing_like(convert, like, to)?;
+    check_flat(&convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
+    source.settle(convert.checks, TargetFiles::Together, run)?;
     // Both functions traverse the whole state dict, so they run in parallel.
     let state = &source.wanted.catalog.state;
     let (tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
-    check_model(args, &source, &tensors)?;
+    check_model(args, convert, &source, &tensors)?;
     let mut notes = source.settled.notes(None);
     let writer = whole_writer("consolidate", to)?;
-    check_tied(args.convert.tied, to)?;
-    let (written, tied) = names_to_write(&source, tensors, args.convert.tied);
+    check_tied(convert.tied, to)?;
+    let (written, tied) = names_to_write(&source, tensors, convert.tied);
     let dtypes = source.wanted.catalog.dtypes();
     // A format that does not keep strides needs only names, dtypes and shapes.
     if !to.keeps_order() {
@@ -82,10 +87,15 @@ pub fn prepare(args: &ConsolidateOptions, mut source: ConversionSource, run: &Ru
 }
 
 /// Checks that the selected tensors are a model: not empty, and without optimizer state that the user did not select.
-fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[(Fqn, TensorId)]) -> Result<()> {
+fn check_model(
+    args: &ConsolidateOptions,
+    convert: &ConvertOptions,
+    source: &ConversionSource,
+    tensors: &[(Fqn, TensorId)],
+) -> Result<()> {
     if tensors.is_empty() {
         return Err(Error::usage(
-            format!("{} has no model tensors", args.convert.src.display()),
+            format!("{} has no model tensors", convert.src.display()),
             if args.everything {
                 "run `dtshard inspect` to list its contents; consolidate writes only tensors"
             } else {
@@ -99,13 +109,13 @@ fn check_model(args: &ConsolidateOptions, source: &ConversionSource, tensors: &[
         return Err(Error::usage(
             format!(
                 "{}: none of its {} has a floating-point dtype, so it is not a model",
-                args.convert.src.display(),
+                convert.src.display(),
                 count(tensors.len(), "tensor")
             ),
             "use options::everything to write these tensors anyway",
         ));
     }
-    let select = &args.convert.select;
+    let select = &convert.select;
     let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
     match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(

@@ -290,9 +290,6 @@ pub struct ReshardOptions {
     pub fill_from: Option<PathBuf>,
     /// Python class of sharded tensors in rank files.
     pub tensor_class: Option<TensorClass>,
-    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
-    #[doc(hidden)]
-    pub convert: ConvertOptions,
 }
 
 /// Python class of sharded tensors in rank files.
@@ -319,9 +316,6 @@ pub struct UnshardOptions {
     pub with_grads: bool,
     /// Division into safetensors files.
     pub shards: ShardOptions,
-    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
-    #[doc(hidden)]
-    pub convert: ConvertOptions,
 }
 
 /// Division of tensors into safetensors files.
@@ -344,9 +338,6 @@ impl Default for ShardOptions {
 pub struct FlattenOptions {
     /// Configuration of FSDP1 in the job that loads the result.
     pub flat: FlatOptions,
-    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
-    #[doc(hidden)]
-    pub convert: ConvertOptions,
 }
 
 /// Configuration of FSDP1.
@@ -393,9 +384,6 @@ pub struct ConsolidateOptions {
     pub assets: Assets,
     /// Division into safetensors files.
     pub shards: ShardOptions,
-    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
-    #[doc(hidden)]
-    pub convert: ConvertOptions,
 }
 
 /// Origin of the files that loaders need beside the weights.

@@ -360,7 +360,7 @@ pub fn maybe_on_other_nodes(error: Error) -> Error {
 /// Prints the path that SRC resolved to, and the warnings and notes from reading it.
 pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if let Some(given) = &checkpoint.resolved_from {
-        progress.note(&format!("{} is taken to be {}", given.display(), checkpoint.root.display()));
+        progress.note(&format!("reading {}, found in {}", checkpoint.root.display(), given.display()));
     }
     for warning in &checkpoint.catalog.warnings {
         progress.warning(warning);

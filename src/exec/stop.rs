@@ -90,7 +90,7 @@ mod tests {
             let kept = stopped.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
             assert_eq!(kept.exit, if number == SIGINT { 130 } else { 75 });
             let words =
-                format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, options::resume goes on from there");
+                format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2; use options::resume to continue");
             assert_eq!(kept.to_string(), words);
         }
     }

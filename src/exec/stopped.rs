@@ -52,6 +52,6 @@ fn at_peer(peer: Option<&Peer>) -> String {
 fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
     kept.map_or_else(
         || String::from("nothing was written at the destination"),
-        |(path, much)| format!("{} keeps {much}, options::resume goes on from there", path.display()),
+        |(path, much)| format!("{} keeps {much}; use options::resume to continue", path.display()),
     )
 }

@@ -106,7 +106,11 @@ fn every_verb_accepts_a_parent_folder_and_names_the_checkpoint() {
         ("consolidate", vec![root.path(), &out]),
     ] {
         let run = succeed(verb, &paths, "");
-        assert!(run.stderr.contains(&format!("is taken to be {}", actor.display())), "{verb}: {}", run.stderr);
+        assert!(
+            run.stderr.contains(&format!("note: reading {}, found in ", actor.display())),
+            "{verb}: {}",
+            run.stderr
+        );
     }
     assert!(out.join("config.json").is_file(), "the assets of the folder that was taken");
     assert_same(&read(&out), &read_model(&actor), "consolidated");

@@ -289,7 +289,7 @@ fn stopped_run_reports_how_much_is_kept() {
         "stopped by TERM; ",
         ".out.pt.dtshard-partial keeps 7",
         " kB of the 7",
-        " kB of part 0 of 2, --resume goes on from there",
+        " kB of part 0 of 2; use --resume to continue",
     ]);
     job.run("--resume", None).assert_succeeded();
     job.assert_done("after TERM");

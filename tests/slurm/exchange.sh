@@ -182,7 +182,7 @@ JOB
     kept out.ranks
     ends "$job" COMPLETED
     same out.ranks "$work/large.ranks"
-    grep 'stopped by TERM.*--resume goes on' job.log
+    grep 'stopped by TERM.*use --resume to continue' job.log
     grep 'of it before' job.log
 }
 

@@ -53,7 +53,7 @@ signal_before_the_time_limit_requeues_the_job() {
     start_again "$job"
     ends "$job" COMPLETED
     same step-1000-dp3 "$work/large.dcp"
-    grep -q 'stopped by USR1; .*--resume goes on' job.log
+    grep -q 'stopped by USR1; .*use --resume to continue' job.log
     grep -q 'exit code 75' job.log
     scontrol show job "$job" | grep 'Restarts=1'
 }

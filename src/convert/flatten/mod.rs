@@ -29,10 +29,15 @@ pub use target::{FlattenRequest, GroupSize};
 ///
 /// # Errors
 /// `Usage` for another format than flat parameters; the errors of [`FlattenRequest::layout`].
-pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
-    let source = with_others(source, (None, args.flat.like.as_deref()), &args.convert, run)?;
-    let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
+pub fn prepare(
+    args: &FlattenOptions,
+    convert: &ConvertOptions,
+    source: ConversionSource,
+    run: &Run<'_>,
+) -> Result<Prepared> {
+    let source = with_others(source, (None, args.flat.like.as_deref()), convert, run)?;
+    let destination = convert.dst.as_deref();
+    let to = target_format(&convert.destination, destination, Format::FsdpFlat)?;
     if to.tensors() != TensorStorage::Flat {
         return Err(Error::usage(
             format!("flatten writes flat parameters, not {to}"),
@@ -40,8 +45,8 @@ pub fn prepare(args: &FlattenOptions, source: ConversionSource, run: &Run<'_>) -
              DTensors",
         ));
     }
-    let request = FlattenRequest::of_arguments(args, &source)?;
-    lay_out(&request, &args.convert, source, to, run)
+    let request = FlattenRequest::of_arguments(args, convert, &source)?;
+    lay_out(&request, convert, source, to, run)
 }
 
 /// Lays out flat parameters.

@@ -67,7 +67,7 @@ impl FlattenRequest {
     ///
     /// # Errors
     /// `Usage` for options that contradict each other; errors of reading the layout file.
-    pub fn of_arguments(args: &FlattenOptions, source: &ConversionSource) -> Result<Self> {
+    pub fn of_arguments(args: &FlattenOptions, convert: &ConvertOptions, source: &ConversionSource) -> Result<Self> {
         let flat = &args.flat;
         let group = match (flat.strategy, flat.shard_group_size) {
             (None, None) => GroupSize::Unsaid,
@@ -105,7 +105,7 @@ impl FlattenRequest {
             forward_dtype: forward_dtype.transpose()?,
             ..Self::default()
         };
-        request.with_layout(&args.convert, flat.layout.as_deref(), source)
+        request.with_layout(convert, flat.layout.as_deref(), source)
     }
 
     /// Adds the layout of the target from `--layout`, or else from `--flat-layout`.

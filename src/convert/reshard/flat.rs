@@ -6,7 +6,7 @@ use super::super::prepared::Prepared;
 use super::super::run::Run;
 use super::super::source::ConversionSource;
 use super::class::tensor_class;
-use crate::convert::options::ReshardOptions;
+use crate::convert::options::{ConvertOptions, ReshardOptions};
 use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::layout::DeviceMesh;
@@ -15,7 +15,13 @@ use crate::layout::DeviceMesh;
 ///
 /// # Errors
 /// `Usage` for options that flat parameters have no use for; the errors of [`flatten::lay_out`].
-pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(
+    args: &ReshardOptions,
+    convert: &ConvertOptions,
+    source: ConversionSource,
+    to: Format,
+    run: &Run<'_>,
+) -> Result<Prepared> {
     if let Some(placements) = args.placements.first() {
         return Err(Error::usage(
             format!("options::placements {placements}: flat parameters have no placements"),
@@ -41,7 +47,7 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run:
             "omit options::split",
         ));
     }
-    let mut request = FlattenRequest::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
+    let mut request = FlattenRequest::default().with_layout(convert, args.layout.as_deref(), &source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
         request.world_size = u32::try_from(mesh.world_size()).ok();
@@ -63,5 +69,5 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, to: Format, run:
             "give options::mesh once, and omit options::mesh_ranks",
         ));
     }
-    flatten::lay_out(&request, &args.convert, source, to, run)
+    flatten::lay_out(&request, convert, source, to, run)
 }

@@ -24,7 +24,7 @@ use super::target_format::{holds_whole_tensors, target_format};
 use super::whole::check_tied;
 use super::{partial, tied};
 use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
-use crate::convert::options::ReshardOptions;
+use crate::convert::options::{ConvertOptions, ReshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
 use crate::layout::DeviceMesh;
@@ -46,28 +46,33 @@ pub use target::{own_mesh, row_specs, shared_mesh};
 /// # Errors
 /// `Usage` and `Layout` if a mesh, placements or a format do not fit the source. Errors of reading the checkpoints of
 /// `--like` and `--fill-from`.
-pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
-    let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), &args.convert, run)?;
+pub fn prepare(
+    args: &ReshardOptions,
+    convert: &ConvertOptions,
+    source: ConversionSource,
+    run: &Run<'_>,
+) -> Result<Prepared> {
+    let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), convert, run)?;
     if tells_shapes_alone(&source) {
         source.like = None;
     }
-    let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
+    let destination = convert.dst.as_deref();
+    let to = target_format(&convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to.tensors() {
         TensorStorage::Boxes => TargetFiles::Together,
         TensorStorage::Ranks => TargetFiles::Apart,
-        TensorStorage::Flat => return flat::prepare(args, source, to, run),
+        TensorStorage::Flat => return flat::prepare(args, convert, source, to, run),
         TensorStorage::Whole => return Err(holds_whole_tensors(to)),
     };
-    check_flat(&args.convert.source, None, &[&source.checkpoint])?;
-    check_tied(args.convert.tied, to)?;
+    check_flat(&convert.source, None, &[&source.checkpoint])?;
+    check_tied(convert.tied, to)?;
     let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
-    source.settle(args.convert.checks, ranks, run)?;
+    source.settle(convert.checks, ranks, run)?;
     let (layout, notes_of_layout) = target_layout(args, &source)?;
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
-    let job = LoadingJob::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
+    let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
     let mut notes = source.settled.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
@@ -75,8 +80,8 @@ pub fn prepare(args: &ReshardOptions, source: ConversionSource, run: &Run<'_>) -
     if to.tensors() == TensorStorage::Boxes {
         notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
     }
-    let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-    let max_memory = args.convert.source.max_memory;
+    let wrappers = if convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+    let max_memory = convert.source.max_memory;
     if to.entry().names_tensors_by_rank {
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }

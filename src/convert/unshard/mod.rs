@@ -11,7 +11,7 @@ use super::source::ConversionSource;
 use super::target_format::target_format;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{model, path};
-use crate::convert::options::UnshardOptions;
+use crate::convert::options::{ConvertOptions, UnshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Format, WholeTarget};
 use crate::publish::DestinationKind;
@@ -20,32 +20,37 @@ use crate::publish::DestinationKind;
 ///
 /// # Errors
 /// `Usage` for a format that cannot hold whole tensors, and for options without effect.
-pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_>) -> Result<Prepared> {
+pub fn prepare(
+    args: &UnshardOptions,
+    convert: &ConvertOptions,
+    mut source: ConversionSource,
+    run: &Run<'_>,
+) -> Result<Prepared> {
     let like = args.shards.like.as_deref();
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
-    let destination = args.convert.dst.as_deref();
-    let whole = (!in_rank_files).then(|| target_format(&args.convert.destination, destination, Format::Torch));
+    let destination = convert.dst.as_deref();
+    let whole = (!in_rank_files).then(|| target_format(&convert.destination, destination, Format::Torch));
     let whole = whole.transpose()?;
-    let placing = whole.map(|to| placing_like(&args.convert, like, to)).transpose()?.flatten();
-    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
+    let placing = whole.map(|to| placing_like(convert, like, to)).transpose()?.flatten();
+    check_flat(&convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     if args.with_grads && !has_gradients(&source) {
         return Err(Error::usage(
             "options::with_grads: the source has no gradients",
             "omit options::with_grads; gradients are a subtree or a series of rank files called grads or gradients",
         ));
     }
-    source.settle(args.convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
+    source.settle(convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (to, reservation, shape) = if let Some(to) = whole {
         let writer = whole_writer("unshard", to)?;
-        check_tied(args.convert.tied, to)?;
+        check_tied(convert.tied, to)?;
         let wanted = &source.wanted.catalog;
         let reservation = if let Some(nested) = writer.reserve_state(wanted, destination)? {
             nested
         } else {
             let written;
-            (written, tied) = names_to_write(&source, source.tensors(), args.convert.tied);
+            (written, tied) = names_to_write(&source, source.tensors(), convert.tied);
             notes.extend(elsewhere(placing.as_ref(), &written));
             let mut reservation = writer.reserve(WholeTarget {
                 source: wanted,
@@ -62,9 +67,9 @@ pub fn prepare(args: &UnshardOptions, mut source: ConversionSource, run: &Run<'_
         let shape = shape_of(writer, destination);
         (to, reservation, shape)
     } else {
-        let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;
-        check_tied(args.convert.tied, to)?;
-        let (reservation, more) = ranks::reserve(args, &source, to, run)?;
+        let to = target_format(&convert.destination, None, ranks::default_format(args, &source)?)?;
+        check_tied(convert.tied, to)?;
+        let (reservation, more) = ranks::reserve(args, convert, &source, to, run)?;
         notes.extend(more);
         (to, reservation, DestinationKind::Folder)
     };

@@ -13,7 +13,7 @@ use super::super::source::ConversionSource;
 use super::super::{flatten, partial};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
-use crate::convert::options::UnshardOptions;
+use crate::convert::options::{ConvertOptions, UnshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage, torch};
 use crate::layout::cut::SplitChoice;
@@ -47,6 +47,7 @@ pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Resul
 /// `Usage` for a pattern that matches no unit, for another format, and if the number of ranks is not known.
 pub fn reserve(
     args: &UnshardOptions,
+    convert: &ConvertOptions,
     source: &ConversionSource,
     to: Format,
     run: &Run<'_>,
@@ -58,13 +59,13 @@ pub fn reserve(
             "omit options::to; or omit options::all_ranks and options::unit to write one file of whole tensors",
         ));
     }
-    if let Some(file) = args.convert.dst.as_deref().filter(|path| path.extension().is_some_and(|it| it == "pt")) {
+    if let Some(file) = convert.dst.as_deref().filter(|path| path.extension().is_some_and(|it| it == "pt")) {
         return Err(Error::usage(
             format!("{} has the name of a file, but rank files need a folder", file.display()),
             "name a folder; or omit options::all_ranks and options::unit to write one file",
         ));
     }
-    let version = args.convert.destination.torch_version.as_deref();
+    let version = convert.destination.torch_version.as_deref();
     let patterns = UnitPatterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),

@@ -184,7 +184,7 @@ fn process_stopped_by_term_ends_all_and_resume_completes() {
         assert!(matches!(stopped_one.code, Some(75 | 143)), "{stopped_one:?}");
         stopped_one.assert_mentions(&["stopped by TERM; "]);
         if stopped_one.code == Some(75) {
-            let of_part = format!(" of part {signalled} of 3, --resume goes on from there");
+            let of_part = format!(" of part {signalled} of 3; use --resume to continue");
             stopped_one.assert_mentions(&[".out.dtshard-partial keeps ", " of the ", &of_part]);
         }
         for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != signalled) {
