@@ -243,7 +243,7 @@ impl Conversion {
                 Target::Flat(options) => convert::prepare::flatten(options, &convert, source, run),
                 Target::Model(options) => convert::prepare::consolidate(options, &convert, source, run),
             }?;
-            convert::settle(&mut prepared, &convert, run)?;
+            convert::complete(&mut prepared, &convert, run)?;
             Ok(prepared)
         })?;
         Ok(Plan { prepared, convert, engine, progress })

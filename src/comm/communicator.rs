@@ -87,7 +87,7 @@ pub trait Communicator: Sync {
     ///
     /// # Errors
     /// `mine`, and as [`Communicator::vote`].
-    fn settle<T>(&self, mine: Result<T>) -> Result<T>
+    fn all_ok<T>(&self, mine: Result<T>) -> Result<T>
     where
         Self: Sized,
     {

@@ -105,7 +105,7 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 ///
 /// # Errors
 /// `Conflict` for the first value that differs if there is no choice for it.
-pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
+pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut settled = ResolvedConflicts::default();
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn without_a_choice_only_random_state_may_differ() {
-        let error = settle(&mut state(), None, TargetFiles::Apart).unwrap_err();
+        let error = resolve(&mut state(), None, TargetFiles::Apart).unwrap_err();
         assert_eq!(
             error.to_string(),
             "step: an object differs between ranks 0, 2 and rank 1: ranks 0, 2 has 7; rank 1 has 8"
@@ -223,7 +223,7 @@ mod tests {
         path::edit_leaves(&mut only_rng.state, &mut |path, _| {
             if path.to_string() == "step" { LeafAction::Remove } else { LeafAction::Keep }
         });
-        let settled = settle(&mut only_rng, None, TargetFiles::Apart).unwrap();
+        let settled = resolve(&mut only_rng, None, TargetFiles::Apart).unwrap();
         assert_eq!(settled.per_rank, ["rng.cpu"]);
         assert_eq!(
             settled.notes(Some(4)),
@@ -240,17 +240,17 @@ mod tests {
     #[test]
     fn each_choice_gives_its_value_or_none() {
         let mut catalog = state();
-        let settled = settle(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
+        let settled = resolve(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
         assert_eq!(settled.rank0, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1, 'step': 7, 'rng': {'cpu': 7}}");
 
         let mut catalog = state();
-        let settled = settle(&mut catalog, Some(OnConflict::Drop), TargetFiles::Apart).unwrap();
+        let settled = resolve(&mut catalog, Some(OnConflict::Drop), TargetFiles::Apart).unwrap();
         assert_eq!(settled.dropped, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1}");
 
         let mut catalog = state();
-        settle(&mut catalog, Some(OnConflict::PerRank), TargetFiles::Together).unwrap();
+        resolve(&mut catalog, Some(OnConflict::PerRank), TargetFiles::Together).unwrap();
         let each = "{'rank_0': 7, 'rank_1': 8, 'rank_2': 7}";
         assert_eq!(shown(&catalog), format!("{{'same': 1, 'step': {each}, 'rng': {{'cpu': {each}}}}}"));
     }

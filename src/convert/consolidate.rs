@@ -40,21 +40,21 @@ pub fn prepare(
     let to = target_format(&convert.destination, destination, Format::Safetensors)?;
     let placing = placing_like(convert, like, to)?;
     check_flat(&convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
-    source.settle(convert.checks, TargetFiles::Together, run)?;
+    source.resolve_conflicts(convert.checks, TargetFiles::Together, run)?;
     // Both functions traverse the whole state dict, so they run in parallel.
-    let state = &source.wanted.catalog.state;
+    let state = &source.selection.catalog.state;
     let (tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
     check_model(args, convert, &source, &tensors)?;
-    let mut notes = source.settled.notes(None);
+    let mut notes = source.conflicts.notes(None);
     let writer = whole_writer("consolidate", to)?;
     check_tied(convert.tied, to)?;
     let (written, tied) = names_to_write(&source, tensors, convert.tied);
-    let dtypes = source.wanted.catalog.dtypes();
+    let dtypes = source.selection.catalog.dtypes();
     // A format that does not keep strides needs only names, dtypes and shapes.
     if !to.keeps_order() {
-        source.forget_wishes();
+        source.drop_selection();
     }
-    let ConversionSource { checkpoint, wanted, .. } = &source;
+    let ConversionSource { checkpoint, selection: wanted, .. } = &source;
     notes.extend(elsewhere(placing.as_ref(), &written));
     let mut reservation = writer.reserve(WholeTarget {
         source: if to.keeps_order() { &wanted.catalog } else { &checkpoint.catalog },
@@ -104,7 +104,7 @@ fn check_model(
             },
         ));
     }
-    let is_float = |(_, id): &(Fqn, TensorId)| source.wanted.catalog.tensor(*id).dtype.is_float();
+    let is_float = |(_, id): &(Fqn, TensorId)| source.selection.catalog.tensor(*id).dtype.is_float();
     if !args.everything && !tensors.iter().any(is_float) {
         return Err(Error::usage(
             format!(
@@ -142,7 +142,7 @@ fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Opti
 fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Option<String> {
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
     let named = Dtype::from_name(named)?;
-    let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
+    let cast = source.selection.casts.cast.iter().find(|(_, to, _)| *to != named);
     cast.map(|(_, to, _)| {
         format!(
             "{CONFIG} has dtype {}, which loaders use, but the weights are cast to {to}: change the dtype in {CONFIG}, \

@@ -4,8 +4,8 @@
 //! they reduce the memory for rounds and write blocks.
 
 use super::memory::{
-    BASE_BYTES, LEAST_STRIP_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
-    scratch_bytes, strip_bytes, sums_bytes,
+    BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
+    scratch_bytes, write_block_bytes, sums_bytes,
 };
 use super::peers::Peers;
 use super::prepared::Prepared;
@@ -55,11 +55,11 @@ pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64
 pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
-    let most = affordable(max_memory.saturating_sub(held), scratch, LEAST_STRIP_BYTES).max(1);
+    let most = affordable(max_memory.saturating_sub(held), scratch, MIN_WRITE_BLOCK_BYTES).max(1);
     let threads = if conversion.source.is_exchanged() { options.threads.min(most) } else { options.threads };
     let options = Options { threads, ..options };
-    match strip_bytes(max_memory, held, scratch, options.threads) {
-        Ok(strip_bytes) => Ok(Options { write_block_bytes: strip_bytes.min(options.write_block_bytes), ..options }),
+    match write_block_bytes(max_memory, held, scratch, options.threads) {
+        Ok(strip_bytes) => Ok(Options { write_block_bytes: write_block_bytes.min(options.write_block_bytes), ..options }),
         Err(_) => {
             // A higher limit may start more threads, and each needs a reduction buffer.
             let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());

@@ -28,12 +28,12 @@ use crate::storage::IoMode;
 ///
 /// # Errors
 /// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
-pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
-    prepared.source.forget_wishes();
+pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+    prepared.source.drop_selection();
     let checked = check_len(&prepared.reservation)
         .and_then(|()| check_tensors(prepared, args))
         .and_then(|()| check_coverage(prepared));
-    let settled = checked.and_then(|()| settle_rounds(prepared, args, run));
+    let settled = checked.and_then(|()| choose_round_length(prepared, args, run));
     settled.map_err(|error| failed(prepared, error))
 }
 
@@ -48,12 +48,12 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
 }
 
 /// Makes rounds as long as the memory beside the headers of DST allows. Collective if there are peers.
-fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
     }
     let room = room_for_rounds(prepared, &run.options, args.source.max_memory);
-    prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.settle_bucket(room, run.progress))
+    prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.agree_on_bucket(room, run.progress))
 }
 
 /// Computes the preview of a run, and writes nothing.
@@ -193,7 +193,7 @@ fn perform(
     };
     if let Some(warning) = unused_after_run(prepared, args, &stats) {
         run.progress.warning(&warning);
-        account.idle.push(warning);
+        account.unused_options.push(warning);
     }
     Ok(account.report(&stats, outcome, run))
 }

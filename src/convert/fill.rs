@@ -88,9 +88,9 @@ fn fill(
     let Checkpoint { root, resolved_from, format, files, catalog, .. } = source.checkpoint;
     let replaced = put(&mut filler.catalog, catalog, &taken, filler.files.append(files));
     // Names of SRC that are not selected do not count as left out, because FILLER has values for them.
-    wanted = Selected { notes, casts: source.wanted.casts, ..wanted };
+    wanted = Selected { notes, casts: source.selection.casts, ..wanted };
     let filled = Some(Filled { root, resolved_from, format, replaced });
-    Ok(ConversionSource { checkpoint: filler, wanted, filled, ..source })
+    Ok(ConversionSource { checkpoint: filler, selection: wanted, filled, ..source })
 }
 
 /// Counts of the values that come from SRC, and of the per-rank values that do not.
@@ -104,7 +104,7 @@ struct FillCounts {
 fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> Vec<String> {
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
-    let mut notes = source.wanted.notes.clone();
+    let mut notes = source.selection.notes.clone();
     notes.push(format!(
         "{}{objects} from {}, {} from {}",
         count(counts.tensors, "tensor"),
@@ -125,7 +125,7 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
 
 /// Returns how many names of SRC the name options (`--include` and similar) leave out.
 fn not_taken(source: &ConversionSource) -> usize {
-    source.wanted.left_out.tensors.len() + source.wanted.left_out.objects.len()
+    source.selection.left_out.tensors.len() + source.selection.left_out.objects.len()
 }
 
 /// Returns whether `path` is the parameter list of an optimizer's parameter group, such as `param_groups.0.params`.
@@ -173,7 +173,7 @@ struct Filling<'a> {
 impl Filling<'_> {
     /// Returns, for each tensor of FILLER that SRC replaces, the tensor of SRC.
     fn tensors(&mut self) -> Result<BTreeMap<TensorId, FilledTensor>> {
-        let state = &self.source.wanted.catalog.state;
+        let state = &self.source.selection.catalog.state;
         let (own, theirs) = (Names::new(state, self.wrappers), Names::new(&self.filler.catalog.state, self.wrappers));
         let mut all = Vec::new();
         path::tensors(state, &Path::default(), &mut |path, id| all.push(FilledTensor { id, path: path.clone() }));
@@ -209,7 +209,7 @@ impl Filling<'_> {
 
     /// Replaces the objects of FILLER by the objects of SRC, and returns how many of them changed.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
-        let state = &self.source.wanted.catalog.state;
+        let state = &self.source.selection.catalog.state;
         let roots = [state, &filled.state].map(crate::catalog::model::model_root);
         let theirs: HashSet<String> = path::objects(&filled.state).iter().map(|(path, _)| self.name(path)).collect();
         let tensors = Names::new(&filled.state, self.wrappers);
@@ -266,7 +266,7 @@ impl Filling<'_> {
     /// # Errors
     /// `Conflict` for a different shape or dtype.
     fn check_fits(&self, tensor: &FilledTensor, id: TensorId) -> Result<()> {
-        let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
+        let (ours, theirs) = (self.source.selection.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
             let hint = "leave it out with options::exclude to keep the value of options::fill_from";
             let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
@@ -297,7 +297,7 @@ impl Filling<'_> {
     /// Checks that two tensors of SRC are equal where FILLER has one tied tensor for both names.
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
-        let selected = self.source.wanted.catalog.tensor(first.id);
+        let selected = self.source.selection.catalog.tensor(first.id);
         let Some(detail) = self.source.difference([first.id, second.id], selected.dtype, self.run)? else {
             return Ok(());
         };

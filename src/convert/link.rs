@@ -106,7 +106,7 @@ impl Meeting {
             }
             Backend::Mpi => return Ok(self.without_devices("as chosen by options::backend", progress)),
             Backend::Nccl => {
-                let own = control.settle(gpu::open(&settings, local_rank))?;
+                let own = control.all_ok(gpu::open(&settings, local_rank))?;
                 let nccl = Nccl::meet(&own, settings.sharing, control)?;
                 (own, nccl)
             }

@@ -73,7 +73,7 @@ pub fn work_options(
     };
     let workers = Workers::start(threads);
     let taken = taken.saturating_add(threads as u64 * reducing);
-    Ok((Options { threads, write_block_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync }, workers))
+    Ok((Options { threads, write_block_bytes: write_block_bytes(max_memory, taken, scratch, threads)?, sync }, workers))
 }
 
 /// Threads that share the work of one operation.
@@ -127,7 +127,7 @@ const MAX_THREADS: usize = 4096;
 pub const BASE_BYTES: u64 = 32 << 20;
 
 /// Length of the shortest write block that justifies a system call.
-pub const LEAST_STRIP_BYTES: u64 = 64 << 10;
+pub const MIN_WRITE_BLOCK_BYTES: u64 = 64 << 10;
 
 /// Number of threads that keep a disk busy on any number of cores: some threads sleep until their write blocks are
 /// written, while others gather the next blocks.
@@ -138,10 +138,10 @@ const DISK_THREADS: usize = 4;
 fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
-    let affordable = |strip_bytes: u64| affordable(max_memory, scratch, strip_bytes);
+    let affordable = |strip_bytes: u64| affordable(max_memory, scratch, write_block_bytes);
     let for_disk = if pace == Bottleneck::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_WRITE_BLOCK_BYTES));
-    cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
+    cores.min(affordable(MIN_WRITE_BLOCK_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
 /// Returns the number of cores that this process may use. `given` is the number that Slurm allocated, if known.
@@ -152,7 +152,7 @@ pub fn cores(given: Option<usize>) -> usize {
 
 /// Returns how many threads with write blocks of `strip_bytes` fit into `max_memory`.
 pub fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
-    let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch);
+    let threads = max_memory.saturating_sub(BASE_BYTES) / (write_block_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
@@ -184,14 +184,14 @@ pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
 
 /// Returns the minimum memory for `threads` threads.
 pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
-    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch)
+    BASE_BYTES + threads as u64 * (MIN_WRITE_BLOCK_BYTES + scratch)
 }
 
 /// Returns the length of write blocks that fit into `max_memory` minus `taken`.
 ///
 /// # Errors
 /// `Usage` if even the shortest write blocks do not fit.
-pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
+pub fn write_block_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
     let floor = taken.saturating_add(least_bytes(scratch, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
@@ -208,7 +208,7 @@ pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) ->
     }
     // If `taken` is so large that the sums saturate, nothing is left.
     let left = max_memory.saturating_sub(taken).saturating_sub(BASE_BYTES) / threads as u64;
-    Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
+    Ok(left.saturating_sub(scratch).clamp(MIN_WRITE_BLOCK_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
 }
 
 /// Returns the bytes of rounds and reduction buffers. All `threads` of the pool reduce, including threads that do not
@@ -242,19 +242,19 @@ mod tests {
 
     #[test]
     fn lower_memory_limit_gives_shorter_write_blocks() {
-        assert_eq!(strip_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
-        let small = strip_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
+        assert_eq!(write_block_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
+        let small = write_block_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
         assert!(small < DEFAULT_WRITE_BLOCK_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
+        assert!(write_block_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
         // Direct reads need one more buffer, which the minimum includes.
         let direct = scratch_bytes(Some(IoMode::Direct), ReadTiming::AsTheyWrite);
         let floor = least_bytes(direct, 2);
-        assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
-        let short = strip_bytes(floor - 1, 0, direct, 2).unwrap_err();
+        assert_eq!(write_block_bytes(floor, 0, direct, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
+        let short = write_block_bytes(floor - 1, 0, direct, 2).unwrap_err();
         assert!(short.to_string().ends_with(&format!(" need at least {}", human_bytes(floor))), "{short}");
         assert!(short.hint().unwrap().contains(&floor.to_string()));
         assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Bottleneck::Disk), 1);
-        assert_eq!(strip_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), LEAST_STRIP_BYTES);
+        assert_eq!(write_block_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
     }
 
     /// Some workers write a round while others read the next one.
@@ -263,11 +263,11 @@ mod tests {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));
         assert_eq!(ahead, alone + STAGING_BYTES);
         let (rounds, max) = (100 << 20, 512 << 20);
-        let threads = affordable(max - rounds, ahead, LEAST_STRIP_BYTES);
-        let strip = strip_bytes(max, rounds, ahead, threads).unwrap();
-        assert!(strip >= LEAST_STRIP_BYTES);
+        let threads = affordable(max - rounds, ahead, MIN_WRITE_BLOCK_BYTES);
+        let strip = write_block_bytes(max, rounds, ahead, threads).unwrap();
+        assert!(strip >= MIN_WRITE_BLOCK_BYTES);
         assert!(BASE_BYTES + rounds + threads as u64 * (strip + alone + STAGING_BYTES) <= max);
-        assert!(strip_bytes(max, rounds, ahead, threads + 1).is_err());
+        assert!(write_block_bytes(max, rounds, ahead, threads + 1).is_err());
     }
 
     /// The pool may have more threads than workers, because a process starts them before it connects to its peers.
@@ -289,7 +289,7 @@ mod tests {
         let three = BASE_BYTES + 3 * (DEFAULT_WRITE_BLOCK_BYTES + SCRATCH_BYTES);
         let threads = |pace| threads_within(three, SCRATCH_BYTES, pace);
         assert_eq!(threads(Bottleneck::Disk), threads(Bottleneck::Processor).max(3));
-        assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
+        assert_eq!(write_block_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
     }
 
     #[test]

@@ -50,7 +50,7 @@ mod whole;
 mod work_folder;
 mod write;
 
-pub use execute::{execute, preview, settle};
+pub use execute::{execute, preview, complete};
 pub use options::InspectOptions;
 pub use peers::Peers;
 pub use prepared::Prepared;

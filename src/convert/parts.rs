@@ -39,7 +39,7 @@ impl PartTarget {
 
 /// Divides the state dict as in the source, if the target format supports parts.
 pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
-    let state = &source.wanted.catalog.state;
+    let state = &source.selection.catalog.state;
     // A file without ranks provides no names for rank files.
     let example = Some(example_of(source)).filter(|example| example.format.has_rank_files() || !to.has_rank_files());
     let parts = &example.unwrap_or(&source.checkpoint).parts;
@@ -101,7 +101,7 @@ fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
 /// Returns one part per folder, if the source had several folders and they still contain every entry of the state dict.
 fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     let parts = &source.checkpoint.parts;
-    let dict = source.wanted.catalog.state.as_dict()?;
+    let dict = source.selection.catalog.state.as_dict()?;
     if parts.len() < 2 {
         return None;
     }

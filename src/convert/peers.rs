@@ -175,7 +175,7 @@ impl Peers {
         self.link.begin("reading the metadata of SRC");
         if args.exchange.source == SourceVisibility::Shared {
             let checkpoint = Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src));
-            return self.link.settle(checkpoint);
+            return self.link.all_ok(checkpoint);
         }
         let mirror = self.work.of_run().join(MIRROR);
         let mirror = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
@@ -187,7 +187,7 @@ impl Peers {
             let error = if mirror.is_whole() { error } else { cause(&self.link, error) };
             self.process_table.locate(error, mirror)
         });
-        self.link.settle(checkpoint)
+        self.link.all_ok(checkpoint)
     }
 
     /// Returns whether processes exchange the data that they read. If not, each process reads the data that it writes,
@@ -203,7 +203,7 @@ impl Peers {
     /// # Errors
     /// The error of `decide` on process 0; on the other processes, `Comm` with that error.
     pub fn decide(&self, decide: impl FnOnce() -> Result<Option<u64>>) -> Result<Option<u64>> {
-        let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(None) })?;
+        let decided = self.link.all_ok(if self.link.rank() == 0 { decide() } else { Ok(None) })?;
         let decisions = self.link.gather(&decided.map_or_else(Vec::new, |bytes| bytes.to_le_bytes().to_vec()))?;
         Ok(decisions.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
     }
@@ -228,7 +228,7 @@ impl Peers {
         let copy = SourceCopy::plan(folder, mirror.own(), &checkpoint.files, source, self.link.size());
         let begun =
             if self.link.rank() == 0 { self.begin_copy(&copy, beside, resumes, run).map(Some) } else { Ok(None) };
-        self.copying = self.link.settle(begun)?;
+        self.copying = self.link.all_ok(begun)?;
         let progress = Task::start(run.progress, "copying", copy.share(self.link.rank()));
         self.link.begin("copying files of SRC");
         copy.run(&self.link, &progress, &run.stop)?;
@@ -303,7 +303,7 @@ impl Peers {
     ///
     /// # Errors
     /// The errors of [`Bucket::agree`].
-    pub fn settle_bucket(&mut self, room: u64, progress: &dyn Progress) -> Result<()> {
+    pub fn agree_on_bucket(&mut self, room: u64, progress: &dyn Progress) -> Result<()> {
         let wanted = self.bucket;
         self.bucket = wanted.within(room).agree(&self.link)?;
         if self.bucket != wanted {
@@ -416,7 +416,7 @@ impl Peers {
             Transport::Nccl(gpu, nccl) => {
                 let arithmetic = exchange.computes().then(|| arithmetic(gpu, progress)).flatten();
                 // Kernels are compiled here, so that no round waits for the compiler.
-                let shuffle = self.link.settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
+                let shuffle = self.link.all_ok(DeviceShuffle::new(gpu, nccl, arithmetic))?;
                 exchange.run(nccl, shuffle, writing)?
             }
         };
@@ -462,8 +462,8 @@ impl Peers {
     ///
     /// # Errors
     /// The error of `mine`, and the errors of [`Communicator::settle`].
-    pub fn settle<T>(&self, mine: Result<T>) -> Result<T> {
-        self.link.settle(mine)
+    pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
+        self.link.all_ok(mine)
     }
 
     /// Waits until all processes have reached this call. Collective.
@@ -532,7 +532,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     match (met, installed) {
         (Ok(records), installed) => {
             let records = records.reporting(slow_reporter(run));
-            records.settle(installed).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
+            records.all_ok(installed).map_err(|error| ProcessTable::unknown(launch.part).name(error))?;
             Ok((Meeting::Records(Arc::new(records)), work))
         }
         (Err(Error::Comm(_)), Err(lack)) => Err(lack),

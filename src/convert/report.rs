@@ -113,13 +113,13 @@ pub struct Account<'a> {
     /// Bytes that each process would read, send and receive. Empty unless this is a preview with an exchange.
     pub loads: Vec<Load>,
     /// Warnings about options that have no effect.
-    pub idle: Vec<String>,
+    pub unused_options: Vec<String>,
 }
 
 /// Returns the notes that are printed before the work begins.
 pub fn notes(conversion: &Prepared) -> Vec<String> {
     let source = &conversion.source;
-    let mut notes = source.wanted.notes.clone();
+    let mut notes = source.selection.notes.clone();
     notes.extend_from_slice(&conversion.reservation.notes);
     notes.extend_from_slice(&conversion.notes);
     notes.extend(partial::notes(&source.checkpoint.catalog, &conversion.reservation));
@@ -129,14 +129,14 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
 /// Returns the values that are not written: first as groups for the closing line, then as names for the JSON document.
 pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let source = &conversion.source;
-    let left = &source.wanted.left_out;
+    let left = &source.selection.left_out;
     let objects = [&left.objects, &conversion.reservation.left_out].into_iter().flatten();
     let objects: Vec<String> =
-        objects.chain(&source.settled.dropped).chain(&source.checkpoint.catalog.dropped).cloned().collect();
+        objects.chain(&source.conflicts.dropped).chain(&source.checkpoint.catalog.dropped).cloned().collect();
     let number = (!objects.is_empty()).then(|| count(objects.len(), "object"));
     let series = source.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
     let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
-    let differing = &source.settled.dropped_tensors;
+    let differing = &source.conflicts.dropped_tensors;
     let differing_number = (!differing.is_empty()).then(|| format!("{} (differing)", count(differing.len(), "tensor")));
     let groups = tensors.chain(differing_number).chain(number).chain(series).collect();
     (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
@@ -168,7 +168,7 @@ fn count_values(number: u64) -> String {
 impl<'a> Account<'a> {
     pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
         let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
-        Self { conversion, destination, options, before: anonymous_memory(), max_memory, loads: Vec::new(), idle }
+        Self { conversion, destination, options, before: anonymous_memory(), max_memory, loads: Vec::new(), unused_options: idle }
     }
 
     /// Returns the preview. `foreseen` describes the state of the destination that a run would find.
@@ -227,7 +227,7 @@ impl<'a> Account<'a> {
     /// Returns a hint that names the options which include the values left out.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
-        let tensors = source.left_out_remedy.filter(|_| !source.wanted.left_out.groups.is_empty());
+        let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());
         let objects = (!reservation.left_out.is_empty()).then_some("options::to torch also writes objects");
         let has_series = !source.checkpoint.skipped_series.is_empty();
         let series = has_series.then_some("options::series all also reads the other series");
@@ -287,7 +287,7 @@ impl<'a> Account<'a> {
         let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
         let mut warnings = checkpoint.catalog.warnings.clone();
         warnings.extend(notes(self.conversion));
-        warnings.extend_from_slice(&self.idle);
+        warnings.extend_from_slice(&self.unused_options);
         warnings.extend(cast_warnings(stats));
         warnings.extend(self.memory_warning(stats));
         let mut document = json!({

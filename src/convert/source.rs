@@ -56,9 +56,9 @@ pub struct ConversionSource {
     /// Checkpoint of `--like`, whose layout the destination gets.
     pub like: Option<Checkpoint>,
     /// Selected values, with their new names and dtypes.
-    pub wanted: Selected,
+    pub selection: Selected,
     /// Choices for values that differ between ranks.
-    pub settled: ResolvedConflicts,
+    pub conflicts: ResolvedConflicts,
     /// True if replicas have already been compared.
     pub compared: bool,
     /// Connection to the other processes of the run.
@@ -118,8 +118,8 @@ impl ConversionSource {
             checkpoint,
             filled: None,
             like: None,
-            wanted,
-            settled: ResolvedConflicts::default(),
+            selection: wanted,
+            conflicts: ResolvedConflicts::default(),
             compared: false,
             peers,
             has_parted: false,
@@ -182,7 +182,7 @@ impl ConversionSource {
     ///
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
-    pub fn settle(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
+    pub fn resolve_conflicts(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
         settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
     }
@@ -197,8 +197,8 @@ impl ConversionSource {
         for (id, difference) in self.differing(&undecided, args, run)? {
             let entry = self.checkpoint.catalog.tensor(id);
             match args.on_conflict.unwrap_or(OnConflict::PerRank) {
-                OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
-                OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
+                OnConflict::Rank0 => self.conflicts.rank0.push(entry.fqn.to_string()),
+                OnConflict::Drop => path::edit_leaves(&mut self.selection.catalog.state, &mut |path, leaf| {
                     if !conflicts::holds(leaf, id) {
                         return LeafAction::Keep;
                     }
@@ -213,14 +213,14 @@ impl ConversionSource {
                     return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
                 }
                 OnConflict::PerRank => {
-                    conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.wanted.catalog, id);
+                    conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.selection.catalog, id);
                 }
             }
         }
-        let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
-        self.settled = ResolvedConflicts {
+        let settled = conflicts::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
+        self.conflicts = ResolvedConflicts {
             dropped_tensors: dropped,
-            rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
+            rank0: [std::mem::take(&mut self.conflicts.rank0), settled.rank0].concat(),
             ..settled
         };
         Ok(())
@@ -277,22 +277,22 @@ impl ConversionSource {
 
     /// Frees the selection and the state dict once the destination is laid out. For a checkpoint with very many
     /// tensors, they take half of the memory. Two threads free them in parallel.
-    pub fn forget_wishes(&mut self) {
+    pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
-        let wanted = std::mem::replace(&mut self.wanted.catalog, Catalog::empty());
+        let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
         rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
     }
 
     /// Returns every selected tensor with each of its names.
     #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
-        model::all_tensors(&self.wanted.catalog.state)
+        model::all_tensors(&self.selection.catalog.state)
     }
 
     /// Returns the tensors of random number state, which may differ between ranks without `--on-conflict`.
     fn random_state(&self) -> Vec<TensorId> {
         let mut found = Vec::new();
-        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |path, id| {
+        path::tensors(&self.selection.catalog.state, &path::Path::default(), &mut |path, id| {
             if model::is_random_state(path.fqn().as_str()) {
                 found.push(id);
             }
@@ -303,8 +303,8 @@ impl ConversionSource {
     /// Returns every selected tensor once.
     #[must_use]
     pub fn tensor_ids(&self) -> Vec<TensorId> {
-        let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
-        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
+        let mut ids = Vec::with_capacity(self.selection.catalog.tensors.len());
+        path::tensors(&self.selection.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
         ids.sort_unstable();
         ids.dedup();
         ids

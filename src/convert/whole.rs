@@ -26,7 +26,7 @@ pub fn names_to_write(
 ) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
     let mut aliases = Vec::new();
     if tied == Tied::Drop {
-        for (kept, others) in source.wanted.ties() {
+        for (kept, others) in source.selection.ties() {
             aliases.extend(others.into_iter().map(|alias| (alias, kept.clone())));
         }
     }

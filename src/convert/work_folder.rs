@@ -91,7 +91,7 @@ impl WorkFolder {
     #[cfg(any(test, feature = "mpi"))]
     pub fn make_for(&mut self, communicator: &impl crate::comm::Communicator) -> Result<()> {
         let made = if self.is_first { self.make_new().map(Some) } else { Ok(None) };
-        let (name, held) = communicator.settle(made)?.unzip();
+        let (name, held) = communicator.all_ok(made)?.unzip();
         let names = communicator.gather(name.unwrap_or_default().as_bytes())?;
         self.run = self.folder.reopened().join(String::from_utf8_lossy(&names[0]).as_ref());
         self.held = held;

@@ -79,7 +79,7 @@ pub fn write_destination(
     let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
     // Parts wait for each other after all have begun, so a process that cannot begin informs the others first.
     let begun = match peers.filter(|peers| !peers.exchange_bytes()) {
-        Some(peers) => peers.settle(begun)?,
+        Some(peers) => peers.all_ok(begun)?,
         None => begun?,
     };
     match begun {
@@ -320,7 +320,7 @@ impl DestinationWriter<'_> {
         if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
             return Err(self.staging.without(&missing));
         }
-        self.staging.settle(missing);
+        self.staging.mark_finished(missing);
         Ok(())
     }
 

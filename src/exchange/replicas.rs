@@ -129,7 +129,7 @@ fn first_differences(
             hashes.transpose()
         })
         .collect();
-    let own = communicator.settle(read)?;
+    let own = communicator.all_ok(read)?;
     let own_hashes: Vec<u8> = own.iter().flatten().flat_map(|blocks| *blake3::hash(blocks).as_bytes()).collect();
     let mut gathered: Vec<std::vec::IntoIter<u8>> =
         communicator.gather(&own_hashes)?.into_iter().map(Vec::into_iter).collect();
@@ -208,7 +208,7 @@ impl<C: Communicator> Pair<'_, C> {
             (replica.reader == rank).then(|| replica.read_block(self.input, number)).transpose()
         };
         let own = read(self.left).and_then(|left| Ok([left, read(self.right)?]));
-        let own = self.communicator.settle(own)?;
+        let own = self.communicator.all_ok(own)?;
         let [left, right] = self.gather_pair([own[0].as_deref(), own[1].as_deref()])?;
         let dtype = self.left.entry.dtype;
         let elements = BLOCK_BYTES / dtype.itemsize() * number as u64;

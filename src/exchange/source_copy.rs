@@ -182,8 +182,8 @@ impl SourceCopy {
             self.files.iter().filter(|file| file.writer == communicator.rank() && !self.is_done(file)).collect();
         let check = || stop.check().and_then(|()| communicator.check());
         let copied: Result<()> = own.par_iter().try_for_each(|file| self.copy(file, reporter, &check));
-        communicator.settle(copied)?;
-        communicator.settle(self.wait_shown(communicator, stop))
+        communicator.all_ok(copied)?;
+        communicator.all_ok(self.wait_shown(communicator, stop))
     }
 
     /// Redirects files that this process does not see to their copies.

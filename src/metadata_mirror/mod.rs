@@ -60,13 +60,13 @@ enum SourceKind {
 /// `Missing` if no rank sees any file, `Conflict` if ranks see different files under one name, and `Comm` naming the
 /// rank that cannot read its files or write the mirror.
 pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPath) -> Result<MetadataMirror> {
-    let inventory = communicator.settle(FileInventory::scan(own))?;
+    let inventory = communicator.all_ok(FileInventory::scan(own))?;
     let (kind, ranks_without_files) = agree_on_kind(communicator, own, inventory.kind.as_ref())?;
     let mut maker = MirrorMaker { communicator, inventory: &inventory, mirror, written: 0 };
-    communicator.settle(if communicator.rank() == 0 { write::create_folder(mirror) } else { Ok(()) })?;
+    communicator.all_ok(if communicator.rank() == 0 { write::create_folder(mirror) } else { Ok(()) })?;
     let mut files =
         maker.mirror_files(|path| !is_data_file(path), &|path| metadata_ranges(&inventory.folder.join(path)))?;
-    let objects = communicator.settle(objects(&inventory, mirror.path()))?;
+    let objects = communicator.all_ok(objects(&inventory, mirror.path()))?;
     files.extend(maker.mirror_files(is_data_file, &|path| {
         let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
         let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
@@ -107,18 +107,18 @@ impl<C: Communicator> MirrorMaker<'_, C> {
         metadata_ranges: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
     ) -> Result<BTreeMap<PathBuf, ReportedFile>> {
         let Self { communicator, inventory, mirror, .. } = *self;
-        let own = communicator.settle(file_report::report_files(inventory, &is_selected, metadata_ranges))?;
+        let own = communicator.all_ok(file_report::report_files(inventory, &is_selected, metadata_ranges))?;
         let reports: Vec<Vec<FileReport>> = gather_json(communicator, &own)?;
         let seen = file_report::merge_reports(&inventory.folder, communicator.rank(), reports)?;
         // One process creates the folders, so that no process looks for them too early.
-        communicator.settle(if communicator.rank() == 0 {
+        communicator.all_ok(if communicator.rank() == 0 {
             write::create_parent_folders(mirror, seen.keys())
         } else {
             Ok(())
         })?;
         let own = seen.iter().filter(|(_, seen)| seen.writer == communicator.rank());
-        self.written += communicator.settle(write::write_files(&inventory.folder, mirror, own))?;
-        communicator.settle(write::wait_until_visible(mirror, &seen))?;
+        self.written += communicator.all_ok(write::write_files(&inventory.folder, mirror, own))?;
+        communicator.all_ok(write::wait_until_visible(mirror, &seen))?;
         Ok(seen)
     }
 }

@@ -174,8 +174,8 @@ impl Staging {
     }
 
     /// Counts parts as finished: all of their work is recorded.
-    pub fn settle(&self, missing: MissingParts) {
-        self.settled().extend(missing.parts);
+    pub fn mark_finished(&self, missing: MissingParts) {
+        self.finished().extend(missing.parts);
     }
 
     /// Returns the error that the output cannot be completed without these parts.
@@ -305,14 +305,14 @@ impl Staging {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner).state(seen, Instant::now())
     }
 
-    fn settled(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+    fn finished(&self) -> MutexGuard<'_, BTreeSet<u32>> {
         self.settled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn others_of(&self, found: &Partial) -> Vec<OtherPart> {
         let own = self.claim.part;
         let leases: HashMap<LeaseRole, &SeenLease> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
-        let settled = self.settled();
+        let settled = self.finished();
         let other = |index: u32| {
             let part = Part { index, of: own.of };
             let seen = leases.get(&LeaseRole::Part(part)).copied();

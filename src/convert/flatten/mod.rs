@@ -61,9 +61,9 @@ pub fn lay_out(
     run: &Run<'_>,
 ) -> Result<Prepared> {
     check_tied(args.tied, to)?;
-    source.settle(args.checks, TargetFiles::Apart, run)?;
+    source.resolve_conflicts(args.checks, TargetFiles::Apart, run)?;
     let (layout, mut notes) = request.layout(&source)?;
-    notes.extend(source.settled.notes(Some(layout.world_size)));
+    notes.extend(source.conflicts.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;
     let carried = carry_along(&source, to, layout.world_size, &mut reservation)?;
@@ -77,7 +77,7 @@ pub fn lay_out(
 /// # Errors
 /// `Conflict` if two tensors that share one place differ.
 pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
-    let wanted = &source.wanted.catalog;
+    let wanted = &source.selection.catalog;
     let root = model::model_root(&wanted.state);
     let gradients = model::gradients_root(&wanted.state, &root);
     let parts = parts(source, to);

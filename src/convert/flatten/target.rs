@@ -156,7 +156,7 @@ impl FlattenRequest {
             (true, Some(groups)) => Some(groups.clone()),
             (true, None) => {
                 let order = Self::order(source);
-                numbering::of_parameters(&base, &source.wanted.catalog.state, order.as_deref())?
+                numbering::of_parameters(&base, &source.selection.catalog.state, order.as_deref())?
             }
         };
         let mut layout = FlatLayout { world_size, shard_group_size, use_orig_params, optimizer, units: base.units };
@@ -210,7 +210,7 @@ impl FlattenRequest {
     /// Sets the dtype and alignment of each unit from the tensors to write. A cast parameter gets the alignment of its
     /// new dtype, unless the alignment comes from mixed precision.
     fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
-        let wanted = &source.wanted.catalog;
+        let wanted = &source.selection.catalog;
         let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
         for unit in &mut layout.units {
             let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
@@ -252,14 +252,14 @@ impl FlattenRequest {
             }
             Some(like) => return Err(units::unordered(&not_kept(like))),
             None if source.checkpoint.format.keeps_order() => {
-                let wanted = &source.wanted.catalog;
+                let wanted = &source.selection.catalog;
                 OrderedModel { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
             }
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };
         let (mut layout, notes) = units::derive(&ordered, &wrapping)?;
         if like.is_some() {
-            units::add_tied(&mut layout, &source.wanted.catalog.state)?;
+            units::add_tied(&mut layout, &source.selection.catalog.state)?;
         }
         Ok(FlatBase { layout, derived: true, notes })
     }
@@ -271,7 +271,7 @@ impl FlattenRequest {
         let Checkpoint { format, catalog, .. } = &source.checkpoint;
         let has_order =
             format.keeps_order() || format.tensors() == TensorStorage::Flat && knows_modules(&catalog.state);
-        let own = || has_order.then(|| names(&source.wanted.catalog.state));
+        let own = || has_order.then(|| names(&source.selection.catalog.state));
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }

@@ -68,17 +68,17 @@ pub fn prepare(
     check_tied(convert.tied, to)?;
     let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
-    source.settle(convert.checks, ranks, run)?;
+    source.resolve_conflicts(convert.checks, ranks, run)?;
     let (layout, notes_of_layout) = target_layout(args, &source)?;
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
-    let mut notes = source.settled.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
-    let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
+    let mut notes = source.conflicts.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
+    let renamed = renamed_dims(&source.selection.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
     notes.extend(notes_of_layout);
     if to.tensors() == TensorStorage::Boxes {
-        notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
+        notes.extend(tied::note_for_dcp(&source.checkpoint, &source.selection.catalog.state)?);
     }
     let wrappers = if convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     let max_memory = convert.source.max_memory;
@@ -114,7 +114,7 @@ fn reserve(
     to: Format,
     progress: &dyn Progress,
 ) -> Result<(Reservation, Vec<String>)> {
-    let wanted = &source.wanted.catalog;
+    let wanted = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
     let mut chooser =
         PlacementResolver::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
@@ -238,7 +238,7 @@ fn check_room(
     }
     let files = u64::from(world_size);
     let boxes = named.iter().map(|(_, id)| {
-        let entry = source.wanted.catalog.tensor(*id);
+        let entry = source.selection.catalog.tensor(*id);
         let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
         entry.shape.first().filter(|_| is_sharded).map_or(0, |rows| ranks.min(*rows))
     });

@@ -39,7 +39,7 @@ pub struct PlacementResolver<'a> {
     class: Option<Class>,
     /// The class of tensors that are not sharded in the source.
     usual_class: Class,
-    tally: PlacementReport,
+    report: PlacementReport,
 }
 
 /// The layout chosen for a tensor.
@@ -79,7 +79,7 @@ impl<'a> PlacementResolver<'a> {
             like: None,
             class,
             usual_class: usual_class(catalog),
-            tally: PlacementReport::default(),
+            report: PlacementReport::default(),
         }
     }
 
@@ -111,17 +111,17 @@ impl<'a> PlacementResolver<'a> {
     /// # Errors
     /// `Usage` for rules or placements without effect, and for tensors that `--like` lacks.
     pub fn finish(self, heads: AttentionHeads) -> Result<Vec<String>> {
-        self.tally.check(self.layout)?;
+        self.report.check(self.layout)?;
         self.like.map_or(Ok(()), LikeLayout::finish)?;
         let mut notes = Vec::new();
         if let Some(planned) = &self.planned {
             // Without optimizer state, a tensor that no style names may be a parameter or a buffer.
-            let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ParameterEvidence::Nothing;
+            let may_be_buffers = planned.has_fsdp() && self.subjects.evidence == ParameterEvidence::Nothing;
             let more = if may_be_buffers { "; mark buffers with options::placements 'NAME=plain'" } else { "" };
             notes.extend(planned.notes(more));
             notes.extend(heads.notes(planned));
         }
-        notes.extend(self.tally.notes(self.layout, self.subjects.told_by));
+        notes.extend(self.report.notes(self.layout, self.subjects.evidence));
         Ok(notes)
     }
 
@@ -186,7 +186,7 @@ impl<'a> PlacementResolver<'a> {
             ));
         }
         partial.for_each(|placement| *placement = Placement::Replicate);
-        self.tally.reduced();
+        self.report.reduced();
         Ok(shared)
     }
 
@@ -194,7 +194,7 @@ impl<'a> PlacementResolver<'a> {
 
     fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Choice<'a>> {
         let subject = self.subjects.subject(path, entry);
-        self.tally.see(&subject, self.layout);
+        self.report.see(&subject, self.layout);
         let mut choice = self.by_rule(&subject)?;
         match (&choice, &mut self.planned, &subject) {
             (Some(_), Some(planned), TensorContext { in_model: Some(name), owner: None, .. }) => {
@@ -297,12 +297,12 @@ impl<'a> PlacementResolver<'a> {
             return Choice::Plain;
         }
         if is_plain && !self.subjects.is_trained(subject) {
-            self.tally.plain(subject);
+            self.report.plain(subject);
             return Choice::Plain;
         }
         let shape = &subject.entry.shape;
         let fitted = self.layout.fallback_placement(shape.len(), self.subjects.source(subject));
-        self.tally.fallback(subject, fitted.misfit);
+        self.report.fallback(subject, fitted.misfit);
         if shape.is_empty() && subject.sharding().is_none() {
             return Choice::Plain;
         }

@@ -23,7 +23,7 @@ use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 /// `Usage` if the source has no mesh, or more than one.
 pub fn own_mesh(source: &ConversionSource) -> Result<DeviceMesh> {
     let name = if source.filled.is_some() { "the checkpoint of options::fill_from" } else { "SRC" };
-    let meshes = &source.wanted.catalog.meshes;
+    let meshes = &source.selection.catalog.meshes;
     let of_rows = || {
         // A tensor that SRC replaces keeps the layout it has in the checkpoint of `--fill-from`.
         let replaced = |id: u32| source.filled.as_ref()?.replaced.get(&TensorId(id));
@@ -124,7 +124,7 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
 /// # Errors
 /// `Usage` and `Layout` for options that contradict each other or the source.
 pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
-    let catalog = &source.wanted.catalog;
+    let catalog = &source.selection.catalog;
     let split = args.split.clone();
     let hint = "write flat parameters with options::to fsdp-flat; for tensors, give a mesh and placements: \
                 docs/reference/layout-file.md";

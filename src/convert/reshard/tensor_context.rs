@@ -21,7 +21,7 @@ pub struct TensorContexts<'a> {
     /// The treatment of wrapper prefixes in names.
     pub wrappers: Wrappers,
     /// The evidence that separates parameters from buffers.
-    pub told_by: ParameterEvidence,
+    pub evidence: ParameterEvidence,
     owners: Owners<'a>,
     /// Tensors that have optimizer state. They are parameters, whether they are DTensors or not.
     trained: HashSet<Fqn>,
@@ -74,7 +74,7 @@ impl<'a> TensorContexts<'a> {
         } else {
             ParameterEvidence::Nothing
         };
-        Self { catalog, wrappers, told_by, owners, trained }
+        Self { catalog, wrappers, evidence: told_by, owners, trained }
     }
 
     /// Returns the context of one tensor.
@@ -112,7 +112,7 @@ impl<'a> TensorContexts<'a> {
 
     /// Returns true if a tensor is plain while other tensors of the checkpoint are known to be sharded.
     pub fn is_plain(&self, is_shared: bool) -> bool {
-        self.told_by != ParameterEvidence::Nothing && !is_shared
+        self.evidence != ParameterEvidence::Nothing && !is_shared
     }
 
     /// Returns a tensor of the model in the form that a plan takes.

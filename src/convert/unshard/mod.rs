@@ -39,13 +39,13 @@ pub fn prepare(
             "omit options::with_grads; gradients are a subtree or a series of rank files called grads or gradients",
         ));
     }
-    source.settle(convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
+    source.resolve_conflicts(convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
     let mut tied = Vec::new();
-    let mut notes = source.settled.notes(None);
+    let mut notes = source.conflicts.notes(None);
     let (to, reservation, shape) = if let Some(to) = whole {
         let writer = whole_writer("unshard", to)?;
         check_tied(convert.tied, to)?;
-        let wanted = &source.wanted.catalog;
+        let wanted = &source.selection.catalog;
         let reservation = if let Some(nested) = writer.reserve_state(wanted, destination)? {
             nested
         } else {
@@ -77,6 +77,6 @@ pub fn prepare(
 }
 
 fn has_gradients(source: &ConversionSource) -> bool {
-    let state = &source.wanted.catalog.state;
+    let state = &source.selection.catalog.state;
     model::gradients_root(state, &model::model_root(state)).is_some()
 }

@@ -69,7 +69,7 @@ pub fn reserve(
     let patterns = UnitPatterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),
-        Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
+        Some(_) if optimizer::named_groups(&source.selection.catalog.state).is_some() => Err(Error::usage(
             "options::unit works only on a model without optimizer state: an optimizer cannot list the parameters \
              of some units by name and those of other units by flat parameter",
             "leave the optimizer out with options::series model, or with options::exclude if it is in the same \
@@ -111,7 +111,7 @@ fn some_modules(
              sharded ones",
         )
     })?;
-    let root = model::model_root(&source.wanted.catalog.state);
+    let root = model::model_root(&source.selection.catalog.state);
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
     let mut names = Vec::new();
@@ -156,7 +156,7 @@ fn in_ranks(
     version: Option<&str>,
     choose: &mut dyn FnMut(&Path, &TensorEntry) -> Result<torch::RankLayout>,
 ) -> Result<Reservation> {
-    let wanted = &source.wanted.catalog;
+    let wanted = &source.selection.catalog;
     let LoadingJob { world_size, style } = LoadingJob::new(mesh, Some(&source.checkpoint), source, version)?;
     let mut whole = Reservation::default();
     for part in parts(source, Format::TorchRanks) {

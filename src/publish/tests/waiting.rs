@@ -160,7 +160,7 @@ fn stopped_part_is_given_time_to_restart() {
     assert!(begun.elapsed() >= FAST.stopped_after);
     // If all of its work is recorded, no process has to be restarted.
     let Waited::Without(missing) = first.wait_published(&Stop::default(), &mut |_| ()).unwrap() else { panic!() };
-    first.settle(missing);
+    first.mark_finished(missing);
     assert_eq!(first.others().unwrap()[0].state, OtherState::Finished);
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
