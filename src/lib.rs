@@ -134,7 +134,7 @@ pub mod error;
 pub mod options;
 mod progress;
 pub mod text;
-mod verification;
+mod verify;
 
 /// Declares the interior of the library: private, but for the tests, benches and examples of this repository.
 macro_rules! interior {
@@ -160,14 +160,14 @@ pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};
 pub use comm::mpi::Finalize as MpiFinalize;
 pub use conversion::{Conversion, Plan};
 pub use convert::options::{ExecuteOptions, VerifyOptions};
-pub use convert::{Outcome, Preview, Report, Setup, Verification};
+pub use convert::{Outcome, Preview, Report, Setup};
 pub use describe::{Inspection, Span};
 pub use error::{Error, Result};
 pub use exec::Stop;
 pub use format::Format;
 pub use progress::{Level, NoProgress, Phase, Progress};
 pub use storage::catch_lost_pages;
-pub use verification::verify;
+pub use verify::{Verification, verify};
 
 // Tests of the library share files with those of the program.
 #[cfg(test)]

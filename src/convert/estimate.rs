@@ -5,7 +5,7 @@
 
 use super::memory::{
     BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
-    scratch_bytes, write_block_bytes, sums_bytes,
+    scratch_bytes, sums_bytes, write_block_bytes,
 };
 use super::peers::Peers;
 use super::prepared::Prepared;
@@ -59,7 +59,9 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     let threads = if conversion.source.is_exchanged() { options.threads.min(most) } else { options.threads };
     let options = Options { threads, ..options };
     match write_block_bytes(max_memory, held, scratch, options.threads) {
-        Ok(strip_bytes) => Ok(Options { write_block_bytes: write_block_bytes.min(options.write_block_bytes), ..options }),
+        Ok(write_block_bytes) => {
+            Ok(Options { write_block_bytes: write_block_bytes.min(options.write_block_bytes), ..options })
+        }
         Err(_) => {
             // A higher limit may start more threads, and each needs a reduction buffer.
             let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());

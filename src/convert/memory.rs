@@ -138,7 +138,7 @@ const DISK_THREADS: usize = 4;
 fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
-    let affordable = |strip_bytes: u64| affordable(max_memory, scratch, write_block_bytes);
+    let affordable = |write_block_bytes: u64| affordable(max_memory, scratch, write_block_bytes);
     let for_disk = if pace == Bottleneck::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_WRITE_BLOCK_BYTES));
     cores.min(affordable(MIN_WRITE_BLOCK_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
@@ -150,8 +150,8 @@ pub fn cores(given: Option<usize>) -> usize {
     given.map_or(cores, |given| cores.min(given))
 }
 
-/// Returns how many threads with write blocks of `strip_bytes` fit into `max_memory`.
-pub fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
+/// Returns how many threads with write blocks of `write_block_bytes` fit into `max_memory`.
+pub fn affordable(max_memory: u64, scratch: u64, write_block_bytes: u64) -> usize {
     let threads = max_memory.saturating_sub(BASE_BYTES) / (write_block_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }

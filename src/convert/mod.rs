@@ -1,4 +1,4 @@
-//! Conversions: open the source, select names, lay out the destination, plan, execute and verify.
+//! Conversions: open the source, select names, lay out the destination, plan and execute.
 //!
 //! Each conversion (`reshard`, `unshard`, `flatten`, `consolidate`) chooses the target layout in its own way. After the
 //! destination is laid out, all conversions share the same steps, with [`Prepared`] as their input. This module gets
@@ -6,12 +6,11 @@
 
 mod bucket;
 mod byte_meter;
-mod checks;
+pub(crate) mod checks;
 mod config;
 mod conflicts;
 mod consolidate;
-mod declared_layout;
-mod digests;
+pub(crate) mod declared_layout;
 pub(crate) mod error;
 mod estimate;
 mod execute;
@@ -33,24 +32,23 @@ mod preflight;
 mod prepared;
 mod process_table;
 mod read_back;
-mod reading;
+pub(crate) mod reading;
 mod replaceable;
 mod report;
 mod reshard;
 mod run;
-mod source;
+pub(crate) mod source;
 mod space;
 mod target_format;
-mod tied;
+pub(crate) mod tied;
 mod unshard;
 mod unused_options;
-mod verify;
 mod waiting;
 mod whole;
 mod work_folder;
 mod write;
 
-pub use execute::{execute, preview, complete};
+pub use execute::{complete, execute, preview};
 pub use options::InspectOptions;
 pub use peers::Peers;
 pub use prepared::Prepared;
@@ -60,7 +58,6 @@ pub use report::{Outcome, Preview, Report};
 pub use reshard::{PlacementResolver, row_specs, shared_mesh};
 pub use run::{Engine, Run, Setup};
 pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, open};
-pub use verify::{Verification, has_no_value, verify};
 
 /// Functions that lay out the destination, one per conversion.
 pub mod prepare {

@@ -168,7 +168,15 @@ fn count_values(number: u64) -> String {
 impl<'a> Account<'a> {
     pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
         let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
-        Self { conversion, destination, options, before: anonymous_memory(), max_memory, loads: Vec::new(), unused_options: idle }
+        Self {
+            conversion,
+            destination,
+            options,
+            before: anonymous_memory(),
+            max_memory,
+            loads: Vec::new(),
+            unused_options: idle,
+        }
     }
 
     /// Returns the preview. `foreseen` describes the state of the destination that a run would find.

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, model};
-use crate::convert::{InspectOptions, Run, has_no_value, input};
+use crate::convert::{InspectOptions, Run, input};
 use crate::error::{Error, Result};
 use crate::exec::compare;
 use crate::format::Checkpoint;
@@ -150,7 +150,9 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
     for (id, entry, dtype) in reduced {
         match compare::digest(input(checkpoint), entry, dtype, options, &task, stop) {
             Ok(digest) => drop(digests.insert(id, digest)),
-            Err(error) if has_no_value(&error, &[entry]) => run.progress.warning(&format!("no digest: {error}")),
+            Err(error) if compare::has_no_value(&error, &[entry]) => {
+                run.progress.warning(&format!("no digest: {error}"))
+            }
             Err(error) => return Err(error),
         }
     }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 pub use super::difference::Difference;
 use super::{Input, Locations, Options, PreparedTile, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reserved, TensorEntry, TensorId};
-use crate::error::Result;
+use crate::error::{Error, FormatError, Result};
 use crate::layout::{Dims, Region, Tile};
 use crate::plan::SourceTensor;
 
@@ -252,4 +252,11 @@ impl<'a> Values<'a> {
         let count = usize::try_from(total.div_ceil(step)).expect("fewer blocks than bytes of memory");
         (0..count).map(move |index| (index as u64 * step, step.min(total - index as u64 * step)))
     }
+}
+
+/// Returns true if tensors cannot be compared because the partial values of one cannot be reduced: its dtype does not
+/// support the reduction, or the result overflows.
+pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
+    matches!(error, Error::Format(FormatError::Unsupported { .. }))
+        && entries.iter().any(|entry| entry.partial_values.is_some())
 }

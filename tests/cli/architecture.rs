@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 const EVERYWHERE: [&str; 3] = ["error", "name_list", "threads"];
 
 /// Public modules, which may use every other module.
-const PUBLIC: [&str; 4] = ["checkpoint", "conversion", "options", "verification"];
+const PUBLIC: [&str; 3] = ["checkpoint", "conversion", "options"];
 
 /// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
-const ALLOWED: [(&str, &[&str]); 25] = [
+const ALLOWED: [(&str, &[&str]); 26] = [
     ("layout", &[]),
     ("storage", &[]),
     ("launch", &[]),
@@ -37,7 +37,6 @@ const ALLOWED: [(&str, &[&str]); 25] = [
         &[
             "catalog",
             "comm",
-            "describe",
             "exchange",
             "exec",
             "fault",
@@ -62,6 +61,10 @@ const ALLOWED: [(&str, &[&str]); 25] = [
             "catalog", "convert", "exec", "format", "layout", "nearest", "progress", "quantity", "select", "storage",
             "text",
         ],
+    ),
+    (
+        "verify",
+        &["catalog", "convert", "describe", "exec", "format", "progress", "quantity", "select", "storage", "text"],
     ),
     // Errors are defined in separate modules, which import no others.
     ("error", &["catalog", "comm", "convert", "exec", "format", "gpu", "layout", "storage"]),
@@ -242,6 +245,20 @@ fn no_module_imports_itself_through_others() {
         }
     }
     assert!(circles.is_empty(), "{circles:?}");
+}
+
+/// The cycle test above skips parents and children, so a folder could import another one through its parent.
+#[test]
+fn no_top_level_module_imports_itself_through_others() {
+    let mut remaining: BTreeMap<&str, &[&str]> = ALLOWED.into_iter().filter(|(module, _)| *module != "error").collect();
+    while let Some(lowest) = remaining
+        .iter()
+        .find(|(_, imports)| imports.iter().all(|other| !remaining.contains_key(other)))
+        .map(|(module, _)| *module)
+    {
+        remaining.remove(lowest);
+    }
+    assert!(remaining.is_empty(), "{remaining:?}");
 }
 
 /// Programs without a command line use the library as well.

@@ -39,7 +39,11 @@ pub fn prepare(
             "omit options::with_grads; gradients are a subtree or a series of rank files called grads or gradients",
         ));
     }
-    source.resolve_conflicts(convert.checks, if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together }, run)?;
+    source.resolve_conflicts(
+        convert.checks,
+        if in_rank_files { TargetFiles::Apart } else { TargetFiles::Together },
+        run,
+    )?;
     let mut tied = Vec::new();
     let mut notes = source.conflicts.notes(None);
     let (to, reservation, shape) = if let Some(to) = whole {

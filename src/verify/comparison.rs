@@ -6,13 +6,13 @@ use std::collections::{BTreeMap, HashSet};
 
 use serde_json::Value as Json;
 
+use super::ComparedNames;
 use super::findings::Findings;
-use super::{ComparedNames, has_no_value};
+use super::saved_digests::{DigestListing, ListedTensor};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
-use crate::convert::digests::{DigestListing, ListedTensor};
+use crate::convert::Run;
 use crate::convert::options::VerifyOptions;
 use crate::convert::reading::input;
-use crate::convert::run::Run;
 use crate::convert::tied;
 use crate::describe::object_document;
 use crate::error::{Error, Result};
@@ -67,7 +67,7 @@ impl Comparison<'_> {
             match compare::first_difference(left, right, selected.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
                 Ok(Some(difference)) => found.add(name, "differing", difference.detail(&selected.shape)),
-                Err(error) if has_no_value(&error, &[entry, other_entry]) => {
+                Err(error) if compare::has_no_value(&error, &[entry, other_entry]) => {
                     found.not_comparable.push(error.to_string());
                 }
                 Err(error) => found.absorb(&name, error)?,
@@ -107,7 +107,7 @@ impl Comparison<'_> {
                     match compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop) {
                         Ok(difference) => difference.is_none(),
                         // The soundness check reports damage.
-                        Err(error) if error.is_about_content() || has_no_value(&error, &[one, two]) => false,
+                        Err(error) if error.is_about_content() || compare::has_no_value(&error, &[one, two]) => false,
                         Err(error) => return Err(error),
                     };
                 if are_equal {
@@ -167,7 +167,7 @@ impl ComparedNames {
                     }
                     known.insert(id, digest);
                 }
-                Err(error) if has_no_value(&error, &[entry]) => found.not_comparable.push(error.to_string()),
+                Err(error) if compare::has_no_value(&error, &[entry]) => found.not_comparable.push(error.to_string()),
                 Err(error) => found.absorb(&name, error)?,
             }
         }

@@ -4,19 +4,21 @@
 
 mod comparison;
 mod findings;
+mod saved_digests;
+
+use std::sync::Arc;
 
 use self::comparison::{Comparison, suggest_dtype};
 use self::findings::Findings;
 pub use self::findings::Verification;
-use super::checks;
-use super::declared_layout::declared_layout;
-use super::digests::DigestListing;
-use super::reading::input;
-use super::reading::{check_flat, check_series, read_options, refuse_without_tensors};
-use super::run::Run;
-use super::source::{Defaults, announce, select_options};
+use self::saved_digests::DigestListing;
 use crate::catalog::{TensorEntry, model, path};
+use crate::convert::checks;
+use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
+use crate::convert::reading::{check_flat, check_series, input, read_options, refuse_without_tensors};
+use crate::convert::source::{Defaults, announce, select_options};
+use crate::convert::{Engine, Run, Setup};
 use crate::error::{Error, FormatError, Result};
 use crate::exec::compare;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
@@ -24,14 +26,30 @@ use crate::progress::Progress;
 use crate::progress::Task;
 use crate::select::{self, Selected, Wrappers};
 
-/// Verifies a checkpoint, or compares two.
+/// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
+/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and
+/// formats.
+///
+/// ```no_run
+/// use dtshard::{NoProgress, Setup, VerifyOptions, verify};
+///
+/// let options = VerifyOptions { src: "step-1000".into(), other: Some("out".into()), ..VerifyOptions::default() };
+/// let verification = verify(&options, &Setup::default(), NoProgress)?;
+/// assert!(verification.is_same(), "{}", verification.lines(true));
+/// # Ok::<(), dtshard::Error>(())
+/// ```
 ///
 /// # Errors
-/// `Usage` for options that do not fit the checkpoints; `Io` if a file cannot be read. Damage is a finding.
-pub fn verify(args: &VerifyOptions, run: &Run<'_>) -> Result<Verification> {
-    let mut found = Findings::default();
-    find(args, run, &mut found)?;
-    Ok(Verification::new(found, args.other.is_some()))
+/// `Usage` for options that do not fit the checkpoints; `Io` if a file cannot be read. Damage and differences are
+/// findings, not errors.
+pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 'static) -> Result<Verification> {
+    let progress: Arc<dyn Progress> = Arc::new(progress);
+    let engine = Engine::reading(&options.source, setup)?;
+    engine.work(&progress, |run| {
+        let mut found = Findings::default();
+        find(options, run, &mut found)?;
+        Ok(Verification::new(found, options.other.is_some()))
+    })
 }
 
 fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()> {
@@ -162,11 +180,4 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
         ));
     }
     Ok(())
-}
-
-/// Returns true if tensors cannot be compared because the partial values of one cannot be reduced: its dtype does not
-/// support the reduction, or the result overflows.
-pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
-    matches!(error, Error::Format(FormatError::Unsupported { .. }))
-        && entries.iter().any(|entry| entry.partial_values.is_some())
 }
