@@ -126,15 +126,25 @@
     allow(dead_code, unused_imports, reason = "tests, benches and examples use more of the interior")
 )]
 
-mod checkpoint;
-mod conversion;
-mod convert;
-mod describe;
+// The way of a conversion through the modules:
+//
+// open      checkpoint -> convert::source -> format (detection and reading) -> catalog
+//           with several processes also convert::peers -> convert::transport, metadata_mirror
+// plan      conversion -> convert::{reshard, unshard, flatten, consolidate} -> select, layout -> format (lays out files)
+//           -> convert::execute::complete (proves that each tensor is covered exactly once)
+// execute   conversion -> convert::execute -> convert::write -> publish (claims the destination)
+//           -> exec (copies: plan for one window of tensors after another) or exchange (rounds over comm or gpu)
+//           -> publish (completes checksums, renames)
+
+mod checkpoint; // facade: opens and reads checkpoints
+mod conversion; // facade: plans and executes conversions
+mod convert; // the steps of a conversion, and its options
+mod describe; // contents and layout of one checkpoint, for `inspect`
 pub mod error;
-pub mod options;
+pub mod options; // the option types, from their modules
 mod progress;
-pub mod text;
-mod verify;
+pub mod text; // escapes, option spellings
+mod verify; // soundness of one checkpoint, comparison of two
 
 /// Declares the interior of the library: private, but for the tests, benches and examples of this repository.
 macro_rules! interior {
@@ -149,10 +159,14 @@ macro_rules! interior {
     };
 }
 
-interior! {
-    catalog comm exchange exec fault format gpu launch layout name_list nearest plan publish quantity select storage
-    threads metadata_mirror
-}
+// What a checkpoint contains.
+interior! { layout catalog select format }
+// Moving bytes: overlaps of chunks, copies, publishing.
+interior! { storage plan exec publish }
+// Several processes: identity, messages, metadata of other nodes, rounds of bytes, GPUs.
+interior! { launch comm metadata_mirror exchange gpu }
+// Small tools.
+interior! { fault name_list nearest quantity threads }
 
 pub use catalog::Dtype;
 pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};

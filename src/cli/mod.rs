@@ -2,8 +2,8 @@
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts have brackets that are no links")]
 
-mod elsewhere;
 mod output;
+mod parse;
 mod source;
 mod values;
 
@@ -12,8 +12,8 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
-pub use elsewhere::parse;
 pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
+pub use parse::parse;
 pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
 use values::rank;

@@ -6,7 +6,6 @@
 mod communicator;
 pub(crate) mod error;
 mod failure;
-mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod node;
@@ -14,14 +13,15 @@ mod process;
 mod ranges;
 #[cfg(test)]
 pub(crate) mod tests;
+mod threads;
 mod traffic;
 mod wait_notices;
 
 pub use communicator::{Communicator, FailureNotes};
 pub(crate) use failure::{DROPPED, ENDED, FirstFailure, LEFT, PeerFailure};
-pub use local::Local;
 pub use process::Process;
 pub(crate) use ranges::carved;
+pub use threads::Local;
 pub(crate) use traffic::Counter;
 pub use traffic::Traffic;
 pub use wait_notices::{Wait, WaitNotices, WaitReporter};

@@ -3,7 +3,7 @@
 use std::mem;
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, labels, process};
+use super::{Printer, Status, labels, signals_and_limits};
 use crate::cli::ConvertArgs;
 use dtshard::options::{Launch, Target};
 use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setup};
@@ -20,7 +20,8 @@ pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer
         ));
     }
     let waits = launch.waits;
-    let setup = Setup { launch, stop: process::prepare()?, labels: labels::of_arguments(std::env::args_os()) };
+    let setup =
+        Setup { launch, stop: signals_and_limits::prepare()?, labels: labels::of_arguments(std::env::args_os()) };
     let progress = TerminalProgress::new(printer);
     let source = Checkpoint::open_with(&args.src, &args.open_options(&target, setup), progress.clone())?;
     let mut plan = args.apply(Conversion::from(source)).target(target).plan()?;

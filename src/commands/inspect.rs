@@ -1,7 +1,7 @@
 //! `inspect`: shows the contents and the layout of a checkpoint.
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, process};
+use super::{Printer, Status, signals_and_limits};
 use crate::cli::Inspect;
 use dtshard::options::{Contents, InspectOptions};
 use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
@@ -26,7 +26,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         like: args.shapes.like.clone(),
         incomplete: true,
         raw_flat: !args.layout,
-        setup: Setup { stop: process::prepare()?, ..Setup::default() },
+        setup: Setup { stop: signals_and_limits::prepare()?, ..Setup::default() },
         ..OpenOptions::default()
     };
     let checkpoint = Checkpoint::open_with(&args.src, &options, TerminalProgress::new(printer))?;

@@ -8,8 +8,8 @@ mod inspect;
 mod labels;
 mod man;
 mod printer;
-mod process;
 mod progress;
+mod signals_and_limits;
 mod terminal;
 mod verify;
 

@@ -1,7 +1,7 @@
 //! `verify`: checks one checkpoint, or compares the values of two.
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, process};
+use super::{Printer, Status, signals_and_limits};
 use crate::cli::Verify;
 use dtshard::{Result, Setup, verify};
 
@@ -10,7 +10,7 @@ use dtshard::{Result, Setup, verify};
 /// # Errors
 /// `Usage` and `Io`; damage and differences are findings.
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
-    let setup = Setup { stop: process::prepare()?, ..Setup::default() };
+    let setup = Setup { stop: signals_and_limits::prepare()?, ..Setup::default() };
     let verification = verify(&args.options(), &setup, TerminalProgress::new(printer))?;
     printer.document(&verification.to_json())?;
     verification.hints().iter().for_each(|hint| printer.hint(hint));

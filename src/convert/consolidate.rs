@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::config::{self, CONFIG};
 use super::conflicts::TargetFiles;
-use super::parts::carried_file;
+use super::engine::Run;
+use super::model_config::{self, CONFIG};
 use super::prepared::Prepared;
-use super::reading::check_flat;
-use super::run::Run;
 use super::source::ConversionSource;
+use super::source_options::check_flat;
 use super::target_format::target_format;
+use super::target_parts::carried_file;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions};
@@ -134,7 +134,7 @@ fn check_model(
 /// `Io` if the configuration cannot be read.
 fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Option<String>> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
-    let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
+    let Some(found) = found.filter(|file| file.len < model_config::MAX_BYTES) else { return Ok(None) };
     let text = std::fs::read(&found.read_path).map_err(Error::io("read", &found.from))?;
     Ok(serde_json::from_slice(&text).ok().and_then(|config| differing_dtype(&config, source)))
 }
@@ -166,7 +166,7 @@ fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Side
             ));
         }
         Assets::From(folder) => vec![folder.clone()],
-        Assets::Found => config::folders(checkpoint)?,
+        Assets::Found => model_config::folders(checkpoint)?,
     };
     let mut found: BTreeMap<PathBuf, SidecarFile> = BTreeMap::new();
     for folder in folders {

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
+use super::parallelize_plan::PlanOptions;
 use super::placements;
-use super::plans::PlanOptions;
 use crate::convert::options::SourceLayoutOptions;
 use crate::error::{Error, Result};
 use crate::format::DeclaredLayout;

@@ -4,14 +4,14 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
+use super::engine::Run;
 use super::estimate::{room_for_rounds, within_memory};
 use super::options::{ConvertOptions, OnConflict};
 use super::preflight::describe_destination;
 use super::prepared::{Prepared, check_destination};
-use super::reading::input;
-use super::reading::refuse_without_tensors;
 use super::report::{Account, Outcome, Preview, Report, left_out, notes};
-use super::run::Run;
+use super::source_options::input;
+use super::source_options::refuse_without_tensors;
 use super::unused_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::catalog::{Reservation, TensorId};

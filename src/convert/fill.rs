@@ -11,10 +11,10 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path as FilePath;
 
-use super::names::{NameMatch, Names, of_all_ranks};
-use super::reading::read_options;
-use super::run::Run;
+use super::engine::Run;
+use super::matching_names::{NameMatch, Names, of_all_ranks};
 use super::source::{ConversionSource, Filled, announce};
+use super::source_options::read_options;
 use crate::catalog::path::{self, LeafAction};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};

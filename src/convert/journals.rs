@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 
+use super::engine::Run;
 use super::prepared::Prepared;
-use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError};
 use crate::exchange::partial_replicas;

@@ -11,14 +11,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::bucket::Bucket;
-use super::link::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
+use super::engine::Run;
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
 use super::option_consistency;
 use super::process_table::ProcessTable;
-use super::reading::input;
-use super::run::Run;
+use super::source_options::input;
 use super::space::no_space;
+use super::transport::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
 use super::waiting::{meet_within, slow_reporter, wait_notices, wait_printer};
 use super::work_folder::WorkFolder;
 use crate::catalog::{Reservation, TensorEntry, TensorId};

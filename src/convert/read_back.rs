@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::engine::Run;
 use super::prepared::Prepared;
-use super::reading::input;
-use super::run::Run;
+use super::source_options::input;
 use crate::catalog::{CRC_BYTES, Catalog, OutputFile};
 use crate::error::{CatalogError, Error, Result};
 use crate::exec::checksums::{ChecksumMismatch, first_mismatch};

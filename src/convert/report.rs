@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use serde_json::{Map, Value as Json, json};
 
+use super::engine::Run;
 use super::estimate::{beyond, peak_bytes};
 use super::options::ConvertOptions;
-use super::partial;
+use super::partial_values;
 use super::prepared::Prepared;
-use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::exchange::Load;
 use crate::exec::Options;
@@ -122,7 +122,7 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
     let mut notes = source.selection.notes.clone();
     notes.extend_from_slice(&conversion.reservation.notes);
     notes.extend_from_slice(&conversion.notes);
-    notes.extend(partial::notes(&source.checkpoint.catalog, &conversion.reservation));
+    notes.extend(partial_values::notes(&source.checkpoint.catalog, &conversion.reservation));
     notes
 }
 

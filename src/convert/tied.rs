@@ -4,7 +4,7 @@
 //! `save_pretrained` of transformers and some trainers store only the embedding of such a model (`_tied_weights_keys`).
 //! A loader that asks for every key of the state dict, as DCP does, then misses the output layer.
 
-use super::config::{self, CONFIG};
+use super::model_config::{self, CONFIG};
 use crate::catalog::path::{key_text, tensors};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
 use crate::error::{Error, Result};
@@ -77,7 +77,7 @@ pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
 /// `Io` if the configuration cannot be read.
 fn says_tied(checkpoint: &Checkpoint) -> Result<bool> {
     let says = |config: &serde_json::Value| config.get("tie_word_embeddings").and_then(serde_json::Value::as_bool);
-    let config = config::read(checkpoint)?;
+    let config = model_config::read(checkpoint)?;
     Ok(config.is_some_and(|config| says(&config).or_else(|| says(config.get("text_config")?)) == Some(true)))
 }
 

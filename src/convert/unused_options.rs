@@ -5,9 +5,9 @@
 //! only a warning.
 
 use super::bucket::LEAST_BYTES;
+use super::engine::Run;
 use super::prepared::Prepared;
-use super::reading::input;
-use super::run::Run;
+use super::source_options::input;
 use crate::convert::options::{Backend, ConvertOptions, ExchangeOptions};
 use crate::exchange::ReductionMethod;
 use crate::exec::copy::Stats;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::run::Run;
+use super::engine::Run;
 use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 

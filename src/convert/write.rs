@@ -8,14 +8,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::byte_meter::{EarlierWork, Meter};
+use super::engine::Run;
 use super::journals::JournalSet;
 use super::peers::Peers;
 use super::prepared::Prepared;
 use super::read_back::read_back;
-use super::reading::input;
 use super::replaceable::check_replaceable;
-use super::run::Run;
 use super::source::ConversionSource;
+use super::source_options::input;
 use super::space::check_space;
 use super::waiting::wait_reporter;
 use super::work_folder::clear_beside;

@@ -19,13 +19,13 @@
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
 mod arithmetic;
-mod communicator;
 mod computing;
 mod copies;
 mod device;
 pub(crate) mod error;
 mod kernels;
 mod memory;
+mod nccl_communicator;
 mod nccl_reduce;
 mod packer;
 mod settings;
@@ -42,9 +42,9 @@ mod watch;
 use std::sync::{Arc, OnceLock};
 
 pub use arithmetic::{Arithmetic, CastJob, ReductionJob};
-pub use communicator::Nccl;
 pub use device::Device;
 pub use memory::{DeviceBytes, Pinned};
+pub use nccl_communicator::Nccl;
 pub use packer::Packer;
 pub use settings::{Kernels, Settings, Sharing};
 pub use setup::NcclSetup;

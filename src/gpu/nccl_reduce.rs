@@ -7,8 +7,8 @@ use std::ops::Range;
 use nccl::{DataType, DeviceView, DeviceViewMut, RedOp};
 
 use super::Nccl;
-use super::communicator::lent;
 use super::memory::DeviceBytes;
+use super::nccl_communicator::lent;
 use super::stream::Stream;
 use crate::catalog::Dtype;
 use crate::comm::Communicator;

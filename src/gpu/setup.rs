@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use nccl::{Config, Place, UniqueId, Wait};
 
 use super::Gpu;
-use super::communicator::Nccl;
+use super::nccl_communicator::Nccl;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
 use super::watch::{AbortReason, of_nccl};

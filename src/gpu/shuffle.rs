@@ -25,9 +25,9 @@ use cudarc::driver::CudaEvent;
 
 use super::Gpu;
 use super::arithmetic::Arithmetic;
-use super::communicator::Nccl;
 use super::computing::ComputeJobs;
 use super::memory::{DeviceBytes, Pinned};
+use super::nccl_communicator::Nccl;
 use super::packer::{Packer, PreparedCopies};
 use super::slot::{LentBuffers, RoundSlot, SecondPhaseCopies};
 use super::stream::Stream;

@@ -20,7 +20,7 @@ use std::time::Instant;
 use super::commit::recover;
 use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, StaleLeases, WorkLease};
-use super::partial::{DATA, FoundPartial, Partial, PlanFile};
+use super::partial_folder::{DATA, FoundPartial, Partial, PlanFile};
 use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
 use crate::comm::WaitReporter;
 use crate::error::{Error, Result, StorageError};

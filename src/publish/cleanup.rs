@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::destination::{Destination, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, read_leases};
-use super::partial::{FoundPartial, Partial};
+use super::partial_folder::{FoundPartial, Partial};
 use super::{DestinationKind, Staging, recovery};
 use crate::error::{Error, Result};
 use crate::fault;

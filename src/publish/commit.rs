@@ -19,7 +19,7 @@ use std::sync::{Arc, PoisonError};
 
 use super::destination::{BACKUP, Destination, FileIdentity, TRASH, is_gone};
 use super::lease::{Lease, LeaseLost, LeaseName, LeaseRole, LeaseState};
-use super::partial::output;
+use super::partial_folder::output;
 use super::{DestinationKind, Staging, plan_xattr};
 use crate::error::{Error, Result};
 use crate::exec::Stop;

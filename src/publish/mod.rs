@@ -35,7 +35,7 @@ mod destination;
 pub mod journal;
 mod lease;
 pub mod log;
-mod partial;
+mod partial_folder;
 mod plan_xattr;
 pub mod presence;
 pub mod recovery;
@@ -56,7 +56,7 @@ pub use wait::{MissingParts, OtherPart, OtherState, Waited};
 
 use self::destination::{Destination, FileIdentity, TMP, TRASH};
 use self::lease::{Lease, LeaseLost, LeaseWatch, StaleLeases, WorkLease};
-use self::partial::{FoundPartial, Partial};
+use self::partial_folder::{FoundPartial, Partial};
 use crate::comm::WaitReporter;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -314,7 +314,7 @@ impl Staging {
     pub fn finish(&self) -> Result<()> {
         self.check()?;
         if let Some(identity) =
-            partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(FileIdentity::of)
+            partial_folder::output(&self.work, self.shape).ok().flatten().as_ref().and_then(FileIdentity::of)
         {
             let _ = self.identity.set(identity);
         }

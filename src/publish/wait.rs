@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::destination::FileIdentity;
 use super::lease::{LeaseLost, LeaseRole, LeaseState, SeenLease};
-use super::partial::Partial;
+use super::partial_folder::Partial;
 use super::{Staging, plan_xattr};
 use crate::comm::Process;
 use crate::error::{Error, Result};

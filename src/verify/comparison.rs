@@ -12,7 +12,7 @@ use super::saved_digests::{DigestListing, ListedTensor};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
 use crate::convert::Run;
 use crate::convert::options::VerifyOptions;
-use crate::convert::reading::input;
+use crate::convert::source_options::input;
 use crate::convert::tied;
 use crate::describe::object_document;
 use crate::error::{Error, Result};

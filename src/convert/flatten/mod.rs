@@ -8,12 +8,12 @@ mod units;
 use std::path::PathBuf;
 
 use super::conflicts::TargetFiles;
+use super::engine::Run;
 use super::fill::with_others;
-use super::parts::{PartTarget, carry_along, check_room, parts, warn_of_carried};
 use super::prepared::Prepared;
-use super::run::Run;
 use super::source::ConversionSource;
 use super::target_format::target_format;
+use super::target_parts::{PartTarget, carry_along, check_room, parts, warn_of_carried};
 use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};

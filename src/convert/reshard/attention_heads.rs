@@ -5,7 +5,7 @@
 use indexmap::IndexMap;
 use serde_json::Value as Json;
 
-use crate::convert::config;
+use crate::convert::model_config;
 use crate::error::Result;
 use crate::format::Checkpoint;
 use crate::format::parallelize::PlannedModel;
@@ -26,7 +26,7 @@ impl AttentionHeads {
     /// # Errors
     /// `Io` if `config.json` cannot be read.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
-        Ok(config::read(checkpoint)?.map(|config| Self::of_config(&config)).unwrap_or_default())
+        Ok(model_config::read(checkpoint)?.map(|config| Self::of_config(&config)).unwrap_or_default())
     }
 
     fn of_config(config: &Json) -> Self {

@@ -5,7 +5,7 @@
 use std::path::Path as FilePath;
 
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
-use crate::convert::names::{NameMatch, Names, of_all_ranks};
+use crate::convert::matching_names::{NameMatch, Names, of_all_ranks};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};

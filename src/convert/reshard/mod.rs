@@ -14,15 +14,15 @@ mod target;
 mod tensor_context;
 
 use super::conflicts::TargetFiles;
+use super::engine::Run;
 use super::fill::with_others;
-use super::parts::{self, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::prepared::Prepared;
-use super::reading::check_flat;
-use super::run::Run;
 use super::source::ConversionSource;
+use super::source_options::check_flat;
 use super::target_format::{holds_whole_tensors, target_format};
+use super::target_parts::{self, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::whole::check_tied;
-use super::{partial, tied};
+use super::{partial_values, tied};
 use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
 use crate::convert::options::{ConvertOptions, ReshardOptions};
 use crate::error::{Error, Result};
@@ -135,7 +135,7 @@ fn reserve(
         })?;
         whole.append(&part.folder, reservation);
     }
-    partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
+    partial_values::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
     Ok((whole, chooser.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
@@ -234,7 +234,7 @@ fn check_room(
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
     if !to.has_rank_files() {
         let files = if to.is_by_rank() { world_size.into() } else { ranks };
-        return parts::check_room(files, named.len(), 0, max_memory);
+        return target_parts::check_room(files, named.len(), 0, max_memory);
     }
     let files = u64::from(world_size);
     let boxes = named.iter().map(|(_, id)| {
@@ -244,7 +244,7 @@ fn check_room(
     });
     let boxes = boxes.fold(0, u64::saturating_add).saturating_mul(BOX_BYTES);
     let lists = files.saturating_mul(ranks).saturating_mul(RANK_BYTES);
-    parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
+    target_parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
 /// Returns the source's own format, or DCP if the source is a single file, because such a file cannot hold shards.

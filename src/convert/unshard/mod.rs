@@ -4,10 +4,10 @@
 mod ranks;
 
 use super::conflicts::TargetFiles;
+use super::engine::Run;
 use super::prepared::Prepared;
-use super::reading::check_flat;
-use super::run::Run;
 use super::source::ConversionSource;
+use super::source_options::check_flat;
 use super::target_format::target_format;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{model, path};

@@ -6,11 +6,11 @@
 
 use std::path::PathBuf;
 
-use super::super::parts::parts;
+use super::super::engine::Run;
 use super::super::reshard::{LoadingJob, own_mesh, rows};
-use super::super::run::Run;
 use super::super::source::ConversionSource;
-use super::super::{flatten, partial};
+use super::super::target_parts::parts;
+use super::super::{flatten, partial_values};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::convert::options::{ConvertOptions, UnshardOptions};
@@ -170,7 +170,7 @@ fn in_ranks(
         };
         whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
     }
-    partial::share(&source.checkpoint.catalog, mesh, &mut whole)?;
+    partial_values::share(&source.checkpoint.catalog, mesh, &mut whole)?;
     Ok(whole)
 }
 

@@ -13,7 +13,6 @@ pub(crate) use means::Means;
 use case::split_output;
 use means::Host;
 
-use super::*;
 use crate::error::Error;
 use crate::exchange::{FileOwners, FileVisibility, Load, ReductionMethod, ReplicaChoice, Rounds, Topology};
 use crate::exec::tests::*;

@@ -117,7 +117,7 @@ fn leftover_of_a_published_run_is_removed() {
         env.claim.resume = true;
         let (first, second) = two_seals(&env);
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
-        let output = partial::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
+        let output = partial_folder::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
         fs::rename(output.path(), env.out()).unwrap();
         // The sealing process is alive, so the others wait for it.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
@@ -131,7 +131,7 @@ fn leftover_of_a_published_run_is_removed() {
         env.claim.resume = true;
         let (first, second) = two_seals(&env);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
-        let output = partial::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
+        let output = partial_folder::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
         plan_xattr::write(fs::File::open(output.path()).unwrap(), env.fingerprint);
         let has_mark = plan_xattr::is(output.path(), env.fingerprint);
         fs::rename(output.path(), env.out()).unwrap();

@@ -276,7 +276,7 @@ fn resumed_sleeper_cannot_write_into_the_new_folder() {
     for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
         assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
-    assert!(partial::output(&sleeper.work, DestinationKind::Folder).unwrap().is_none());
+    assert!(partial_folder::output(&sleeper.work, DestinationKind::Folder).unwrap().is_none());
     assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 
