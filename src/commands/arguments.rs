@@ -158,7 +158,6 @@ impl cli::Reshard {
                 cli::TensorClass::ShardedTensor => TensorClass::ShardedTensor,
                 cli::TensorClass::Local => TensorClass::Local,
             }),
-            ..ReshardOptions::default()
         })
     }
 }
@@ -170,7 +169,6 @@ impl cli::Unshard {
             unit: self.unit.clone(),
             with_grads: self.with_grads,
             shards: self.shards.options(),
-            ..UnshardOptions::default()
         })
     }
 }
@@ -194,7 +192,6 @@ impl cli::Flatten {
                 layout: flat.layout.clone(),
                 like: flat.like.clone(),
             },
-            ..FlattenOptions::default()
         })
     }
 }
@@ -207,12 +204,7 @@ impl cli::Consolidate {
             Some(folder) => Assets::From(PathBuf::from(folder)),
         };
         let shards = self.shards.options();
-        Target::Model(ConsolidateOptions {
-            everything: self.everything,
-            assets,
-            shards,
-            ..ConsolidateOptions::default()
-        })
+        Target::Model(ConsolidateOptions { everything: self.everything, assets, shards })
     }
 }
 

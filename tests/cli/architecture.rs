@@ -70,7 +70,7 @@ const ALLOWED: [(&str, &[&str]); 26] = [
     ("error", &["catalog", "comm", "convert", "exec", "format", "gpu", "layout", "storage"]),
     // Parts of the program, which see the library as `dtshard`.
     ("cli", &["options"]),
-    ("commands", &["cli", "options", "text"]),
+    ("commands", &["cli", "options", "text", "verify"]),
 ];
 
 /// Files that may contain `unsafe`: mapped files with their kernel hints, and CUDA.
