@@ -20,7 +20,7 @@ use crate::format::torch::entry::RankReader;
 /// The row of flat rank files in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "fsdp-flat",
-    about: "the same with FSDP1's flat parameters",
+    about: "one `torch.save` file per rank, with FSDP1's flat parameters",
     files: "`model_world_size_N_rank_R.pt`, `flat_layout.json`",
     suffixes: &[],
     index_suffix: None,

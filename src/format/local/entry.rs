@@ -19,7 +19,7 @@ use crate::format::safetensors::entry::read_parts;
 /// The row of local tensors in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "local",
-    about: "plain safetensors of what each rank holds, and `layout.json`",
+    about: "one safetensors file per rank, with the rank's shards as plain tensors, and `layout.json`",
     files: "`rank-00000.safetensors`, ..., `layout.json`",
     suffixes: &[],
     index_suffix: None,

@@ -24,7 +24,7 @@ use crate::storage::{FileId, Files, IoMode};
 pub static ONE_FILE: FormatEntry = FormatEntry {
     name: "torch",
     about: "one `torch.save` file, or a set with an index",
-    files: "exactly DST",
+    files: "one file with the name DST",
     suffixes: &["pt", "pth", "bin", "ckpt"],
     index_suffix: Some("bin"),
     metadata_suffixes: &[],
@@ -48,8 +48,8 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
 /// The row of files of ranks.
 pub static RANK_FILES: FormatEntry = FormatEntry {
     name: "torch-ranks",
-    about: "one `torch.save` file a rank: DTensor, ShardedTensor, plain tensors",
-    files: "`model_world_size_N_rank_R.pt`, or one such series for each series of SRC",
+    about: "one `torch.save` file per rank: DTensors, ShardedTensors, plain tensors",
+    files: "`model_world_size_N_rank_R.pt`; one such series for each series of SRC",
     suffixes: &[],
     index_suffix: None,
     metadata_suffixes: &[],
