@@ -47,8 +47,8 @@ impl Counter {
         self.sent(all - len((rank + 1) % ranges.len()));
     }
 
-    /// Counts, at one of `size` ranks, a reduction of `len` bytes to rank `root`. Each rank adds its values and sends
-    /// the sum to the next rank. The last rank sends the sum to the root.
+    /// Counts, at one of `size` ranks, a reduction of `len` bytes to rank `root`. Each rank adds its values to the sum
+    /// and sends the sum to the next rank. The root is the last rank.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);
