@@ -5,7 +5,8 @@ use std::ops::Range;
 /// Returns a view of each of these ranges of some memory. The ranges may be in any order; an empty range gets an empty
 /// view.
 ///
-/// # Errors The first range that is not inside the memory, or that overlaps another range.
+/// # Errors
+/// The first range that is not inside the memory, or that overlaps another range.
 pub(crate) fn carved<V>(
     whole: V,
     split_at: fn(V, usize) -> Option<(V, V)>,

@@ -124,7 +124,8 @@ mod tests {
     use crate::layout::Tile;
     use crate::storage::FileId;
 
-    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target chunk.
+    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target
+    /// chunk.
     fn first_batch_len(tensors: u32, chunks: u64) -> usize {
         let mut catalog = Catalog::empty();
         let (mut output, mut reserved) = (OutputFile::new("out"), Vec::new());

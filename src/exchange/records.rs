@@ -12,8 +12,8 @@
 //! ```
 //!
 //! Process 0 decides which processes form a session. It lists the leases whose processes it has seen alive and that no
-//! earlier session contains. Therefore the lease of a killed process does not block a new run. Invariant: a message file
-//! appears by a rename, so no process reads an incomplete message.
+//! earlier session contains. Therefore the lease of a killed process does not block a new run. Invariant: a message
+//! file appears by a rename, so no process reads an incomplete message.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;

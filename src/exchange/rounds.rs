@@ -3,8 +3,8 @@
 //! one large tensor. Unit: elements, or bytes where the name contains `bytes`. Invariant: the ranges of all rounds
 //! together contain each element once.
 //!
-//! The ranges of a large tensor start at equal distances, one range for each process. Therefore all processes have work,
-//! however the tensor is sharded:
+//! The ranges of a large tensor start at equal distances, one range for each process. Therefore all processes have
+//! work, however the tensor is sharded:
 //!
 //! ```text
 //!     Shard(0) to Shard(0)     each range has one reader and one writer; another range has another reader and writer

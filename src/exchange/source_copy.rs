@@ -1,8 +1,8 @@
 //! Source copy: copies files of SRC that only some processes see to a folder that all processes see.
 //!
-//! Each file is copied once, by the lowest process that sees it. When the copy of a file is complete and synced, a record
-//! file is written. A resumed run skips a file if the length and the modification time in its record file are still
-//! correct.
+//! Each file is copied once, by the lowest process that sees it. When the copy of a file is complete and synced, a
+//! record file is written. A resumed run skips a file if the length and the modification time in its record file are
+//! still correct.
 //!
 //! ```text
 //! copy/

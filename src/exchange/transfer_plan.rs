@@ -1,20 +1,21 @@
 //! Transfer plan: which process sends which bytes to which process, for some ranges of one tensor, and how much memory
 //! each process needs for this. All processes build the same plan. Unit: bytes; ranges of a tensor are in elements.
-//! Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase are in the
-//! order of the targets.
+//! Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase are in
+//! the order of the targets.
 //!
-//! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of each
-//! target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.
+//! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of
+//! each target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.
 //!
-//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result to
-//! the others. The result is as long as one partial value:
+//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result
+//! to the others. The result is as long as one partial value:
 //!
 //! ```text
 //!     partial values on 4 ranks; all 4 need the result    all to all    one rank reduces and sends the result
 //!     tensors sent over the network                       4 * 3         3 + 3
 //! ```
 //!
-//! The rank that reduces depends on the position in the tensor. Therefore each rank reduces some ranges of a large tensor.
+//! The rank that reduces depends on the position in the tensor. Therefore each rank reduces some ranges of a large
+//! tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

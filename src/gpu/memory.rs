@@ -42,7 +42,8 @@ impl Pinned {
             detail: "the driver returned a null pointer".into(),
             hint: None,
         })?;
-        // SAFETY: the allocation has `len` bytes and one owner. Rust may only read initialised bytes, so they are set to 0.
+        // SAFETY: the allocation has `len` bytes and one owner. Rust may only read initialised bytes, so they are set
+        // to 0.
         unsafe { start.write_bytes(0, len) };
         Ok(Self { device, start, len })
     }

@@ -31,7 +31,8 @@ mod tests;
 use std::fmt;
 
 use self::environment::{
-    ALONE, AssignedPart, array_index, local_rank, number, open_mpi, pmi, rank_variables, run, slurm_step, text, torchrun,
+    ALONE, AssignedPart, array_index, local_rank, number, open_mpi, pmi, rank_variables, run, slurm_step, text,
+    torchrun,
 };
 use crate::error::{Error, Result};
 
@@ -196,7 +197,8 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
             format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
-    let from_options = |index, launcher| AssignedPart { launcher, part: Part { index, of: parts }, by: options.clone() };
+    let from_options =
+        |index, launcher| AssignedPart { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
         return Ok(from_options(0, Launcher::Options));
     }

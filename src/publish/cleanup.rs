@@ -46,7 +46,12 @@ impl Staging {
 impl Destination {
     /// Renames the partial folder to a trash name: one without a valid plan, or the examined folder if it is unchanged.
     /// Returns false if another process was faster, or has started to work in the folder.
-    pub fn throw_away(&self, shape: DestinationKind, examined: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
+    pub fn throw_away(
+        &self,
+        shape: DestinationKind,
+        examined: Option<&Partial>,
+        watch: &mut LeaseWatch,
+    ) -> Result<bool> {
         let partial = self.partial();
         let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
             let leases = match read_leases(&partial) {

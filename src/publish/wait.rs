@@ -120,7 +120,7 @@ impl Staging {
     /// is finished.
     ///
     /// # Errors
-    /// `Usage` if the partial folder is gone; `Stopped`; `Io`.
+    /// `Usage` if the partial folder no longer exists; `Stopped`; `Io`.
     pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[OtherPart])) -> Result<Waited> {
         let begun = *self.waiting.get_or_init(Instant::now);
         let [mut gone, mut done, mut stopped] = [(); 3].map(|()| UnchangedSince::default());

@@ -72,7 +72,8 @@ impl AnchoredPath {
     /// Returns a path whose anchor is this folder. The anchor's descriptor keeps referring to the folder that is at
     /// this path now.
     ///
-    /// # Errors [`io::ErrorKind::NotFound`] if the folder does not exist, and an error that contains an [`Untrusted`]
+    /// # Errors
+    /// [`io::ErrorKind::NotFound`] if the folder does not exist, and an error that contains an [`Untrusted`]
     /// if a name in the path is a link or belongs to another user. Every operation has these errors.
     pub fn as_anchor(&self) -> io::Result<Self> {
         let folder = self.open_folder()?;
@@ -210,7 +211,8 @@ impl AnchoredPath {
 
     /// Creates this folder and its parent folders if they do not exist. Follows links only above the anchor.
     ///
-    /// # Errors [`io::ErrorKind::NotFound`] if another process deletes one of the folders at the same time; an error
+    /// # Errors
+    /// [`io::ErrorKind::NotFound`] if another process deletes one of the folders at the same time; an error
     /// that contains an [`Untrusted`] if a name below the anchor is a link or belongs to another user.
     pub fn create_with_parents(&self) -> io::Result<()> {
         std::fs::create_dir_all(self.anchor.display_path())?;

@@ -191,7 +191,8 @@ pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
 /// Returns the metadata of a file that is about to be read. A pipe or a device is an error, because opening a pipe
 /// would wait for its writer.
 ///
-/// # Errors `Io` if the file does not exist, `Missing` if it is a dangling link.
+/// # Errors
+/// `Io` if the file does not exist, `Missing` if it is a dangling link.
 pub fn regular_file(path: &Path) -> Result<Metadata> {
     let metadata = fs::metadata(path).map_err(refused("open", path))?;
     if metadata.is_file() {

@@ -120,7 +120,8 @@ pub(super) fn catches_lost_pages() -> bool {
 /// ends the process. If a SIGBUS does not concern a file mapped here, the previous action is restored and runs. Without
 /// this handler, files are mapped only if the caller asks for it.
 ///
-/// # Errors The errors of sigaction(2).
+/// # Errors
+/// The errors of sigaction(2).
 pub fn catch_lost_pages() -> io::Result<()> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().expect("no panic while the lock is held");

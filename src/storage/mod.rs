@@ -216,7 +216,8 @@ impl Files {
     /// two checkpoints prefer different ways to read, both use positional reads, which are correct for every file
     /// system.
     ///
-    /// # Panics Panics if there are more than 2^32 files.
+    /// # Panics
+    /// Panics if there are more than 2^32 files.
     pub fn append(&mut self, other: Self) -> u32 {
         let shift = u32::try_from(self.entries.len()).expect("fewer than 2^32 files");
         self.entries.extend(other.entries);

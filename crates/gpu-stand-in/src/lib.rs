@@ -5,8 +5,8 @@
 //! of streams and events, the lifetime of memory, the choice of the device, and the handling of full memory and dead
 //! peers. It is stricter than a GPU:
 //!
-//! - the host cannot read an address of device memory, and every range must be in one allocation of its device, both when
-//!   the call is made and when the stream runs it;
+//! - the host cannot read an address of device memory, and every range must be in one allocation of its device, both
+//!   when the call is made and when the stream runs it;
 //! - new memory and freed memory are filled with 0xA5;
 //! - a stream is a thread that delays its work on purpose, so a program that does not wait reads wrong bytes;
 //! - pageable host memory is copied before the call returns, and pinned memory when the stream runs the copy;

@@ -29,7 +29,7 @@ pub struct Device {
 #[derive(Default)]
 pub struct Tables {
     last: usize,
-    /// The streams, by handle. The handle of a default stream is the handle of its device.
+    /// The streams, by handle. The key of a default stream is the index of its device.
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,

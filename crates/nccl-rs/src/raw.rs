@@ -132,8 +132,8 @@ macro_rules! table {
             ///
             /// # Safety
             ///
-            /// A symbol with one of these names in the library must be the function that `nccl.h` declares. The library must
-            /// stay loaded as long as any of the functions may be called.
+            /// A symbol with one of these names in the library must be the function that `nccl.h` declares. The library
+            /// must stay loaded as long as any of the functions may be called.
             #[must_use]
             pub unsafe fn of(library: &libloading::Library) -> Self {
                 Self {

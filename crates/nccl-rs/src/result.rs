@@ -149,7 +149,8 @@ impl Nccl {
         Ok(id)
     }
 
-    /// Creates the communicator of a rank (`ncclCommInitRankConfig`), on the CUDA device that is current in this thread.
+    /// Creates the communicator of a rank (`ncclCommInitRankConfig`), on the CUDA device that is current in this
+    /// thread.
     ///
     /// While the creation is in progress, the communicator may only be polled or aborted.
     ///

@@ -76,7 +76,8 @@ impl Case {
         }
     }
 
-    /// Asserts that replicas in `found` are equal, and that floats differ from `expected` by at most four rounding errors.
+    /// Asserts that replicas in `found` are equal, and that floats differ from `expected` by at most four rounding
+    /// errors.
     #[track_caller]
     pub(crate) fn assert_near(&self, found: ConvertedOutput, expected: &ConvertedOutput) {
         let (mut found, expected) = (found.files, &expected.files);

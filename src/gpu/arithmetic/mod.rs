@@ -11,7 +11,8 @@
 //! - sums have the same types as on the host, and partial values are added in the same order;
 //! - additions, products and divisions follow IEEE 754, rounded to nearest: the NVRTC options forbid fused operations,
 //!   keep subnormals and request exact division;
-//! - each rounding to a narrower float is done by integer arithmetic on the bits, or by a conversion that IEEE 754 defines;
+//! - each rounding to a narrower float is done by integer arithmetic on the bits, or by a conversion that IEEE 754
+//!   defines;
 //! - a NaN result gets the bits that the host would give it, whatever the device computed;
 //! - integer sums have 128 bits, as on the host.
 

@@ -72,8 +72,8 @@ enum Nan { PAYLOAD, SIGNED, FIXED };
 
 #define FNUZ_NAN 0x80
 
-// A format with sign, exponent and MANTISSA bits. FIRST_BEYOND is the smallest f32 that rounds beyond the largest finite
-// value, and BEYOND is stored for it.
+// A format with sign, exponent and MANTISSA bits. FIRST_BEYOND is the smallest f32 that rounds beyond the largest
+// finite value, and BEYOND is stored for it.
 template <typename Stands, u32 MANTISSA, u32 BIAS, u32 FIRST_BEYOND, u32 BEYOND, Nan KIND, u32 NAN_BITS>
 struct Narrow {
     typedef Stands Bits;

@@ -32,7 +32,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a device.
+    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a
+    /// device.
     #[must_use]
     pub fn max_ctas(self, blocks: u16) -> Self {
         Self { max_ctas: Some(blocks) }

@@ -23,7 +23,8 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Load`](crate::Error::Load) with each name that was tried and the reason why it could not be loaded.
+    /// Returns [`Error::Load`](crate::Error::Load) with each name that was tried and the reason why it could not be
+    /// loaded.
     ///
     /// # Safety
     ///
