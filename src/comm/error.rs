@@ -11,7 +11,7 @@ pub struct CommError {
     pub rank: Peer,
     /// The operation during which this process noticed the error.
     pub op: &'static str,
-    /// What happened.
+    /// A description of the error.
     pub detail: String,
     /// The next step for the user.
     pub hint: Option<String>,

@@ -31,7 +31,7 @@ pub(crate) enum FailureReason {
     /// The signal that stopped the process, as an index into [`STOPPING`].
     #[serde(serialize_with = "write_signal", deserialize_with = "read_signal")]
     Stopped(usize),
-    /// What another process observed: `its process ended`.
+    /// The observation of another process: `its process ended`.
     Seen(String),
 }
 
@@ -108,6 +108,8 @@ impl FirstFailure {
         self.0.get()
     }
 
+    /// Returns the recorded failure as an error, if there is one.
+    ///
     /// # Errors
     /// `Comm` naming the process that has ended, `Stopped` if a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::exec::cast::Cast;
 
-/// Where values are cast to the dtype of the target.
+/// The place where values are cast to the dtype of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Casting {
     /// The writer casts values when it assembles the write blocks.

@@ -75,7 +75,7 @@ pub struct NeededTile {
     /// The source of each partial value. If there are no partial values, the list has one entry, the source of the
     /// values.
     pub sources: Vec<SourceElements>,
-    /// How the partial values are reduced; `None` if the values are copied.
+    /// The reduction of the partial values; `None` if the values are copied.
     pub reducer: Option<Reducer>,
 }
 

@@ -79,7 +79,7 @@ pub struct ArrivingTile {
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// How the values of a part of a tile are obtained.
+/// The way in which the values of a part of a tile are obtained.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
     /// Values are copied from the stage and from the first phase. The list is empty if the values arrive in the second
@@ -101,7 +101,7 @@ pub struct CopyDestination<'a> {
     pub range: &'a Range<usize>,
     /// The copies, each with the buffer that it reads.
     pub copies: &'a [(ByteOrigin, StridedCopy)],
-    /// True if the copies may leave parts of the range unwritten, which must be 0.
+    /// True if the copies may leave parts of the range unwritten. These parts must be 0.
     pub has_gaps: bool,
 }
 

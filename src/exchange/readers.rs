@@ -40,9 +40,9 @@ pub struct Topology {
     pub visibility: FileVisibility,
     /// The node of each rank.
     pub nodes: Vec<u32>,
-    /// Which replica to read.
+    /// The rule that selects one of several replicas to read.
     pub replica_choice: ReplicaChoice,
-    /// How to reduce partial values.
+    /// The method for reducing partial values.
     pub reducing: ReductionMethod,
 }
 

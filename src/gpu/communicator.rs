@@ -331,7 +331,7 @@ pub(super) fn lent<V>(
     })
 }
 
-/// Returns the union of ranges if they have equal lengths and follow each other without gaps.
+/// Returns the union of the ranges. Returns `None` unless they have equal lengths and follow each other without gaps.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

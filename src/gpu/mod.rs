@@ -59,7 +59,7 @@ pub struct Gpu {
     /// The device.
     pub device: Arc<Device>,
     nccl: Result<nccl::Library, String>,
-    /// How strided copies are made.
+    /// The method for strided copies.
     pub packer: Packer,
     kernels: Kernels,
     arithmetic: OnceLock<Result<Arithmetic, String>>,

@@ -29,7 +29,7 @@ pub enum Kernels {
     Off,
 }
 
-/// Whether two ranks may use the same device.
+/// The permission for two ranks to use the same device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     #[default]

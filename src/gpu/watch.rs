@@ -94,6 +94,8 @@ impl NcclState {
         Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
     }
 
+    /// Calls `body` with the NCCL communicator. If `body` fails, aborts NCCL.
+    ///
     /// # Errors
     /// The reason why NCCL was aborted, now or earlier.
     pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, AbortReason> {
@@ -126,6 +128,8 @@ pub(super) struct NcclWatch {
 }
 
 impl NcclWatch {
+    /// Starts the thread. `own` is this rank.
+    ///
     /// # Errors
     /// `Usage` if no thread can be started.
     pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {

@@ -55,7 +55,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
 /// A hint that works in every environment.
 pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
 
-/// Returns the part of a worker of torchrun, whose agents set all of these variables.
+/// Returns the part of a process that torchrun started. The agents of torchrun set all of these variables.
 pub(super) fn torchrun(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "TORCHELASTIC_RUN_ID").is_none() {
         return Ok(None);

@@ -123,7 +123,7 @@ impl Launcher {
     }
 }
 
-/// How this process was started, and its part of the work.
+/// The way in which this process was started, and its part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The part of this process.
@@ -179,7 +179,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
     })
 }
 
-/// Returns the part that the command line defines, and the launcher that started this process.
+/// Returns the part that the command line defines, with the launcher that started this process.
 fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),

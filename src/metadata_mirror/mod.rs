@@ -45,7 +45,7 @@ pub struct MetadataMirror {
     written: u64,
 }
 
-/// What SRC is: a folder or a file.
+/// The kind of SRC: a folder or a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum SourceKind {
     Folder,

@@ -6,10 +6,10 @@
 //! processes act on the same state, only one succeeds, and the other process sees that.
 //!
 //! ```text
-//! nothing ------- make ------> partial folder -- take lease, look again --> Work
+//! nothing ------ create -----> partial folder -- acquire lease, check again --> Work
 //!    ^  \                        |    |   |
-//!    |   published before: Done  |    |   another run lives, or --resume is missing: error
-//!    +------- throw away --------+    in doubt: watch
+//!    |   published before: Done  |    |   another run is alive, or --resume is missing: error
+//!    +--------- delete ----------+    not known whether another run is alive: watch
 //! ```
 
 use std::fs;
@@ -29,7 +29,7 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::lookup;
 
-/// Whether a process may work in a partial folder, decided from the leases in it.
+/// The decision whether a process may work in a partial folder. It depends on the leases in the folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
     /// The process may acquire this generation of the lease.

@@ -21,7 +21,7 @@ use crate::storage::AnchoredPath;
 /// The time between two journal records. A killed run has to repeat at most the work of this time.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// Whether the end of a run is recorded in the journal.
+/// The choice whether the end of a run is recorded in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
     /// No record: publishing follows immediately.

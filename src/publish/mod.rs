@@ -9,24 +9,24 @@
 //!
 //! ```text
 //! .NAME.dtshard-partial/
-//!     plan.json                what is being written
-//!     about.json               the same for people: options and source files
+//!     plan.json                the plan: which output is written
+//!     about.json               the plan, readable for users: options and source files
 //!     part-2-of-4.0.lease      which process works on part 2, generation 0
 //!     seal.0.lease             which process seals
-//!     work-1f0c96a2b7d4/       has the id of the plan in its name, which no other folder ever has
+//!     work-1f0c96a2b7d4/       its name contains the id of the plan, which no other folder ever has
 //!         data/                    the output
-//!         part-2-of-4.0.journal    what the process with that lease has finished
+//!         part-2-of-4.0.journal    the byte ranges that the process with that lease has finished
 //! ```
 //!
 //! ```text
-//! absent -- make --> partial -- all parts finished --> sealed -- rename --> published -- tidy --> absent
+//! absent - create -> partial -- all parts finished --> sealed -- rename --> published -- clean up --> absent
 //!    ^                  |  ^                             |
-//!    |                  |  +--- a dead holder's next generation takes over
-//!    +---- throw away (--restart; nothing recorded) ----+
+//!    |                  |  +--- another process takes over, with the next generation of the lease
+//!    +--- delete (--restart, or nothing recorded) -------+
 //! ```
 //!
-//! Invariant: all decisions are made by links, creation with `O_EXCL` and renames, the only operations that are atomic
-//! on a network file system.
+//! Invariant: all decisions are made by hard links, creation with `O_EXCL`, and renames, because only these operations
+//! are atomic on a network file system.
 
 mod acquire;
 mod cleanup;
@@ -75,7 +75,7 @@ pub enum DestinationKind {
     File,
 }
 
-/// What a process is going to do at a destination, and its options for existing files.
+/// The intention of a process at a destination, and its options for existing files.
 #[derive(Clone, Debug)]
 pub struct Claim {
     /// True if an existing destination is to be replaced; `replace_check` has to accept the replacement.

@@ -128,7 +128,7 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     Ok(())
 }
 
-/// What exists at the path of the partial folder.
+/// The object at the path of the partial folder.
 pub(super) enum FoundPartial {
     Nothing,
     /// A file, or a folder without a valid plan: another version of dtshard or another program created it.

@@ -15,7 +15,7 @@ use super::direct::ALIGNMENT;
 use super::mapping;
 use crate::error::{Error, Result};
 
-/// How source bytes are read.
+/// The method for reading source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
     /// Files are mapped, and bytes are copied from the mapping: best on local file systems.

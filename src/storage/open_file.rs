@@ -27,7 +27,7 @@ pub struct OpenFile {
     pub(super) map: OnceLock<Option<Mapping>>,
     /// The counter of [`super::Files::bytes_read`].
     pub(super) bytes_read: Arc<AtomicU64>,
-    /// What to do before each read: record it or limit it.
+    /// The action before each read: record the range, or limit it to the available bytes.
     pub(super) read_check: Option<ReadCheck>,
 }
 

@@ -35,6 +35,8 @@ struct Access {
 unsafe extern "C" {
     safe fn stand_in_kernel(number: u32) -> *const c_char;
 
+    /// Runs a kernel on the host.
+    ///
     /// # Safety
     /// There is a kernel with this number, and the list has this many allocations.
     fn stand_in_launch(

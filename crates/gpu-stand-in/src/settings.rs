@@ -15,13 +15,13 @@ pub struct Settings {
     pub memory: usize,
     /// The delay of each work item on a stream: `GPU_STAND_IN_DELAY_US` (default 200).
     pub delay: Duration,
-    /// How NCCL reacts to a dead peer: `GPU_STAND_IN_LOST_PEERS`.
+    /// The reaction of NCCL to a dead peer: `GPU_STAND_IN_LOST_PEERS`.
     pub lost_peers: LostPeers,
     /// The fault to inject, and when: `GPU_STAND_IN_FAULT`.
     pub(crate) fault: Option<Planned>,
 }
 
-/// How NCCL reacts to a dead peer.
+/// The reaction of NCCL to a dead peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LostPeers {
     /// NCCL reports an asynchronous error, as over a network.

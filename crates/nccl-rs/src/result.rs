@@ -72,6 +72,8 @@ impl Nccl {
         Err(Error::Load { tried })
     }
 
+    /// Opens one library and finds its functions.
+    ///
     /// # Safety
     ///
     /// The conditions of [`Self::load`] hold.
@@ -100,7 +102,8 @@ impl Nccl {
         &self.table
     }
 
-    /// Returns the text for a code (`ncclGetErrorString`), or its name in `nccl.h` if there is no such function.
+    /// Returns NCCL's text for a code (`ncclGetErrorString`). If the library does not have this function, returns the
+    /// name of the code in `nccl.h`.
     #[must_use]
     pub fn error_string(&self, code: ncclResult_t) -> String {
         // SAFETY: the function takes any value, and returns null or a constant string.

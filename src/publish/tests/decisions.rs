@@ -18,7 +18,7 @@ fn admission_depends_on_lease_states() {
     for life in [Alive, Dead, Unsure] {
         assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Admission::Join { generation: 0 });
     }
-    // The same part.
+    // Another process works on the same part.
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });

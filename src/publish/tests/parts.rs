@@ -83,7 +83,7 @@ fn two_takeovers_of_one_part_admit_one() {
     }
 }
 
-/// At least one of two processes is refused if they divide the work differently; they never work at the same time.
+/// If two processes divide the work differently, at least one of them fails. They never work at the same time.
 #[test]
 fn two_divisions_of_the_work_exclude_each_other() {
     for _ in 0..50 {

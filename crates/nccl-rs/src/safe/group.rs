@@ -221,6 +221,8 @@ fn uneven(function: &'static str, what: &str, expected: usize, found: usize) -> 
 }
 
 impl Operation {
+    /// Queues the operation.
+    ///
     /// # Safety
     ///
     /// The conditions of [`Group::queue`] hold.

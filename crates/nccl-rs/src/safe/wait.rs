@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::result::Progress;
 use crate::{Error, Result};
 
-/// The first pause between two polls. Each pause is twice as long as the previous one.
+/// The first pause between two polls. Each later pause is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
 /// The longest pause. It is also the maximum time until a completed operation is noticed.
 const LONGEST: Duration = Duration::from_millis(5);
