@@ -10,7 +10,7 @@
 //!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
 //!                |  range      |           |    |    |             |                              CRC-32
 //!                file          |           |    |    |             values lost by casts
-//!                              |           |    len  CRC-32 of a part of a span
+//!                              |           |    len  CRC-32 of a checksum part
 //!                              digest      offset
 //! ```
 //!

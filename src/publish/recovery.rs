@@ -3,8 +3,8 @@
 //! Killed processes, or processes on nodes that crashed, wrote some of the journals. A truncated journal is valid up to
 //! its last complete record. If recorded work cannot be validated, it is repeated.
 //!
-//! Unit: bytes. Invariant: `done` is within the files, no byte range of `done` comes from two entries, and the checksum
-//! parts in `sums` are within `done`.
+//! Unit: bytes. Invariant: `done` is within the files, and no byte range of `done` comes from two entries. Each checksum
+//! part in `sums` is within `done`, and within the byte range of one checksum (a span).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read};
@@ -21,7 +21,8 @@ use crate::exec::digest::{Digest, for_each_block};
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Reporter, Stop, add_cast_losses};
 use crate::storage::{AnchoredPath, uncached};
 
-/// The maximum length of a journal line. A longer line counts as damaged.
+/// The maximum length of a journal line. A longer line counts as damaged, because its checksum parts would not fit in
+/// memory.
 const MAX_LINE_BYTES: u64 = 256 << 20;
 
 /// The completed work.

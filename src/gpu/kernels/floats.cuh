@@ -66,8 +66,8 @@ struct F32 {
     }
 };
 
-// How the bits of a NaN are chosen: quiet, with the sign and the part of the payload that fits; or NAN with the sign;
-// or NAN.
+// The bits of a NaN. PAYLOAD: quiet, with the sign and the part of the payload that fits. SIGNED: NAN with the sign.
+// FIXED: NAN.
 enum Nan { PAYLOAD, SIGNED, FIXED };
 
 #define FNUZ_NAN 0x80
