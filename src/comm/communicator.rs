@@ -1,14 +1,14 @@
-//! Communicator: connects the processes of one run, moves tensor bytes between them and passes small messages.
+//! Communicator: connects the processes of one run, moves tensor bytes between them, and passes small messages.
 //!
-//! [`Communicator::exchange`] and [`Communicator::all_gather`] move tensor bytes from memory to memory: host memory or
-//! device memory, depending on the implementation. They correspond to `all_to_all_single` with split sizes and an
-//! uneven `all_gather` in `torch.distributed`. [`Communicator::gather`] passes small messages (the work to do,
-//! success or failure), always from host memory.
+//! [`Communicator::exchange`] and [`Communicator::all_gather`] move tensor bytes from memory to memory. The
+//! implementation decides whether this is host memory or device memory. The two methods correspond to
+//! `all_to_all_single` with split sizes and to `all_gather` with different sizes in `torch.distributed`.
+//! [`Communicator::gather`] passes small messages (the work to do, success or failure), always from host memory.
 //!
 //! All operations are collective: every process calls the same operations in the same order, and an operation returns
-//! only when this process has received everything that it expects. Counts bytes. Invariant: if a process fails or
-//! disappears, the current or the next operation of every other process returns an error that names it; no process
-//! waits forever.
+//! when this process has received everything that it expects. Unit: bytes. Invariant: if a process fails or disappears,
+//! the current or the next operation of every other process returns an error that names this process; no process waits
+//! forever.
 
 use std::ops::Range;
 
@@ -25,13 +25,13 @@ pub trait Communicator: Sync {
     /// Returns the number of ranks.
     fn size(&self) -> u32;
 
-    /// Sends a range of `outgoing` to each rank and receives a range of `incoming` from each rank: an all-to-all of
-    /// uneven lengths. Both lists have one entry for each rank. The range sent to a rank must be as long as the range
-    /// that this rank receives; an empty range is not sent. The entries of this rank itself are empty: a rank sends
-    /// nothing to itself.
+    /// Sends a range of `outgoing` to each rank, and receives a range of `incoming` from each rank: an all-to-all with
+    /// different lengths. Both lists have one entry for each rank. The range sent to a rank must be as long as the
+    /// range that the other rank receives. An empty range is not sent. A rank sends nothing to itself, so its own
+    /// entries are empty.
     ///
     /// # Errors
-    /// `Comm` naming the rank that is gone, or that has sent another length.
+    /// `Comm` naming the rank that has ended, or that has sent a different length.
     fn exchange(
         &self,
         outgoing: &Self::Memory,
@@ -40,19 +40,20 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Copies the range of `memory` that each rank owns to all other ranks: an all-gather of uneven lengths, in place.
-    /// All ranks pass the same ranges, one for each rank, in any order, and ranges do not overlap; an empty range is
-    /// skipped.
+    /// Copies the range of `memory` that each rank owns to all other ranks: an all-gather with different lengths, in
+    /// place. All ranks pass the same list, which has one range for each rank. The ranges may be in any order and do
+    /// not overlap. An empty range is skipped.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
     fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// Returns the bytes moved by [`Communicator::exchange`] and [`Communicator::all_gather`]. All-gathers are counted
-    /// as a ring, in which each rank forwards to the next rank.
+    /// Returns the bytes that [`Communicator::exchange`] and [`Communicator::all_gather`] have moved. An all-gather is
+    /// counted as a ring, in which each rank forwards the bytes to the next rank.
     fn traffic(&self) -> Traffic;
 
-    /// Collects one message from every rank, this rank included, in rank order. Meant for kilobytes, not for tensors.
+    /// Collects one message from every rank, including this rank, in rank order. Meant for messages of kilobytes, not
+    /// for tensors.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
@@ -66,13 +67,13 @@ pub trait Communicator: Sync {
         self.gather(&[]).map(drop)
     }
 
-    /// Votes: every rank reports success or the reason of its failure. All ranks get the same result.
+    /// Collective vote: every rank reports success, or the reason of its failure. All ranks get the same result.
     ///
     /// # Errors
-    /// `Comm` naming the first rank that failed, with its reason; and as [`Communicator::exchange`].
+    /// `Comm` naming the first rank that failed, with its reason; and the errors of [`Communicator::exchange`].
     fn vote(&self, mine: Result<(), &str>) -> Result<()> {
         const OP: &str = "vote";
-        // The reason may be empty, so a prefix marks a failure.
+        // The reason may be empty, so a prefix marks the failure.
         let message = mine.map_or_else(|against| [b"-", against.as_bytes()].concat(), |()| Vec::new());
         for (rank, reply) in (0..).zip(self.gather(&message)?) {
             if let Some((_, against)) = reply.split_first() {
@@ -82,17 +83,17 @@ pub trait Communicator: Sync {
         Ok(())
     }
 
-    /// Continues if all ranks succeeded. A rank that failed returns its own error; the others return an error that
-    /// names it.
+    /// Returns the value if all ranks succeeded. Otherwise a failed rank returns its own error, and the other ranks
+    /// return an error that names the failed rank.
     ///
     /// # Errors
-    /// `mine`, and as [`Communicator::vote`].
+    /// The error in `mine`, and the errors of [`Communicator::vote`].
     fn all_ok<T>(&self, mine: Result<T>) -> Result<T>
     where
         Self: Sized,
     {
         if let Err(error @ Error::Stopped(_)) = &mine {
-            // This rank stops without voting.
+            // A rank that was stopped by a signal does not vote.
             self.fail(error);
             return mine;
         }
@@ -105,17 +106,17 @@ pub trait Communicator: Sync {
     /// Checks that all ranks are still present, without waiting. Call it during long local work.
     ///
     /// # Errors
-    /// `Comm` naming the rank that is gone.
+    /// `Comm` naming the rank that has ended.
     fn check(&self) -> Result<()>;
 
-    /// Notifies all other ranks that this rank ends because of an error. Their current and later operations return an
-    /// error that names this rank, with this message or the signal that stopped this rank.
+    /// Notifies all other ranks that this rank ends because of an error. From then on, their operations return an error
+    /// that names this rank, with the message of `error` or the signal that stopped this rank.
     fn fail(&self, error: &Error);
 
     /// Leaves the run in an orderly way. Dropping a communicator without calling this counts as failure.
     ///
     /// # Errors
-    /// The errors of [`Communicator::exchange`], in implementations whose rank waits for the others to leave.
+    /// The errors of [`Communicator::exchange`], if the implementation waits for the other ranks to leave.
     fn leave(self) -> Result<()>
     where
         Self: Sized;
@@ -126,12 +127,12 @@ pub trait FailureNotes: Send + Sync {
     /// Checks that all processes are still present, without waiting.
     ///
     /// # Errors
-    /// `Comm` naming the process that is gone.
+    /// `Comm` naming the process that has ended.
     fn check(&self) -> Result<()>;
 
     /// Notifies all other processes that this process ends because of an error.
     fn fail(&self, error: &Error);
 
-    /// Leaves the run after the work of this process is complete.
+    /// Leaves the run in an orderly way, after this process has completed its work.
     fn leave(&self);
 }

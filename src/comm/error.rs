@@ -2,22 +2,22 @@
 
 use std::fmt;
 
-/// Another process of the run is gone, or is in a different operation.
+/// Another process of the run has ended, or runs a different operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]
 pub struct CommError {
     /// The other process.
     pub rank: Peer,
-    /// The operation in which the error appeared.
+    /// The operation during which this process noticed the error.
     pub op: &'static str,
-    /// The problem.
+    /// A description of the error.
     pub detail: String,
     /// The next step for the user.
     pub hint: Option<String>,
 }
 
-/// A process of the run, as far as it is known: `process 2 of 4 (n1, pid 4711)`, counted from 0.
+/// A process of the run, with everything that is known about it: `process 2 of 4 (n1, pid 4711)`, counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The number of the process, from 0.

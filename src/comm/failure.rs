@@ -1,7 +1,7 @@
-//! Records which process failed first, and why: every later operation returns that failure.
+//! The first failure of a run: which process failed, and why. Every later operation returns this failure.
 //!
-//! Invariant: the first failure is kept. Later failures are consequences of the first (ranks end because another rank
-//! ended) and would hide it.
+//! Invariant: the first failure is kept. Later failures are its consequences (ranks end because another rank ended) and
+//! would hide it.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -14,19 +14,19 @@ use crate::error::{Error, Result, STOPPING, Stopped};
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-/// A process that is gone, and the reason, as leases and messages contain it.
+/// A process that has ended, and the reason. Leases and messages contain this value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,
     pub why: FailureReason,
 }
 
-/// The reason why a process is gone. A process stopped by a signal has not failed: all processes stop and may be
+/// The reason why a process has ended. A process that a signal stopped has not failed: all processes stop and may be
 /// restarted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum FailureReason {
-    /// The message of the error that ended the process.
+    /// The message of the error because of which the process ended.
     Failed(String),
     /// The signal that stopped the process, as an index into [`STOPPING`].
     #[serde(serialize_with = "write_signal", deserialize_with = "read_signal")]
@@ -79,8 +79,8 @@ impl From<String> for FailureReason {
 }
 
 impl PeerFailure {
-    /// Returns the reason why process `rank` ends with this error. If a signal stopped another process, the reason
-    /// names that process.
+    /// Returns the reason why process `rank` ends with this error. If the error is that another process was stopped by
+    /// a signal, the reason names that other process.
     pub fn because_of(error: &Error, rank: u32) -> Self {
         if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
             && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
@@ -99,7 +99,7 @@ impl PeerFailure {
 }
 
 impl FirstFailure {
-    /// Records the first failure. Returns true if no failure was recorded before.
+    /// Records a failure, unless an earlier failure is recorded. Returns true if this failure is the first.
     pub fn seal(&self, gone: PeerFailure) -> bool {
         self.0.set(gone).is_ok()
     }
@@ -108,20 +108,23 @@ impl FirstFailure {
         self.0.get()
     }
 
+    /// Returns the recorded failure as an error, if there is one.
+    ///
     /// # Errors
-    /// `Comm` naming the process that is gone, `Stopped` if a signal stopped it.
+    /// `Comm` naming the process that has ended, `Stopped` if a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.0.get().map_or(Ok(()), |gone| Err(gone.error(op)))
     }
 }
 
-/// The reason if the process no longer exists.
+/// The reason for a process that no longer exists.
 pub(crate) const ENDED: &str = "its process ended";
-/// The reason if the communicator was dropped after an error or a panic that the other processes were not notified of.
+/// The reason for a process whose communicator was dropped after an error or a panic, without a notification to the
+/// others.
 pub(crate) const DROPPED: &str = "ended by an error; its own output has the details";
 pub(crate) const LEFT: &str = "has left before the others finished";
 
-/// Returns the error for two ranks that disagree about the length of a message.
+/// Returns the error for a message whose sender and receiver expect different lengths.
 pub(super) fn other_length(rank: u32, op: &'static str, expected: u64, sent: u64) -> Error {
     Error::comm(rank, op, format!("expected {expected} bytes, received {sent}"))
 }

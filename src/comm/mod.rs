@@ -1,7 +1,7 @@
-//! Communicators: connect the processes of one run, move tensors and exchange small messages.
+//! Communicators: connect the processes of one run, move tensors between them, and exchange small messages.
 //!
-//! A [`Communicator`] connects the processes: [`Local`] between threads, NCCL between GPUs, MPI between hosts. Each
-//! process gets its number from [`launch`](crate::launch).
+//! A [`Communicator`] connects the processes: [`Local`] connects threads, NCCL connects GPUs, and MPI connects hosts.
+//! Each process gets its number from [`launch`](crate::launch).
 
 mod communicator;
 pub(crate) mod error;

@@ -1,16 +1,17 @@
-//! MPI between hosts: a communicator over the MPI library that this program was built with.
+//! A communicator over the MPI library with which this program was built. It connects processes on several hosts.
 //!
-//! Every operation begins with a header from each rank to each other rank: the operation, its number, and the number of
-//! bytes that follow. A rank moves the bytes once it has matching headers from all other ranks; all other ranks then do
-//! the same, because they get the same headers. A rank that ends sends a final message instead of a header. The other
-//! ranks receive it before any bytes of that operation are sent, so no transfer stays unfinished, and MPI can be
-//! finalised after an error as well.
+//! Every operation begins with a header from each rank to each other rank. The header contains the operation, its
+//! number, and the number of bytes that follow. A rank sends the bytes only after it has received matching headers from
+//! all other ranks; all ranks then send their bytes, because they all have the same headers. A rank that ends sends a
+//! final message instead of a header. The other ranks receive it before they send any bytes of that operation.
+//! Therefore no transfer stays unfinished, and MPI can be finalised after an error as well.
 //!
-//! A rank that is killed sends no final message: its launcher, mpirun or srun, ends the other processes of the job.
+//! A rank that is killed sends no final message. Its launcher, mpirun or srun, then ends the other processes of the
+//! job.
 //!
-//! Threads take turns in calling MPI (`MPI_THREAD_SERIALIZED`), and no call blocks: a waiting thread polls and releases
-//! the lock between two polls. Counts bytes. Invariant: once a failure is recorded at this rank, its final message has
-//! been sent.
+//! Only one thread calls MPI at a time (`MPI_THREAD_SERIALIZED`), and no call blocks: a waiting thread polls, and
+//! releases the lock between two polls. Unit: bytes. Invariant: once a rank has recorded a failure, it has sent its
+//! final message.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -32,29 +33,29 @@ use super::traffic::{Counter, Traffic};
 use crate::error::{CommError, Error, Result};
 use crate::launch::{Env, Launch, Launcher, Part};
 
-/// The longest message: MPI counts with 32 bits, so longer transfers are split.
+/// The maximum length of one MPI message. MPI counts with 32 bits, so longer transfers are split.
 const LONGEST: usize = 16 << 20;
 
-/// The longest reason in a final message. JSON escapes may make it six times as long.
+/// The maximum length of a reason in a final message. JSON escapes may make the reason six times as long.
 const LONGEST_REASON: usize = 1 << 10;
 
-/// The memory for headers and final messages that are being sent, for each other rank.
+/// The length of the send buffer for headers and final messages, for each other rank.
 const BUFFER_A_RANK: usize = 8 << 10;
 
-/// The time that a finished process waits for the final messages of the others after an error.
+/// The time for which a finished process waits for the final messages of the others after an error.
 const ENDS_WITHIN: Duration = Duration::from_mins(1);
 
-/// The state of the MPI library. A thread that calls MPI holds the lock.
+/// The state of the MPI library. A thread holds the lock while it calls MPI.
 static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 
-/// The inboxes of dropped communicators that have not received the final messages of all other ranks.
+/// The inboxes of dropped communicators that have not received the final messages of all other ranks yet.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
 
-/// A check that every wait runs. An error ends the wait.
+/// A check that every wait calls repeatedly. If it returns an error, the wait ends.
 pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Returns whether a launcher that connects processes by MPI started this process and others: mpirun, or srun with
-/// `--mpi=`.
+/// Returns whether a launcher that connects processes by MPI has started several processes, including this one: mpirun,
+/// or srun with `--mpi=`.
 #[must_use]
 pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     match launch.launcher {
@@ -78,18 +79,18 @@ pub struct Mpi {
 
 struct State {
     inbox: Inbox,
-    /// The number of the last operation that has begun, counted from 1.
+    /// The number of the latest operation, counted from 1.
     number: u64,
     has_left: bool,
 }
 
-/// The headers and final messages of the other ranks that have arrived and are not processed yet.
+/// Headers and final messages of the other ranks that have arrived but are not processed yet.
 #[derive(Default)]
 struct Inbox {
     tag: i32,
     rank: u32,
     words: Vec<VecDeque<Word>>,
-    /// The ranks whose final message has arrived. A rank expects none from itself.
+    /// For each rank, whether its final message has arrived. Always true for this rank itself.
     is_last: Vec<bool>,
 }
 
@@ -126,17 +127,18 @@ impl Operation {
 struct Begun {
     /// The number of bytes that each rank sends to this rank.
     lens: Vec<usize>,
-    /// The error that stopped this process while it waited. The other ranks complete the operation, and so does this
-    /// rank.
+    /// The error that stopped this process while it waited. The other ranks complete the operation, so this rank
+    /// completes it too.
     stopped: Result<()>,
 }
 
 impl Mpi {
-    /// Initialises MPI and connects all processes that the launcher started. This process is `part` of them. Every wait
-    /// calls `going`, and an error from it ends this rank. Call this once, and keep a [`Finalize`] in `main`.
+    /// Initialises MPI and connects all processes that the launcher started. `part` is the part of this process. Every
+    /// wait calls `going`, and this rank ends if `going` returns an error. Call this function once, and keep a
+    /// [`Finalize`] in `main`.
     ///
     /// # Errors
-    /// `Usage` if MPI has another number for this process, has been initialised before, or does not support threads.
+    /// `Usage` if MPI assigns another number to this process, was initialised before, or does not support threads.
     pub fn world(part: Part, going: KeepGoing) -> Result<Self> {
         let (rank, size) = initialise()?;
         if (rank, size) != (part.index, part.of) {
@@ -151,7 +153,7 @@ impl Mpi {
         Ok(Self::with_tag(rank, size, 0, going))
     }
 
-    /// Connects the first `size` ranks of the world, with `tag` for headers and the next tag for bytes.
+    /// Connects the first `size` ranks of the world. `tag` is the MPI tag of headers; the next tag is for tensor bytes.
     pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
@@ -200,7 +202,7 @@ impl Mpi {
         }
     }
 
-    /// Ends this rank for this reason, unless it has ended.
+    /// Ends this rank for this reason, unless it has already ended.
     fn end(&self, state: &State, gone: PeerFailure) {
         if state.has_left || !self.first_failure.seal(gone) {
             return;
@@ -210,7 +212,7 @@ impl Mpi {
         self.tell_all(state, |_| Word::Failed(gone.clone()));
     }
 
-    /// Checks whether to continue, and ends this rank if not.
+    /// Checks whether this rank may continue, and ends this rank if not.
     fn ask(&self) -> Result<()> {
         (self.going)().inspect_err(|error| Communicator::fail(self, error))
     }
@@ -252,7 +254,7 @@ impl Mpi {
         }
     }
 
-    /// Moves the bytes of an operation that has begun.
+    /// Moves the bytes of an operation after [`Self::begin`].
     fn transfer<'a>(&self, to: impl Iterator<Item = (u32, &'a [u8])>, from: Vec<(u32, &'a mut [u8])>) {
         let tag = self.state().inbox.tag + 1;
         mpi::request::scope(|scope| {
@@ -301,7 +303,7 @@ impl Mpi {
             let sent = lens[*rank as usize];
             if sent != place.len() {
                 wrong.get_or_insert((*rank, place.len(), sent));
-                // Received and dropped, so that the sender can complete its send.
+                // The bytes are received and dropped, so that the sender can complete its send.
                 *unwanted = vec![0; sent];
                 *place = &mut [];
             }
@@ -323,7 +325,7 @@ impl Mpi {
         stopped
     }
 
-    /// Checks that there is one range for each rank, and that each range is within the memory.
+    /// Checks that there is one range for each rank, and that each range is inside the memory.
     fn check_ranges(&self, operation: Operation, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
         let wrong = |detail: String| Err(Error::comm(self.rank, operation.name(), detail));
         if ranges.len() != self.size as usize {
@@ -335,7 +337,7 @@ impl Mpi {
         }
     }
 
-    /// Splits a memory into disjoint parts, by rank.
+    /// Splits a memory into disjoint parts, in the order of the ranks.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -470,18 +472,19 @@ impl Inbox {
         self.is_last.iter().all(|is_last| *is_last)
     }
 
-    /// Returns the rank that is gone, according to the final message of another rank.
+    /// Returns the rank that has ended, if a final message of another rank names it.
     fn gone(&self) -> Option<PeerFailure> {
         self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
     }
 
-    /// Takes the headers of all other ranks once they have arrived: the announced length of each rank.
+    /// Takes the headers of all other ranks, once all of them have arrived. Returns the length that each rank
+    /// announces.
     ///
     /// # Errors
-    /// A rank that does not take part.
+    /// The reason why a rank does not take part in the operation.
     fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, PeerFailure> {
         let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
-        // The original failure is reported before its consequences.
+        // The original failure is reported rather than one of its consequences.
         if let Some(gone) = firsts().find_map(|(_, word)| word?.gone()) {
             return Err(gone);
         }
@@ -515,9 +518,9 @@ impl Word {
     }
 }
 
-/// Finalises MPI when it is dropped, if MPI was initialised: at the end of `main`, when all communicators are dropped
-/// and errors have been printed. After an error it waits for the other processes to notice, and aborts the job if one
-/// does not.
+/// Finalises MPI when it is dropped, if MPI was initialised. This is at the end of `main`, when all communicators are
+/// dropped and errors have been printed. After an error it waits until the other processes have noticed the error, and
+/// aborts the job if one of them does not.
 #[must_use = "MPI is finalised when this is dropped"]
 #[derive(Debug, Default)]
 pub struct Finalize(());
@@ -541,7 +544,7 @@ impl Drop for Finalize {
     }
 }
 
-/// The delay between two polls: short at first, since most replies arrive soon.
+/// The delay between two polls. It is short at first, because most replies arrive soon.
 #[derive(Default)]
 struct Pause(u32);
 

@@ -1,4 +1,4 @@
-//! The node that this process runs on, by names that are the same for all processes.
+//! Names of the node on which this process runs. All processes on a node get the same names.
 
 /// Returns the host name, if the node has one.
 #[must_use]
@@ -7,7 +7,7 @@ pub fn this_host() -> Option<String> {
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Returns the kernel's id of the current boot, if it is available.
+/// Returns the id that the kernel gives to the current boot, if it is available.
 #[must_use]
 pub fn this_boot() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;

@@ -1,7 +1,7 @@
-//! The identity of a process: a name that is the same on every node, and a check whether the process is alive.
+//! The identity of a process: a name that is valid on every node, and a check whether the process is alive.
 //!
-//! On the node of the process, `/proc` shows whether it is alive. On other nodes, and in other containers, this is
-//! unknown.
+//! `/proc` shows whether a process on the same node is alive. For processes on other nodes, or in other containers,
+//! this is unknown.
 
 use std::fmt;
 use std::fs;
@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use super::node::{this_boot, this_host};
 
-/// The identity of a process, by which other processes on its node can find it.
+/// The identity of a process. Other processes on the same node can check whether this process is alive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// The boot id. This field and the others are empty if the system does not provide them.
+    /// The boot id. Each field is empty if the system does not provide it.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
@@ -45,7 +45,7 @@ impl Process {
         }
     }
 
-    /// Returns whether the process is alive, `None` if that cannot be determined from here.
+    /// Returns whether the process is alive, as seen from the process `here`. Returns `None` if this is unknown.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
@@ -61,17 +61,18 @@ impl Process {
     }
 }
 
-/// Returns when a process started, `None` for a process that has ended and is still listed as a zombie.
+/// Returns when a process started. Returns `None` if the process has ended but is still listed as a zombie.
 fn start_of(pid: u32) -> io::Result<Option<u64>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // proc(5): the name in parentheses may contain any characters; the state and the start (field 22) follow it.
+    // proc(5): the name in parentheses may contain any characters. The state and, as field 22, the start time follow
+    // the name.
     let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
     let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
     let start = fields.nth(18).and_then(|field| field.parse().ok());
     if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
-/// proc(5), hidepid: processes of other users may exist without being listed.
+/// Returns whether `/proc` may hide processes of other users: proc(5), `hidepid`.
 fn is_hidden(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))

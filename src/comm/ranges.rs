@@ -1,11 +1,12 @@
-//! Several disjoint ranges of one memory, borrowed at the same time.
+//! Borrows several disjoint ranges of one memory at the same time.
 
 use std::ops::Range;
 
-/// Returns views of these ranges of some memory, in any order; empty ranges get empty views.
+/// Returns a view of each of these ranges of some memory. The ranges may be in any order; an empty range gets an empty
+/// view.
 ///
 /// # Errors
-/// The first range that is not within the memory, or overlaps another range.
+/// The first range that is not inside the memory, or that overlaps another range.
 pub(crate) fn carved<V>(
     whole: V,
     split_at: fn(V, usize) -> Option<(V, V)>,

@@ -1,8 +1,8 @@
-//! Threads of one process as ranks: a communicator without a network, used in tests and as the reference for the
-//! others.
+//! A communicator whose ranks are threads of one process. It needs no network. Tests use it, and compare the other
+//! communicators with it.
 //!
-//! Messages are copied once out of the sender's memory and once into the receiver's memory; messages between the same
-//! two ranks keep their order. Counts bytes. Invariant: a rank that waits for a message of a rank that is gone gets an
+//! A message is copied twice: out of the sender's memory, and into the receiver's memory. Messages between the same two
+//! ranks keep their order. Unit: bytes. Invariant: if a rank waits for a message from a rank that has ended, it gets an
 //! error.
 
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
-/// One rank of several threads. Its memory is host memory.
+/// One rank, which is a thread of this process. Its memory is host memory.
 #[derive(Debug)]
 pub struct Local {
     rank: u32,
@@ -32,9 +32,9 @@ struct Mailboxes {
 
 #[derive(Debug)]
 struct MessageQueue {
-    /// Messages that are not received yet, by receiver and sender.
+    /// Messages that have not been received yet, by receiver and then by sender.
     waiting: Vec<Vec<VecDeque<Message>>>,
-    /// The reason why a rank sends nothing any more.
+    /// For each rank, the reason why it sends no more messages.
     silent: Vec<Option<&'static str>>,
 }
 
@@ -172,7 +172,7 @@ impl Communicator for Local {
     }
 
     fn fail(&self, error: &Error) {
-        // Holding the lock prevents a lost wake-up between the check and the wait.
+        // While this thread holds the lock, no other thread can miss the wake-up between its check and its wait.
         let _letters = self.letters();
         self.office.first_failure.seal(PeerFailure::because_of(error, self.rank));
         self.office.changed.notify_all();

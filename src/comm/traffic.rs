@@ -1,13 +1,13 @@
-//! Traffic: the number of tensor bytes moved between ranks, counted during transfers, so that tests can compare it with
-//! the plan.
+//! Traffic: the number of tensor bytes moved between ranks. It is counted during the transfers, so that tests can
+//! compare it with the plan.
 //!
-//! Counts bytes, without headers and small messages. Invariant: when all ranks have completed the same operation, the
-//! bytes sent by all ranks equal the bytes received by all ranks.
+//! Unit: bytes, without headers and small messages. Invariant: when all ranks have completed the same operation, the
+//! bytes sent by all ranks together equal the bytes received by all ranks together.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The bytes that a rank has sent to other ranks and received from them.
+/// The number of bytes that a rank has sent to other ranks, and received from other ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub sent: u64,
@@ -15,7 +15,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Returns the traffic since an earlier count.
+    /// Returns the traffic since `before`, an earlier count.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self { sent: self.sent - before.sent, received: self.received - before.received }
@@ -38,8 +38,8 @@ impl Counter {
         self.received.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Counts an all-gather of these ranges at this rank. The ring brings each range of the other ranks here, and this
-    /// rank forwards it unless the next rank owns it.
+    /// Counts an all-gather of these ranges at this rank. The ring brings the range of each other rank to this rank,
+    /// and this rank forwards it, unless the next rank owns it.
     pub fn round(&self, ranges: &[Range<usize>], rank: u32) {
         let len = |rank: usize| ranges[rank].len() as u64;
         let (rank, all) = (rank as usize, (0..ranges.len()).map(len).sum::<u64>());
@@ -47,8 +47,8 @@ impl Counter {
         self.sent(all - len((rank + 1) % ranges.len()));
     }
 
-    /// Counts a reduction of `len` bytes to `root` at one of `size` ranks. Each rank adds its values and forwards the
-    /// sum to the next rank, the last one to the root.
+    /// Counts, at one of `size` ranks, a reduction of `len` bytes to rank `root`. Each rank adds its values to the sum
+    /// and sends the sum to the next rank. The root is the last rank.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);

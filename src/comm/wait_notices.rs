@@ -1,7 +1,7 @@
 //! Waiting for other processes: the time limit, the checks that end a wait early, and the lines that report a wait.
 //!
-//! A user at a silent terminal does not know which process is missing until the deadline. A process therefore reports
-//! which processes it waits for: the first time after a short delay, later less often.
+//! If the terminal stays silent, the user does not know which process is missing until the time limit. Therefore a
+//! process reports which processes it waits for: the first time after a short delay, and later less often.
 
 use std::cell::Cell;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy)]
 pub struct WaitNotices<'a> {
     pub limit: Duration,
-    /// The delay before the first report; later reports follow at intervals of `again`.
+    /// The delay before the first report. Later reports follow at intervals of `again`.
     pub first: Duration,
     pub again: Duration,
     pub tell: &'a (dyn Fn(&str) + Sync),
@@ -25,7 +25,7 @@ impl WaitNotices<'_> {
     }
 }
 
-/// Reports to the user what a process waits for, through [`WaitNotices`].
+/// Reports to the user which process or event this process waits for, as [`WaitNotices`] describes.
 #[derive(Clone)]
 pub struct WaitReporter {
     /// See [`WaitNotices::first`].
@@ -53,7 +53,7 @@ impl fmt::Debug for WaitReporter {
     }
 }
 
-/// One wait.
+/// One wait of a process, with its time limit.
 pub struct Wait<'a> {
     notices: WaitNotices<'a>,
     begun: Instant,
@@ -90,8 +90,8 @@ impl<'a> Wait<'a> {
         is_due
     }
 
-    /// Reports the wait and returns the reported text. `what` is `waiting for WHOM`; `why` is the cause of the delay,
-    /// if it is known.
+    /// Reports the wait, and returns the text of the report. `what` is `waiting for ...`; `why` is the cause of the
+    /// delay, if it is known.
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());

@@ -1,5 +1,6 @@
-//! Buffer pool: reuses the host memory of rounds. Allocating the buffers of each round would be slow: the kernel would clear
-//! as many pages as bytes are moved, and pinned memory takes even longer to allocate. Counts bytes.
+//! Buffer pool: reuses the host memory of rounds. Allocating new buffers for each round would be slow, because the
+//! kernel would clear as many pages as bytes are moved, and because pinned memory takes even longer to allocate. Unit:
+//! bytes.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,10 +32,11 @@ impl<M: HostMemory> BufferPool<M> {
     pub fn buffer(self: &Arc<Self>, len: usize) -> Result<PooledBuffer<M>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.iter().position(|memory| memory.as_ref().len() >= len).map(|at| free.swap_remove(at));
-        // Rounds have about the same length, so a buffer that is too short now would be too short again.
+        // Rounds have about the same length, so a buffer that is too short for this round would be too short for later
+        // rounds as well.
         let too_short = if fitting.is_none() { free.pop() } else { None };
         drop(free);
-        // Freeing pinned memory takes time, so it happens without the lock.
+        // Freeing pinned memory takes time, so this happens after the lock is released.
         drop(too_short);
         let memory = match fitting {
             Some(memory) => memory,
@@ -46,7 +48,7 @@ impl<M: HostMemory> BufferPool<M> {
 
 /// A buffer of a pool. Dropping it returns its memory to the pool.
 pub struct PooledBuffer<M: HostMemory> {
-    /// The memory, which may be longer than the buffer. `None` only during `drop`.
+    /// The memory, which may be longer than the buffer. It is `None` only during `drop`.
     memory: Option<M>,
     len: usize,
     pool: Arc<BufferPool<M>>,

@@ -1,19 +1,19 @@
-//! Casts in the shuffle: a GPU casts values to a dtype of at most the same size before it copies them to the host, so that
-//! fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are written.
-//! Counts elements of a tile, and bytes of ranges. Invariant: an element whose value a cast loses counts once, in the first
-//! replica of its tile, on the rank that writes its first byte there.
+//! Casts in the shuffle. If a cast does not enlarge the values, a GPU casts them before it copies them to the host, so
+//! that fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are
+//! written. Units: elements for tiles, bytes for ranges. Invariant: an element whose value is lost in a cast is counted
+//! once: in the first replica of its tile, on the rank that writes the first byte of the element there.
 
 use std::iter;
 use std::ops::Range;
 
 use crate::exec::cast::Cast;
 
-/// The step that casts values to the dtype of the target.
+/// The place where values are cast to the dtype of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Casting {
-    /// The writer casts when it assembles the blocks to write.
+    /// The writer casts values when it assembles the write blocks.
     InWriter,
-    /// The shuffle casts, as described by [`Casts`].
+    /// The shuffle casts values, as [`Casts`] describes.
     InShuffle,
 }
 
@@ -31,21 +31,21 @@ pub struct Casts {
 pub struct CastTile {
     /// The range of the output.
     pub range: Range<usize>,
-    /// The cast with its portions; `None` if the tile is not cast.
+    /// The cast and its portions; `None` if the tile is not cast.
     pub cast: Option<(Cast, Vec<Portion>)>,
 }
 
 /// A range of elements that is cast in one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portion {
-    /// All elements of the portion.
+    /// The elements of the portion.
     pub elements: Range<u64>,
-    /// The elements whose losses are counted.
+    /// The elements whose lost values are counted: a part of `elements`.
     pub counted: Range<u64>,
 }
 
 impl Portion {
-    /// Splits all elements of a tile into portions with at most one counted range each.
+    /// Splits all elements of a tile into portions, each of which contains at most one of the `counted` ranges.
     pub fn all(numel: u64, counted: impl Iterator<Item = Range<u64>>) -> Vec<Self> {
         let mut counted: Vec<_> = counted.collect();
         if counted.is_empty() {

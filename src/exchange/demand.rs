@@ -1,6 +1,6 @@
-//! Demand: which process needs which elements of a tensor. Counts elements of local tensors (`DTensor.to_local()` in
-//! PyTorch). A rank is the number of a process of this conversion, not a rank of the source or target layout. Invariant: if
-//! a process writes a tile to several files, its elements are listed once.
+//! Demand: which process needs which elements of a tensor. Unit: elements of local tensors (`DTensor.to_local()` in
+//! PyTorch). A rank in this module is the index of a process of this conversion, not a rank of the source or target
+//! layout. Invariant: if a process writes a tile to several files, the elements of the tile are listed once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -18,10 +18,10 @@ use crate::layout::partial::Share;
 use crate::layout::{Dims, Tile};
 use crate::plan::{SourceTensor, TilePlan};
 
-/// The owner of each byte range of the output files. No byte has two owners.
+/// The process that writes each byte range of the output files (the owner of the range). No byte has two owners.
 #[derive(Debug)]
 pub struct FileOwners {
-    /// For each file, its byte ranges and their owners, ascending.
+    /// For each file, byte ranges with their owners, ascending.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
@@ -37,7 +37,7 @@ impl FileOwners {
         Self { files: owned }
     }
 
-    /// Returns the owners of the parts of a range of a file.
+    /// Splits a range of a file by owner. Returns each part with its owner.
     fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
         let ranges = &self.files[file as usize];
         let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);
@@ -46,15 +46,16 @@ impl FileOwners {
     }
 }
 
-/// A target tensor with the elements that ranks need of it.
+/// A target tensor, and the elements of it that each rank needs.
 pub struct Demand<'a> {
     /// The target tensor.
     pub tensor: &'a Reserved,
     /// The source tensor.
     pub source: &'a TensorEntry,
-    /// The tiles of which ranks need elements.
+    /// The tiles from which at least one rank needs elements.
     pub tiles: Vec<Arc<NeededTile>>,
-    /// The groups of source chunks with the same elements (replicas), ascending by the first chunk, which tile plans name.
+    /// The groups of source chunks that hold the same elements (replicas), ascending by the first chunk. A tile plan
+    /// names the first chunk of a group.
     holders: SmallVec<[Holders; 2]>,
 }
 
@@ -65,13 +66,14 @@ pub struct NeededTile {
     pub fqn: Fqn,
     /// The position of the tile in the tensor.
     pub tile: Tile,
-    /// The partial values that make up the tile; `None` if the source has no partial values.
+    /// The partial values that are combined to the tile; `None` if the source has no partial values.
     pub share: Option<Arc<Share>>,
     /// The chunks of this tile in the target's chunk table.
     pub chunks: Chunks,
     /// The elements that ranks need, ascending and disjoint.
     pub needs: Needs,
-    /// The source of each partial value, or the one source of the values.
+    /// The source of each partial value. If there are no partial values, the list has one entry, the source of the
+    /// values.
     pub sources: Vec<SourceElements>,
     /// The reduction of the partial values; `None` if the values are copied.
     pub reducer: Option<Reducer>,
@@ -80,21 +82,21 @@ pub struct NeededTile {
 /// A range of elements that the same ranks need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
-    /// The elements, in the tile's local tensor.
+    /// The elements, as a range of the tile's local tensor.
     pub elements: Range<u64>,
-    /// The ranks that need all of them.
+    /// The ranks that need all of these elements.
     pub ranks: Ranks,
 }
 
-/// Indices of chunks. A small tensor has one.
+/// Indices of chunks. For a small tensor the list has one entry.
 pub type Chunks = SmallVec<[usize; 1]>;
-/// Needs of a tile. A small tensor has one.
+/// The needs of a tile. For a small tensor the list has one entry.
 pub type Needs = SmallVec<[Need; 1]>;
 
 /// Ranks, ascending.
 pub type Ranks = SmallVec<[u32; 4]>;
 
-/// The elements of a tile in the source chunks. The strides are those of contiguous chunks.
+/// The elements of a tile in the source chunks, with the strides of contiguous chunks.
 #[derive(Debug)]
 pub struct SourceElements {
     /// The overlaps of the tile with the source chunks.
@@ -104,7 +106,8 @@ pub struct SourceElements {
 }
 
 impl<'a> Demand<'a> {
-    /// Checks that the source chunks cover the tensor, and plans its tiles. The result is empty if no rank needs it.
+    /// Checks that the source chunks cover the tensor, and plans the tiles of the tensor. The result is empty if no
+    /// rank needs the tensor.
     ///
     /// # Errors
     /// Returns the errors of [`SourceTensor::new`], and `Unsupported` if the partial values cannot be reduced.
@@ -147,7 +150,7 @@ impl<'a> Demand<'a> {
         Ok(Self { tensor, source: entry, tiles: needed_tiles, holders })
     }
 
-    /// Returns the chunks with the same elements as this chunk, including itself.
+    /// Returns the chunks that hold the same elements as this chunk, including this chunk.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
         let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
@@ -169,8 +172,8 @@ impl SourceElements {
     }
 }
 
-/// Finds the elements of a tile that each rank needs: the elements whose bytes the rank writes, in any chunk of the tile. An
-/// element that a rank writes in part counts as a whole.
+/// Finds the elements of a tile that each rank needs: the elements whose bytes the rank writes, in any chunk of the
+/// tile. If a rank writes only some bytes of an element, it needs the entire element.
 fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
@@ -182,13 +185,13 @@ fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs
             (rank, elements)
         }));
     }
-    // One rank writes a small tensor.
+    // A small tensor is written by one rank.
     if let [(rank, elements)] = &all[..] {
         return Needs::from_iter([Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }]);
     }
     let mut rank_ranges: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
     all.into_iter().for_each(|(rank, elements)| rank_ranges.entry(rank).or_default().push(elements));
-    // The ranks whose ranges begin or end at each element.
+    // For each element, the ranks whose ranges begin or end there.
     let mut boundaries: BTreeMap<u64, SmallVec<[(u32, Boundary); 4]>> = BTreeMap::new();
     for (rank, mut ranges) in rank_ranges {
         ranges.sort_unstable_by_key(|range| range.start);

@@ -1,12 +1,13 @@
-//! Load: the memory that a round, or a part of it, needs on each process. Counts bytes. Invariant: all processes know the
-//! loads of all processes, so they make the same decisions from them.
+//! Load: the memory that a round, or a part of a round, needs on each process. Unit: bytes. Invariant: all processes
+//! know the loads of all processes, so that all make the same decisions.
 
 /// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WireBytes {
-    /// All sent bytes. The bytes of an all-gather count once.
+    /// All sent bytes. Bytes that are sent by an all-gather count once.
     pub sent: u64,
-    /// The part of the sent bytes that goes by an all-gather. It takes space in the incoming buffer.
+    /// The part of the sent bytes that is sent by an all-gather. These bytes need space in the sender's incoming buffer
+    /// as well.
     pub all_gathered: u64,
     /// All received bytes.
     pub received: u64,
@@ -39,9 +40,10 @@ pub struct Load {
     pub first_phase: WireBytes,
     /// The bytes of the second phase.
     pub second_phase: WireBytes,
-    /// Values, and the partial values that this process reduces.
+    /// The bytes of the unpacked buffer: values, and the partial values that this process reduces.
     pub unpacked: u64,
-    /// This process's own partial values of NCCL reductions whose root it is. They take space in the outgoing buffer.
+    /// This process's own partial values of NCCL reductions whose root is this process. They need space in the outgoing
+    /// buffer.
     pub own_partial_values: u64,
 }
 
@@ -88,12 +90,12 @@ impl Load {
     }
 }
 
-/// The loads of all ranks. A round has one such list.
+/// The loads of all ranks. A round has one such value.
 #[derive(Debug)]
 pub struct Loads(Vec<Load>);
 
-/// The loads of the ranks that take part in a plan, ascending. A round has one such list per plan, and few ranks take part
-/// in a plan.
+/// The loads of the ranks that take part in a transfer plan, ascending by rank. A round has many plans, but few ranks
+/// take part in each.
 #[derive(Debug, Default)]
 pub struct PartLoads(Box<[(u32, Load)]>);
 
@@ -104,7 +106,7 @@ impl Loads {
         Self(vec![Load::default(); ranks])
     }
 
-    /// Adds the loads of a plan.
+    /// Adds the loads of a transfer plan.
     pub fn add(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -112,7 +114,7 @@ impl Loads {
         }
     }
 
-    /// Subtracts the loads of a plan that was added.
+    /// Subtracts the loads of a transfer plan that was added before.
     pub fn subtract(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];

@@ -1,12 +1,14 @@
-//! Exchange: conversions in which processes send each other source bytes that only some of them can or should read.
+//! Exchange: conversions in which processes send each other source bytes, because only some processes can read them or
+//! should read them.
 //!
-//! All processes derive the same rounds from the same catalogs. In a round each process reads contiguous ranges of
-//! source chunks; the [shuffle](Shuffle) moves the bytes to the processes that need them and reduces partial values;
-//! the results are ranges of target tiles, which are written as in other conversions ([`crate::exec::copy::write`]).
-//! Reading, moving and writing overlap: each has its own thread, with one round between two threads. A shuffle with
-//! several steps may start the [next round](Shuffle::UNDER_WAY) before the current round is finished.
+//! All processes derive the same rounds from the same catalogs. In each round, a process reads contiguous ranges of
+//! source chunks. The [shuffle](Shuffle) sends the bytes to the processes that need them, and reduces partial values.
+//! The results are ranges of target tiles, which are written as in other conversions ([`crate::exec::copy::write`]).
+//! Reading, shuffling and writing overlap: each has its own thread, and one round can wait between two threads. A
+//! shuffle with several steps may start the next round before the current round is finished
+//! ([`Shuffle::ROUNDS_IN_FLIGHT`]).
 //!
-//! Counts bytes. Invariant: bytes are recorded as done only after the process that read them has checked them.
+//! Unit: bytes. Invariant: bytes are recorded as done only after the process that read them has checked them.
 
 mod buffers;
 mod casts;
@@ -68,18 +70,18 @@ use crate::threads::start_scoped;
 /// The interval at which a waiting process checks for a stop request.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The maximum number of rounds per large tensor that a dry run examines.
+/// The maximum number of rounds into which a dry run divides a large tensor.
 const MOST_WEIGHED: u64 = 1 << 12;
 
-/// The inputs that all processes of an exchange share.
+/// The inputs of an exchange that all processes have in common.
 #[derive(Clone, Copy)]
 pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
     pub parties: &'a Topology,
-    /// The output ranges that each rank writes.
+    /// The ranges of the output files that each rank writes.
     pub owners: &'a FileOwners,
-    /// The size of a bucket, see [`Rounds::new`].
+    /// The maximum number of bytes of a round for each process, see [`Rounds::new`].
     pub bucket_bytes: u64,
 }
 
@@ -98,15 +100,15 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Returns what all ranks together read from the source, and what each rank reads, sends, receives and unpacks.
-    /// Moves nothing.
+    /// Returns the number of bytes that all ranks together read from the source, and the number of bytes that each rank
+    /// reads, sends, receives and unpacks. Moves no bytes.
     ///
     /// # Errors
     /// The errors of [`Rounds`]; `Stopped`.
     pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
         let mut stats = Stats::for_reservation(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
-        // Limits the number of rounds, independent of the size of the checkpoint.
+        // Limits the number of rounds, whatever the size of the checkpoint is.
         let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
         let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
         for round in weighed.rounds() {
@@ -119,7 +121,7 @@ impl<'a> Exchange<'a> {
         Ok((stats, sums))
     }
 
-    /// Writes the output ranges that `owners` assigns to this rank and that are not done yet.
+    /// Writes the output ranges that `owners` assigns to this rank, except for ranges that are already done.
     ///
     /// # Errors
     /// The errors of [`crate::exec::copy::copy`], and `Comm` if another process fails.
@@ -159,7 +161,7 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Reads one round after another.
+    /// Reads the source ranges of one round after another.
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
@@ -177,7 +179,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Moves one round after another.
+    /// Shuffles one round after another.
     fn shuffle<C: Communicator, S: Shuffle>(
         &self,
         communicator: &C,
@@ -196,7 +198,7 @@ impl<'a> Exchange<'a> {
             });
             let batch = match begun.transpose() {
                 Ok(begun) => {
-                    // All ranks take these steps in the same order, since each step waits for the other ranks.
+                    // All ranks take these steps in the same order, because each step waits for the other ranks.
                     let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::ROUNDS_IN_FLIGHT;
                     under_way.extend(begun);
                     if is_next_wanted {
@@ -276,7 +278,7 @@ impl<'a> Exchange<'a> {
                     itemsize,
                     group: None,
                 });
-                // Only the first replica is counted, whichever rank writes it.
+                // Cast losses are counted in the first replica only, whichever rank writes it.
                 let is_counted = nth == 0 && pair.0 != pair.1;
                 let counted = is_counted.then(|| mem::replace(&mut counted, CastCounter::WhileWriting(pair)));
                 slots.push(PlannedTile { tile, cast_counter: counted, copy_group: None });
@@ -286,10 +288,10 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// The tiles of a round.
+/// The tiles of a round that are ready to be written.
 type Arrived = (Vec<PlannedTile>, TileBatch);
 
-/// The rounds that the shuffle returns, until a signal stops the process.
+/// The rounds that the shuffle returns, until the end or until a signal stops the process.
 struct Batches<'a> {
     shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,
@@ -297,7 +299,7 @@ struct Batches<'a> {
 
 impl TileSource for Batches<'_> {
     fn next(&mut self, slots: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>> {
-        // Frees the buffers, which the next round needs.
+        // Frees the buffers of the previous round, because the next round needs them.
         slots.clear();
         loop {
             match self.shuffled.recv_timeout(LOOK_EVERY) {

@@ -1,5 +1,5 @@
-//! Moves: the work of one process in one round, as reads and strided copies between four buffers. Counts bytes; all
-//! offsets are within the buffers. Invariant: all ranks know whether the round has a second phase.
+//! Moves: the work of one process in one round, as reads and as strided copies between four buffers. Unit: bytes; all
+//! offsets are inside the buffers. Invariant: all ranks know whether the round has a second phase.
 //!
 //! ```text
 //!     files --reads--> stage --packs--> outgoing --wire--> incoming --+
@@ -13,9 +13,10 @@
 //!                      +------------------------second phase ----------+
 //! ```
 //!
-//! Bytes that the reading rank itself needs are copied from the stage to the unpacked buffer directly. Reduced values that
-//! several ranks need are sent in a second [phase](TransferPhase). Partial values that NCCL reduces are packed into the
-//! outgoing buffer too, and NCCL writes the result to the output ([`NcclReduction`]).
+//! If the rank that reads bytes needs them itself, it copies them from the stage directly to the unpacked buffer. If
+//! several ranks need reduced values, these values are sent in a second [phase](TransferPhase). Partial values that
+//! NCCL reduces are packed into the outgoing buffer as well, and NCCL writes the result to the output
+//! ([`NcclReduction`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -34,8 +35,8 @@ use crate::exec::Extents;
 use crate::exec::cast::Cast;
 use crate::exec::reduce::Reducer;
 
-/// The alignment of source ranges in the stage and of tiles in the unpacked buffer: the size of the largest element and of
-/// the widest memory access of a GPU.
+/// The alignment of source ranges in the stage, and of tiles in the unpacked buffer. It is the size of the largest
+/// element, and also the width of the widest memory access of a GPU.
 const ALIGNMENT: u64 = 16;
 
 /// A range of a source chunk to read.
@@ -51,7 +52,7 @@ pub struct SourceRead {
     pub stage: Range<usize>,
 }
 
-/// The buffer that bytes of a tile are copied from.
+/// The buffer from which bytes of a tile are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByteOrigin {
     /// The stage, with the bytes that this process read.
@@ -65,30 +66,32 @@ pub enum ByteOrigin {
 pub struct ArrivingTile {
     /// The index of the tensor in the reservation.
     pub tensor: usize,
-    /// The tile.
+    /// The tile of which this is a part.
     pub needed: Arc<NeededTile>,
     /// The elements of this part, in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The range of the output that holds the values of this part.
+    /// The range of the output that contains the values of this part.
     pub value_range: Range<usize>,
     /// The source of the values.
     pub value_source: ValueSource,
-    /// Copies from the incoming buffer of the second phase to `value_range`. Targets count from its start.
+    /// Copies from the incoming buffer of the second phase to `value_range`. Target offsets count from the start of
+    /// `value_range`.
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// The source of the values of a tile.
+/// The way in which the values of a part of a tile are obtained.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
-    /// Copies from the stage and from the first phase. Empty if the second phase brings the values.
+    /// Values are copied from the stage and from the first phase. The list is empty if the values arrive in the second
+    /// phase.
     Copied(OriginCopies),
-    /// Partial values, which are copied one after the other to a range of the unpacked buffer and then reduced.
+    /// Values are reduced from partial values, which are copied to a range of the unpacked buffer, one after the other.
     Reduced { partial_range: Range<usize>, copies: OriginCopies, reducer: Reducer },
-    /// An NCCL reduction writes the values; see [`Moves::nccl_reductions`].
+    /// Values are written by an NCCL reduction; see [`Moves::nccl_reductions`].
     ReducedByNccl,
 }
 
-/// Copies with the buffer they read. Targets count from the start of the destination's range.
+/// Copies, each with the buffer that it reads. Target offsets count from the start of the destination's range.
 pub type OriginCopies = Vec<(ByteOrigin, StridedCopy)>;
 
 /// The destination of the copies of one tile.
@@ -96,14 +99,14 @@ pub type OriginCopies = Vec<(ByteOrigin, StridedCopy)>;
 pub struct CopyDestination<'a> {
     /// The range of the unpacked buffer.
     pub range: &'a Range<usize>,
-    /// The copies, with the buffer that each reads.
+    /// The copies, each with the buffer that it reads.
     pub copies: &'a [(ByteOrigin, StridedCopy)],
-    /// True if the copies may leave parts of the range unwritten, which must be 0.
+    /// True if the copies may leave parts of the range unwritten. These parts must be 0.
     pub has_gaps: bool,
 }
 
 impl ArrivingTile {
-    /// Returns the destination of copies, unless NCCL writes the values.
+    /// Returns the destination of the copies. Returns `None` if NCCL writes the values.
     fn copy_destination(&self) -> Option<CopyDestination<'_>> {
         let (range, copies) = match &self.value_source {
             ValueSource::Copied(copies) => (&self.value_range, copies),
@@ -130,18 +133,18 @@ pub struct Moves {
     pub reads: Vec<SourceRead>,
     /// The length of the stage.
     pub stage_len: usize,
-    /// The first phase, which packs bytes of the stage.
+    /// The first phase. It packs bytes of the stage.
     pub first_phase: TransferPhase,
-    /// The NCCL reductions of all ranks, in the same order on each rank, which run next to the first phase. Their partial
-    /// values follow the messages of the first phase in the outgoing buffer.
+    /// The NCCL reductions of all ranks, in the same order on each rank. They run at the same time as the first phase.
+    /// Their partial values follow the messages of the first phase in the outgoing buffer.
     pub nccl_reductions: Vec<NcclReduction>,
     /// The tiles that this process writes.
     pub arriving_tiles: Vec<ArrivingTile>,
-    /// The length of the output: the values, which are at the beginning of the unpacked buffer.
+    /// The length of the output. The output is at the beginning of the unpacked buffer and contains the values.
     pub output_len: usize,
-    /// The length of the unpacked buffer: the output, and the partial values that this rank reduces.
+    /// The length of the unpacked buffer, which contains the output and the partial values that this rank reduces.
     pub unpacked_len: usize,
-    /// The second phase, which packs bytes of the output. `None` if no rank sends anything in it.
+    /// The second phase. It packs bytes of the output. `None` if no rank sends anything in it.
     pub second_phase: Option<TransferPhase>,
     /// The layout of the output after casts; `None` if no value is cast in this round.
     pub casts: Option<Casts>,
@@ -167,7 +170,7 @@ impl Moves {
             moves.nccl_reductions.extend(plan_nccl_reductions(plan, rank, &offsets, &arriving, &mut outgoing_len));
             moves.arriving_tiles.extend(arriving.into_values());
         }
-        // Partial values follow all values.
+        // The partial values follow after all values.
         let partial_start = moves.output_len.next_multiple_of(usize::try_from(ALIGNMENT).expect("a few bytes"));
         for tile in &mut moves.arriving_tiles {
             if let ValueSource::Reduced { partial_range, .. } = &mut tile.value_source {
@@ -181,8 +184,8 @@ impl Moves {
         moves
     }
 
-    /// Adds the casts of the output, if there are any. `todo` are the bytes that this rank writes: it decides which
-    /// elements are counted as lost.
+    /// Adds the casts of the output, if there are any. `todo` contains the bytes that this rank writes; they determine
+    /// for which elements this rank counts lost values.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;
@@ -203,7 +206,7 @@ impl Moves {
         Self { casts, ..self }
     }
 
-    /// Returns the lengths of the outgoing and the incoming buffer, which both phases use.
+    /// Returns the lengths of the outgoing and incoming buffers. Both phases use the same buffers.
     #[must_use]
     pub fn wire_buffer_lens(&self) -> (usize, usize) {
         let phases = || std::iter::once(&self.first_phase).chain(&self.second_phase);
@@ -212,7 +215,7 @@ impl Moves {
         (longest(TransferPhase::outgoing_len).max(reductions_end), longest(TransferPhase::incoming_len))
     }
 
-    /// Returns the destinations of copies from the stage and from the first phase, ascending.
+    /// Returns the destinations of all copies from the stage and from the first phase, ascending.
     #[must_use]
     pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
         let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
@@ -220,14 +223,14 @@ impl Moves {
         destinations
     }
 
-    /// Returns whether this rank reduces partial values itself.
+    /// Returns whether this rank reduces partial values without NCCL.
     #[must_use]
     pub fn has_reductions(&self) -> bool {
         self.unpacked_len > self.output_len
     }
 
-    /// Returns the tiles that this rank gets by a plan, by the index of the target, without their copies. Schedules the
-    /// messages of the second phase.
+    /// Returns the tiles that this rank gets by a plan, by the index of the transfer target, still without copies from
+    /// the first phase. Schedules the messages of the second phase.
     fn plan_arriving_tiles(
         &mut self,
         plan: &TransferPlan<'_>,
@@ -273,8 +276,8 @@ impl Moves {
         arriving
     }
 
-    /// Reserves space in the stage for the source ranges that this rank reads. The difference between an offset in the
-    /// stage and the offset in the chunk may be negative, so it is a wrapping number.
+    /// Reserves space in the stage for the source ranges that this rank reads. Returns, for each range, the offset in
+    /// the stage minus the offset in the chunk. This difference may be negative, so it is a wrapping number.
     fn plan_reads(&mut self, plan: &TransferPlan<'_>, rank: u32) -> StageOffsets {
         let itemsize = plan.unit.demand.source.dtype.itemsize();
         let mut offsets = BTreeMap::new();
@@ -291,10 +294,10 @@ impl Moves {
     }
 }
 
-/// For each source range, the (wrapping) number to add to an offset in the chunk to get the offset in the stage.
+/// For each source range, the (wrapping) number that is added to an offset in the chunk to get the offset in the stage.
 type StageOffsets = BTreeMap<SourceRange, u64>;
 
-/// Adds the copies of the first phase: into messages, and into the tiles of this rank.
+/// Adds the copies of the first phase: the copies into messages, and the copies into this rank's tiles.
 fn plan_transfers(
     plan: &TransferPlan<'_>,
     rank: u32,
@@ -347,8 +350,8 @@ fn plan_nccl_reductions(
     reductions.into_values()
 }
 
-/// Returns the elements of a tile whose losses this rank counts, ascending: the elements whose first byte this rank writes
-/// in the first replica.
+/// Returns the elements of a tile for which this rank counts lost values, ascending. These are the elements whose first
+/// byte this rank writes in the first replica.
 fn elements_to_count(tensor: &Reserved, tile: &ArrivingTile, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
     let itemsize = tensor.dtype().itemsize();
     let range = tile.needed.chunks.first().and_then(|first| tensor.file_offset(*first));
@@ -360,7 +363,7 @@ fn elements_to_count(tensor: &Reserved, tile: &ArrivingTile, todo: &Extents) -> 
     elements.filter(|elements| !elements.is_empty())
 }
 
-/// Returns the next aligned range of a buffer whose current length is `len`, and increases `len`.
+/// Appends an aligned range to a buffer whose current length is `len`, and increases `len`. Returns the range.
 fn allocate(len: &mut usize, bytes: u64) -> Range<usize> {
     let range = buffer_range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
     *len = range.end;

@@ -1,15 +1,16 @@
-//! NCCL reductions: if a tile has one partial value per rank, and each rank reads another one, `ncclReduce` can reduce it
-//! while it is sent, so no rank holds partial values of other ranks in memory. NCCL adds in its own order and rounds to the
-//! dtype at each step, so a result is close to the result of [`crate::exec::reduce`], but may have different bits. Counts
-//! bytes. Invariant: all ranks queue the same reductions in the same order.
+//! NCCL reductions. If each rank reads a different partial value of a tile, and the number of partial values is the
+//! number of ranks, `ncclReduce` can reduce them while it sends them. Then no rank needs memory for partial values of
+//! other ranks. NCCL adds in its own order and rounds to the dtype at each step. Therefore a result is close to the
+//! result of [`crate::exec::reduce`], but may have different bits. Unit: bytes. Invariant: all ranks queue the same
+//! reductions in the same order.
 //!
 //! ```text
 //!     in rank order    stage --packs--> outgoing --messages--> incoming --> partial values --reduce--> value
 //!     by NCCL          stage --packs--> outgoing --------------ncclReduce----------------------------> value
 //! ```
 //!
-//! If several ranks need parts of a tile, each part is a reduction with its own root, and all are in one NCCL group: as for
-//! `reduce_scatter` of uneven lengths in PyTorch's `ProcessGroupNCCL.cpp`.
+//! If several ranks need parts of a tile, each part is a reduction with its own root. All these reductions are in one
+//! NCCL group, as in PyTorch's `ProcessGroupNCCL.cpp` for a `reduce_scatter` with different lengths.
 
 use std::ops::Range;
 
@@ -19,7 +20,7 @@ use super::strided::StridedCopy;
 use crate::catalog::Dtype;
 use crate::layout::ReduceOp;
 
-/// The dtype and operation of an NCCL reduction of one partial value per rank.
+/// The dtype and the operation of an NCCL reduction. Each rank contributes one partial value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionKind {
     /// The dtype of the partial values and of the result.
@@ -28,7 +29,7 @@ pub struct ReductionKind {
     pub op: ReduceOp,
 }
 
-/// An NCCL reduction, in which all ranks take part.
+/// An NCCL reduction. All ranks take part in it.
 #[derive(Clone, Debug)]
 pub struct NcclReduction {
     /// The dtype and operation.
@@ -37,15 +38,15 @@ pub struct NcclReduction {
     pub root: u32,
     /// The range of the outgoing buffer that holds this rank's partial value.
     pub partial_range: Range<usize>,
-    /// The copies from the stage to `partial_range`. Targets count from its start.
+    /// The copies from the stage to `partial_range`. Target offsets count from the start of `partial_range`.
     pub packs: Vec<StridedCopy>,
     /// The range of the unpacked buffer for the result, if this rank is the root.
     pub value_range: Option<Range<usize>>,
 }
 
 impl ReductionKind {
-    /// Returns the NCCL reduction of a tile by `ranks` ranks. Returns `None` if NCCL does not support the reduction, or if
-    /// some elements of the tile have no partial value and must stay 0.
+    /// Returns the NCCL reduction of a tile by `ranks` ranks. Returns `None` if NCCL does not support this reduction,
+    /// or if some elements of the tile have no partial value, because these elements must stay 0.
     pub fn for_tile(needed: &NeededTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let reducer = needed.reducer?;
@@ -65,8 +66,8 @@ impl ReductionKind {
     }
 }
 
-/// Adds the bytes of an NCCL reduction to the loads of all ranks. NCCL passes partial sums from rank to rank; the last rank
-/// is the root.
+/// Adds the bytes of an NCCL reduction to the loads of all ranks. NCCL sends partial sums from rank to rank, and the
+/// root is the last rank.
 pub fn add_loads(root: u32, len: u64, loads: &mut [Load]) {
     let root = root as usize;
     let first = (root + 1) % loads.len();

@@ -1,15 +1,15 @@
-//! Partial replicas: values of which an interrupted run wrote some replicas but not others. Two runs of an NCCL reduction
-//! may give different bits. So if a resumed run has to write a missing replica, it also writes the completed replicas of the
-//! same elements again; otherwise replicas would differ. Counts bytes. Invariant: if no replica is missing, nothing is
-//! written again.
+//! Partial replicas: an interrupted run has written some replicas of a value but not the others. If an NCCL reduction
+//! runs twice, the two results may have different bits. Therefore, if a resumed run has to write a missing replica, it
+//! also rewrites the completed replicas of the same elements, so that all replicas are equal. Unit: bytes. Invariant:
+//! if no replica is missing, nothing is rewritten.
 
 use indexmap::IndexMap;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::exec::Extents;
 
-/// Returns all replicas of the elements of reduced tensors that are missing in at least one replica. `done` are the
-/// completed bytes.
+/// Returns the byte ranges of all replicas of those elements of reduced tensors that are missing in at least one
+/// replica. `done` contains the completed bytes.
 #[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();
@@ -22,7 +22,7 @@ pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Ext
             copies.entry(key).or_default().push(place);
         }
         for ((tile, _), places) in copies.into_iter().filter(|(_, places)| places.len() > 1) {
-            // This product fits in 64 bits: it was checked when the output files were laid out.
+            // This product fits in 64 bits, because it was checked when the output files were laid out.
             let len = tile.numel() * tensor.dtype().itemsize();
             for (file, offset) in &places {
                 let mut all = Extents::new();

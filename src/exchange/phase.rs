@@ -1,7 +1,8 @@
-//! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need go by an all-gather
-//! (as in `torch.distributed.all_gather_into_tensor`): they are packed once, and sent once if the network or the devices
-//! can do so. All other bytes go by point-to-point messages. Counts bytes; all offsets are within the buffers. Invariant:
-//! all ranks process the same messages in the same order, so no message needs a header.
+//! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need are sent by an
+//! all-gather (as in `torch.distributed.all_gather_into_tensor`). They are packed once, and also sent only once if the
+//! network or the devices support this. All other bytes are sent by point-to-point messages. Unit: bytes; all offsets
+//! are inside the buffers. Invariant: all ranks process the same messages in the same order, so messages need no
+//! headers.
 //!
 //! ```text
 //!     outgoing   | to rank 0 | to rank 1 | ..        exchange
@@ -14,7 +15,7 @@ use std::ops::Range;
 use super::load::{Load, WireBytes};
 use super::strided::StridedCopy;
 
-/// Bytes that one rank sends to other ranks.
+/// Bytes that one rank sends to one or more ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
     /// The rank that sends the bytes.
@@ -41,8 +42,8 @@ impl<'a> Message<'a> {
         receivers.iter().filter(move |receiver| **receiver != sender).map(|receiver| *receiver as usize)
     }
 
-    /// Chooses the operation. With two ranks, a point-to-point message sends as much and needs no space in the sender's
-    /// incoming buffer.
+    /// Chooses the operation. With two ranks, a point-to-point message sends the same number of bytes as an all-gather,
+    /// and it needs no space in the sender's incoming buffer.
     fn addressing(&self, ranks: usize) -> Addressing {
         if ranks > 2 && self.other_receivers().count() == ranks - 1 {
             Addressing::AllGather
@@ -51,8 +52,8 @@ impl<'a> Message<'a> {
         }
     }
 
-    /// Returns the maximum number of strided copies that one process makes for this message. A long list of receivers takes
-    /// memory as well, so it counts as copies.
+    /// Returns the maximum number of strided copies that one process makes for this message. A long list of receivers
+    /// needs memory as well, so it is counted as additional copies.
     pub fn max_copies(&self, ranks: usize) -> usize {
         const RECEIVERS_PER_COPY: usize = 1 << 6;
         let packs = match self.addressing(ranks) {
@@ -81,16 +82,17 @@ impl<'a> Message<'a> {
 /// The copies and byte ranges of one process in one phase.
 #[derive(Debug, Default)]
 pub struct TransferPhase {
-    /// For each rank, the copies that pack the message to it. Targets count from the start of the message.
+    /// For each rank, the copies that pack the message to that rank. Target offsets count from the start of the
+    /// message.
     pub packs: Vec<Vec<StridedCopy>>,
-    /// For each rank, the range of the outgoing buffer that is sent to it.
+    /// For each rank, the range of the outgoing buffer that is sent to that rank.
     pub send_ranges: Vec<Range<usize>>,
-    /// For each rank, the range of the incoming buffer that is received from it.
+    /// For each rank, the range of the incoming buffer that is received from that rank.
     pub receive_ranges: Vec<Range<usize>>,
-    /// The copies that pack this rank's part of the all-gather. Targets count from the start of that part.
+    /// The copies that pack this rank's part of the all-gather. Target offsets count from the start of that part.
     pub all_gather_packs: Vec<StridedCopy>,
-    /// For each rank, the range of the incoming buffer that holds its part of the all-gather, including this rank's own
-    /// part. All ranks know the same lengths.
+    /// For each rank, the range of the incoming buffer that contains the rank's part of the all-gather. This rank's own
+    /// part is included. All ranks know the same lengths.
     pub all_gather_ranges: Vec<Range<usize>>,
 }
 
@@ -114,7 +116,7 @@ impl TransferPhase {
     }
 }
 
-/// Builds a phase. The lengths of all messages are known from the beginning; the copies are added message by message.
+/// Builds a phase. The lengths of all messages are known from the start; the copies are added message by message.
 pub struct PhaseSchedule {
     /// The phase of this rank, as scheduled so far.
     pub phase: TransferPhase,
@@ -156,8 +158,8 @@ impl PhaseSchedule {
         Self { phase, rank, sent: zeros(), received: zeros(), gathered: zeros() }
     }
 
-    /// Schedules the next message; `pack` returns the copy of its bytes to an offset of the outgoing message. If this rank
-    /// receives the message, returns its offset in the incoming buffer.
+    /// Schedules the next message. `pack` returns the copy that packs the bytes at a given offset of the outgoing
+    /// message. If this rank receives the message, returns the offset of the message in the incoming buffer.
     pub fn schedule(&mut self, message: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
         let (rank, sender) = (self.rank, message.sender as usize);
         match message.addressing(self.sent.len()) {
@@ -185,14 +187,14 @@ impl PhaseSchedule {
     }
 }
 
-/// Adds `len` to `done`, and returns its previous value.
+/// Adds `len` to `done`. Returns the previous value of `done`.
 fn advance(done: &mut u64, len: u64) -> u64 {
     let at = *done;
     *done += len;
     at
 }
 
-/// Returns consecutive ranges of these lengths, from 0.
+/// Returns consecutive ranges with these lengths. The first range starts at 0.
 fn consecutive_ranges(lens: &[u64]) -> Vec<Range<usize>> {
     let next = |end: &mut u64, len: &u64| Some(buffer_range(advance(end, *len), *len));
     lens.iter().scan(0, next).collect()

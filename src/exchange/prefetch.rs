@@ -1,6 +1,6 @@
-//! Prefetch: plans whole tensors in advance, a batch at a time, on all threads. A round of small tensors has thousands of
-//! tensors, and the rounds before it must not wait for their plans. Counts tiles. Invariant: the iterator yields tensors,
-//! and errors, in the order of the reservation.
+//! Prefetch: plans whole tensors in advance, one batch at a time, on all threads. A round of small tensors contains
+//! thousands of tensors, and the previous rounds must not wait until all of them are planned. Unit: tiles. Invariant:
+//! the iterator returns tensors and errors in the order of the reservation.
 
 use std::iter::{Enumerate, Peekable};
 use std::slice;
@@ -16,15 +16,15 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 
-/// The maximum number of tensors in a batch: several for each of many threads, but few compared with a round. The plans
-/// of a batch never take more memory than the plans of a round, however many threads there are.
+/// The maximum number of tensors in a batch: several for each thread, even with many threads, but few compared with a
+/// round. The plans of a batch never need more memory than the plans of a round, even with many threads.
 const MAX_TENSORS: usize = 1 << 10;
 
-/// A unit, with its transfer plan unless that has too many copies.
+/// A unit with its transfer plan. There is no plan if it would have too many copies.
 pub struct PlannedUnit<'a> {
-    /// The unit.
+    /// The unit that is planned.
     pub unit: Unit<'a>,
-    /// The plan; `None` if it has too many copies.
+    /// The plan; `None` if it would have too many copies.
     pub plan: Option<SizedPlan<'a>>,
 }
 
@@ -39,7 +39,7 @@ impl<'a> PlannedUnit<'a> {
     }
 }
 
-/// An iterator over the tensors that some rank has to write, each as one range.
+/// An iterator over the tensors of which at least one rank has to write bytes. Each tensor is one range.
 pub struct Prefetch<'a> {
     catalog: &'a Catalog,
     remaining: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
@@ -61,7 +61,7 @@ impl<'a> Prefetch<'a> {
         }
     }
 
-    /// Plans the next batch of tensors. Returns false if there are none.
+    /// Plans the next batch of tensors. Returns false if no tensors are left.
     fn plan_next_tensors(&mut self) -> bool {
         let (mut batch, mut copies) = (Vec::new(), 0_usize);
         while let Some((number, tensor)) = self.remaining.peek().copied() {
@@ -77,7 +77,7 @@ impl<'a> Prefetch<'a> {
         self.planned.len() > 0
     }
 
-    /// Plans a tensor. Returns `None` if no rank has to write any of it.
+    /// Plans a tensor. Returns `None` if no rank has to write any byte of it.
     fn plan_tensor(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
         let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
         if demand.is_empty() {
@@ -106,7 +106,8 @@ impl<'a> Iterator for Prefetch<'a> {
     }
 }
 
-/// Returns the maximum number of copies of a tensor: each target chunk overlaps each source chunk, of one partial value.
+/// Returns the maximum number of copies for a tensor: every target chunk overlaps every source chunk of one partial
+/// value.
 fn max_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
     tensor.entry.chunks.len().saturating_mul(source.chunks.len()).max(tensor.tiles_read(source))
 }
@@ -123,7 +124,8 @@ mod tests {
     use crate::layout::Tile;
     use crate::storage::FileId;
 
-    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target chunk.
+    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target
+    /// chunk.
     fn first_batch_len(tensors: u32, chunks: u64) -> usize {
         let mut catalog = Catalog::empty();
         let (mut output, mut reserved) = (OutputFile::new("out"), Vec::new());

@@ -1,7 +1,7 @@
-//! Readers: the choice of the process that reads each source range. If all processes see all files, each range is read
-//! once, by the process that needs most of it, because those bytes need not be sent. If each process sees only its own files,
-//! a process that sees the bytes it needs (in any replica) reads them itself. The other processes get them from a process
-//! on their own node, if possible.
+//! Readers: decides which process reads each source range. If all processes see all files, each range is read once, by
+//! the process that needs most of its bytes, because these bytes need not be sent. If each process sees only its own
+//! files, a process reads the bytes that it needs from its own files, in any replica. The other processes get the bytes
+//! from another process, on their own node if possible.
 
 use smallvec::SmallVec;
 
@@ -21,7 +21,7 @@ pub enum FileVisibility {
 }
 
 impl FileVisibility {
-    /// Returns the visibility of files that were opened through a metadata mirror by `ranks` ranks. All ranks see the files
+    /// Returns the visibility of files that `ranks` ranks opened through a metadata mirror. All ranks see the files
     /// that are not part of the mirror.
     #[must_use]
     pub fn from_files(files: &Files, ranks: u32) -> Self {
@@ -32,31 +32,32 @@ impl FileVisibility {
     }
 }
 
-/// The facts about the processes of an exchange that decide which of them reads and reduces. All processes have the same
-/// value.
+/// The facts about the processes of an exchange that determine which process reads and which process reduces. This
+/// value is the same on all processes.
 #[derive(Clone, Debug)]
 pub struct Topology {
     /// The files that each rank can read.
     pub visibility: FileVisibility,
     /// The node of each rank.
     pub nodes: Vec<u32>,
-    /// The replica to read.
+    /// The rule that selects one of several replicas to read.
     pub replica_choice: ReplicaChoice,
-    /// The method of reducing partial values.
+    /// The method for reducing partial values.
     pub reducing: ReductionMethod,
 }
 
 /// The rule for choosing one of several replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaChoice {
-    /// Any replica: replicas are equal.
+    /// Any replica may be read, because all replicas are equal.
     Any,
-    /// The replica of the lowest source rank: replicas may differ.
+    /// Only the replica of the lowest source rank is read, because replicas may differ.
     LowestRank,
 }
 
 impl ReplicaChoice {
-    /// Returns the chunks that may be read, of chunks with equal elements, ascending by source rank.
+    /// Selects the chunks that may be read from `holders`, which are chunks with equal elements, ascending by source
+    /// rank.
     #[must_use]
     pub fn allowed_holders(self, holders: &[u32]) -> &[u32] {
         if self == Self::LowestRank { &holders[..1] } else { holders }
@@ -78,15 +79,16 @@ impl Topology {
     /// # Errors
     /// Returns the errors of [`Communicator::gather`].
     pub fn gather_nodes(communicator: &impl Communicator) -> Result<Vec<u32>> {
-        // Containers on one node may have different host names, and nodes started from one image may have the same one.
+        // Containers on one node may have different host names, and nodes that were started from one image may have the
+        // same host name.
         let host = node::this_host().unwrap_or_default();
         let boot = node::this_boot().unwrap_or_default();
         let identities = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
         Ok(number_nodes(&identities))
     }
 
-    /// Returns the number of a rank among the ranks of its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` has the node of
-    /// each rank.
+    /// Returns the index of a rank among the ranks of its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` contains the
+    /// node of each rank.
     #[must_use]
     pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
         let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
@@ -99,12 +101,12 @@ impl Topology {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
     }
 
-    /// Returns the reader for each rank that needs bytes of a chunk. `needs` has ranks and numbers of bytes, in the order of
-    /// ranks; `holders` are the chunks with the same elements. `turn` differs for each source range, so that equally good
-    /// readers take turns.
+    /// Chooses a reader for each rank that needs bytes of a chunk. `needs` lists ranks with the number of bytes that
+    /// each needs, ascending by rank. `holders` are the chunks with the same elements. `turn` differs for each source
+    /// range, so that equally good readers are used in turn.
     ///
     /// # Errors
-    /// Returns `Comm` if no process sees a file with the chunk.
+    /// Returns `Comm` if no process sees a file that contains the chunk.
     pub fn choose_readers(
         &self,
         entry: &TensorEntry,
@@ -147,8 +149,8 @@ impl Topology {
     }
 }
 
-/// Numbers the nodes from 0, in the order of the lowest rank on each. Ranks with equal identities are on one node. A rank
-/// with an empty identity is on a node of its own.
+/// Numbers the nodes from 0, in the order of the lowest rank of each node. Ranks with equal identities are on the same
+/// node. A rank with an empty identity has a node of its own.
 fn number_nodes(identities: &[Vec<u8>]) -> Vec<u32> {
     let mut known: Vec<&[u8]> = Vec::new();
     let mut numbers = Vec::with_capacity(identities.len());

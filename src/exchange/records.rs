@@ -1,19 +1,19 @@
-//! Records: small messages between the processes of a run, as files in a folder that all processes see.
+//! Message files: small messages between the processes of a run, as files in a folder that all processes see.
 //!
-//! Records carry small messages: the files that a process has, the work to do, success or failure. Tensor bytes are
-//! never sent this way.
+//! The messages contain, for example, the list of files that a process has, the work to do, success or failure. Tensor
+//! bytes are never sent this way.
 //!
 //! ```text
 //! run-1f0c96a2b7d4/            the processes of one launch
 //!     part-2-of-4.0.lease          process 2 is present, or the reason why it ended
 //!     session-4.0.json             written by process 0: the generations of all leases
-//!     session-4.0/                 the messages of the session
+//!     session-4.0/                 the message files of the session
 //!         7-2                          the message of process 2 in the 7th operation
 //! ```
 //!
-//! Process 0 decides which processes form a session: it lists the leases that it has seen alive and that no earlier
-//! session contains, so the lease of a killed process does not block a new run. Invariant: a record appears by a
-//! rename, so no process reads a partial record.
+//! Process 0 decides which processes form a session. It lists the leases whose processes it has seen alive and that no
+//! earlier session contains. Therefore the lease of a killed process does not block a new run. Invariant: a message
+//! file appears by a rename, so no process reads an incomplete message.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -39,26 +39,27 @@ const OP: &str = "meet";
 
 const TOGETHER: &str = "start all processes at the same time, with the same DST on a shared file system";
 
-/// The delays between two checks for records of other processes; each is twice as long as the one before.
+/// The shortest and the longest delay between two checks for message files. Each delay is twice as long as the previous
+/// one.
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
-/// The interval between two checks of the lease of a process that this one waits for.
+/// The interval between two checks of the lease of a process for which this process waits.
 const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
-/// The time after which an unchanged lease is reported: its process should rewrite it every second.
+/// The time after which an unchanged lease is reported, because its process should rewrite the lease every second.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 
-/// A process that has joined a session. It moves no tensor bytes.
+/// A process that has joined a session. It exchanges message files, but no tensor bytes.
 #[derive(Debug)]
 pub struct Records {
     presence: Presence,
     folder: AnchoredPath,
     stop: Stop,
     reporter: WaitReporter,
-    /// The work until the next operation, for reports.
+    /// A description of the work that is done until the next operation, for reports.
     doing: Mutex<&'static str>,
-    /// The number of operations that have begun.
+    /// The number of operations that this process has begun.
     number: Mutex<u64>,
 }
 
@@ -69,10 +70,10 @@ struct Session {
 }
 
 impl Session {
-    /// Parses the session file of `of` processes that process 0 wrote under the lease of this generation.
+    /// Parses the session file of `of` processes. Process 0 wrote the file while it held its lease of this generation.
     ///
     /// # Errors
-    /// `Malformed` if it does not have one generation for each process, or contains an impossible generation.
+    /// `Malformed` if the file does not have one generation for each process, or contains an impossible generation.
     fn parse(text: &[u8], path: &AnchoredPath, of: u32, generation: u32) -> Result<Self> {
         let malformed = |at: String, expected: String, found: String| {
             Error::Format(FormatError::Malformed {
@@ -109,18 +110,18 @@ impl Session {
         Ok(session)
     }
 
-    /// Returns the maximum length of a session file for this many processes: ten digits and a comma for each, and the
-    /// key.
+    /// Returns the maximum length of a session file for `of` processes: ten digits and a comma for each process, and
+    /// the key.
     fn max_len(of: u32) -> u64 {
         64 + 11 * u64::from(of)
     }
 }
 
 impl Records {
-    /// Meets the other processes of `part` in `folder`, which is created if necessary.
+    /// Joins the other processes of `part` in `folder`, which is created if necessary.
     ///
     /// # Errors
-    /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
+    /// `Comm` naming a process that did not come in time or has failed in the meantime; `Stopped`; `Io`.
     pub fn meet(folder: &AnchoredPath, part: Part, notices: WaitNotices<'_>, stop: &Stop) -> Result<Self> {
         let mut meeting = Meeting {
             folder: folder.clone(),
@@ -152,7 +153,8 @@ impl Records {
                 Err(error) => return Err(report_failure(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
-            // The processes that see process 0 leave the decision to it, but only for a limited time.
+            // Processes that see process 0 wait longer, because process 0 reports the missing processes first; but this
+            // wait is limited as well.
             let until = wait.until() + if meeting.sees_first { notices.limit } else { Duration::ZERO };
             if Instant::now() >= until {
                 return Err(report_failure(own.as_ref(), meeting.late(&missing, &wait)));
@@ -172,12 +174,12 @@ impl Records {
         Self { reporter, ..self }
     }
 
-    /// Sets the description of the work until the next operation: `copying files of SRC`.
+    /// Sets the description of the work that is done until the next operation, such as `copying files of SRC`.
     pub fn begin(&self, doing: &'static str) {
         *self.doing.lock().expect("no panic while the lock is held") = doing;
     }
 
-    /// Reports a wait for these processes and describes the first one.
+    /// Reports that this process waits for the processes `missing`, and describes the first of them.
     fn report(&self, missing: &[u32], waited: Duration) {
         let [first, others @ ..] = missing else { return };
         let lease = self.presence.lease_of(*first);
@@ -210,7 +212,7 @@ impl Records {
     }
 }
 
-/// Notifies other processes, which may have come, why this process does not meet them.
+/// Notifies other processes, if there are any, why this process does not join them.
 fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
@@ -225,7 +227,7 @@ fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     error
 }
 
-/// The result of one look at the folder.
+/// The result of one check of the folder.
 enum MeetingStep {
     Met(Vec<u32>),
     Missing(Vec<u32>),
@@ -235,17 +237,17 @@ struct Meeting {
     folder: AnchoredPath,
     part: Part,
     observer: Observer,
-    /// The leases that were alive in an earlier look, by part and generation.
+    /// The leases whose processes were alive in an earlier check, by part and generation.
     seen_alive: BTreeSet<(u32, u32)>,
     is_blocked: bool,
-    /// True if process 0 is present, for the other processes.
+    /// True if process 0 is present. Used by the other processes.
     sees_first: bool,
 }
 
 impl Meeting {
     fn step(&mut self, own: &mut Option<Presence>) -> Result<MeetingStep> {
         if !self.finds_folder()? {
-            // Process 0 creates the folder. The last process of an earlier run may have removed it, with its parent
+            // Process 0 creates the folder. The last process of an earlier run may have deleted it and its parent
             // folders.
             *own = None;
             self.folder = self.folder.reopened();
@@ -275,7 +277,7 @@ impl Meeting {
         }
     }
 
-    /// Takes the lease of this part, unless another process that may be alive holds it.
+    /// Acquires the lease of this part, unless another process that may be alive holds it.
     fn take(&mut self, generations: &BTreeMap<u32, u32>) -> Result<Option<Presence>> {
         let index = self.part.index;
         let next = match generations.get(&index) {
@@ -292,7 +294,7 @@ impl Meeting {
         Presence::take(&self.folder.reopened(), self.part, next)
     }
 
-    /// Looks for the other processes, and creates the session once all are present.
+    /// Checks for the other processes, as process 0, and creates the session once all of them are present.
     fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let earlier = self.members_of_earlier_sessions(own.generation())?;
         let (mut members, mut missing) = (vec![own.generation()], Vec::new());
@@ -314,7 +316,8 @@ impl Meeting {
         Ok(MeetingStep::Met(members))
     }
 
-    /// Looks for the session that process 0 creates with this process and the others.
+    /// Checks, as a process other than process 0, for a session that process 0 has created and that contains this
+    /// process.
     fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let missing = Ok(MeetingStep::Missing(vec![0]));
         let Some(first) = generations.get(&0).copied() else { return missing };
@@ -331,7 +334,7 @@ impl Meeting {
         }
     }
 
-    /// Returns the generation of a lease whose process is alive and waiting.
+    /// Returns the generation of the lease if its process is alive and waits to join.
     fn is_there(&mut self, index: u32, generation: u32) -> Result<Option<u32>> {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));
@@ -394,12 +397,12 @@ impl Meeting {
     }
 }
 
-/// Returns the name of a session of this many processes, by the generation of the lease of process 0.
+/// Returns the name of a session of `of` processes. `generation` is the generation of the lease of process 0.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }
 
-/// Writes a file into a folder; it is complete from the first moment that others see it.
+/// Writes a file into a folder. Other processes never see it incomplete.
 fn write(folder: &AnchoredPath, name: &str, bytes: &[u8]) -> Result<()> {
     let path = folder.join(name);
     let tmp = folder.join(format!(".{name}.tmp"));
@@ -444,7 +447,8 @@ impl Communicator for Records {
         let begun = Instant::now();
         let (mut pause, mut looked, mut report_after) = (SHORTEST, begun, self.reporter.first);
         loop {
-            // A leaving process has written its record before: its lease is checked before the folder is listed.
+            // A process writes its message file before it leaves. Therefore its lease is checked before the folder is
+            // listed.
             let missing = replies.iter().position(Option::is_none);
             let is_due = looked.elapsed() >= LOOK_EVERY;
             let rank_of = |index: usize| u32::try_from(index).expect("a rank");
@@ -475,7 +479,7 @@ impl Communicator for Records {
             sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
-        // Taking part in the last operation proves that a process has received all records of the operation before.
+        // Each process took part in the last operation, so it has read all message files of the operation before.
         if *number > 1 {
             let _ = self.folder.join(name(*number - 1, self.rank())).remove_file();
         }

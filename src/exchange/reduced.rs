@@ -1,5 +1,5 @@
-//! Reduction of partial values on the host. [`Reducer`] takes the partial values in the order of ranks, so the result has
-//! the same bits on every process and with every bucket size. Counts bytes.
+//! Reduction of partial values on the host. [`Reducer`] reduces the partial values in rank order, so the result has the
+//! same bits on every process and with every bucket size. Unit: bytes.
 
 use rayon::prelude::*;
 
@@ -8,7 +8,7 @@ use super::moves::{Moves, ValueSource};
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 
-/// Reduces all partial values of a round. The partial values and the results are in the unpacked buffer, of
+/// Reduces all partial values of a round. The partial values and the results are in `unpacked`, which has
 /// [`Moves::unpacked_len`] bytes.
 ///
 /// # Errors
@@ -26,7 +26,7 @@ pub fn reduce(moves: &Moves, unpacked: &mut [u8]) -> Result<()> {
     })
 }
 
-/// Reduces one tile. The partial values follow each other, and each is as long as the values.
+/// Reduces one tile. Its partial values follow each other in memory, and each has the length of the result.
 fn reduce_tile(
     reducer: Reducer,
     partial_values: &[u8],

@@ -1,7 +1,7 @@
-//! Replica comparison for sources that no process sees completely. Each chunk is read once, by a rank that sees its file,
-//! and all ranks gather its hash: 32 bytes per chunk. If two replicas differ, their readers send the hashes of their
-//! blocks, and then the first block that differs. So the result is the same as if one process had read both replicas.
-//! Counts bytes. Invariant: all ranks call the same collectives in the same order, and get the same result.
+//! Replica comparison, for sources that no process sees completely. Each chunk is read once, by a rank that sees its
+//! file, and all ranks gather its hash: 32 bytes for each chunk. If two replicas differ, their readers send the hashes
+//! of their blocks, and then the first block that differs. The result is the same as if one process had read both
+//! replicas. Unit: bytes. Invariant: all ranks call the same collectives in the same order, and get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -14,16 +14,16 @@ use crate::exec::compare::{Difference, ReplicaDifference, Values};
 use crate::exec::{Input, Reporter, Scratch, Silent, Stop};
 use crate::layout::Tile;
 
-/// The bytes of a block, which has one hash and is sent as a whole if it differs.
+/// The length of a block. Each block has one hash, and is sent as a whole if it differs.
 const BLOCK_BYTES: u64 = 256 << 10;
 
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// Returns the first difference between replicas, for each tensor that has one, as
-/// [`replica_difference`](crate::exec::compare::replica_difference) finds it. Collective.
+/// Returns the first difference between replicas for each tensor that has one. The result is the same as that of
+/// [`replica_difference`](crate::exec::compare::replica_difference). Collective.
 ///
 /// # Errors
-/// Returns the errors of reading, and `Comm` with the rank that failed.
+/// Returns the errors of reading, and `Comm` naming the rank that failed.
 pub fn differing_replicas(
     communicator: &impl Communicator,
     visibility: &FileVisibility,
@@ -85,7 +85,7 @@ pub fn differing_pair(
     Ok(found.first().map(|found| (lists.replicas[found.between[0]].chunk, found.element)))
 }
 
-/// The chunks that should be equal, with their readers.
+/// The lists of chunks that should be equal, with their readers.
 struct ReplicaLists<'a> {
     visibility: &'a FileVisibility,
     ranks: u32,
@@ -113,7 +113,7 @@ struct DifferingPair {
     element: u64,
 }
 
-/// Returns the first difference of each tensor that has one.
+/// Returns the first difference of each tensor whose replicas differ.
 fn first_differences(
     communicator: &impl Communicator,
     input: Input<'_>,
@@ -155,14 +155,14 @@ struct Replica<'a> {
     /// The index of the tensor that is checked.
     tensor_index: usize,
     entry: &'a TensorEntry,
-    /// The index of the replica that this one is compared with.
+    /// The index of the replica with which this replica is compared.
     first: usize,
     chunk: u32,
     reader: u32,
 }
 
 impl Replica<'_> {
-    /// Returns the hashes of all blocks, one after the other.
+    /// Returns the hashes of all blocks, concatenated.
     fn block_hashes(&self, input: Input<'_>, reporter: &dyn Reporter, stop: &Stop) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let blocks: Vec<(u64, u64)> = values.blocks(BLOCK_BYTES).collect();
@@ -198,7 +198,7 @@ struct Pair<'a, C> {
 }
 
 impl<C: Communicator> Pair<'_, C> {
-    /// Finds the first different element. `blocks` are the block hashes of each side, if this rank read it.
+    /// Finds the first different element. `blocks` contains the block hashes of each side that this rank has read.
     fn first_element(&self, blocks: [Option<&[u8]>; 2]) -> Result<u64> {
         let [left, right] = self.gather_pair(blocks)?;
         let (left, right) = (left.as_chunks::<HASH_BYTES>().0, right.as_chunks::<HASH_BYTES>().0);
@@ -213,11 +213,12 @@ impl<C: Communicator> Pair<'_, C> {
         let dtype = self.left.entry.dtype;
         let elements = BLOCK_BYTES / dtype.itemsize() * number as u64;
         let difference = Difference::between(dtype, elements, &left, &right);
-        // The blocks are equal only if a file changed after it was hashed. A later check of the files finds that.
+        // The blocks can be equal only if a file has changed after it was hashed. A later check of the files detects
+        // this.
         Ok(difference.map_or(elements, |difference| difference.element))
     }
 
-    /// Gathers the bytes of the readers of both sides. `own` are the sides that this rank has.
+    /// Gathers the bytes of both sides from their readers. `own` contains the sides that this rank has read.
     fn gather_pair(&self, own: [Option<&[u8]>; 2]) -> Result<[Vec<u8>; 2]> {
         let [left, right] = own.map(|own| self.communicator.gather(own.unwrap_or_default()));
         let take = |mut gathered: Vec<Vec<u8>>, replica: &Replica<'_>| gathered.swap_remove(replica.reader as usize);
@@ -225,7 +226,7 @@ impl<C: Communicator> Pair<'_, C> {
     }
 }
 
-/// Chooses the rank that reads a chunk. The ranks that see the file take turns.
+/// Chooses the rank that reads a chunk. The ranks that see the file are used in turn.
 fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (visibility, file) {

@@ -1,14 +1,15 @@
-//! Rounds: the exchange in steps that fit the memory limit of every process. Each process computes the same rounds from
-//! the same catalogs, without communication. A round has many small tensors, or a few ranges of one large tensor. Counts
-//! elements, and bytes where a name says so. Invariant: the ranges of all rounds together contain each element once.
+//! Rounds: divide the exchange into steps that fit the memory limit of every process. Each process computes the same
+//! rounds from the same catalogs, without communication. A round consists of many small tensors, or of a few ranges of
+//! one large tensor. Unit: elements, or bytes where the name contains `bytes`. Invariant: the ranges of all rounds
+//! together contain each element once.
 //!
-//! The ranges of a large tensor start at equal distances, one for each process, so that all processes have work, however
-//! the tensor is sharded:
+//! The ranges of a large tensor start at equal distances, one range for each process. Therefore all processes have
+//! work, however the tensor is sharded:
 //!
 //! ```text
-//!     Shard(0) to Shard(0)     each range has one reader and one writer, and each range has another pair
+//!     Shard(0) to Shard(0)     each range has one reader and one writer; another range has another reader and writer
 //!     Shard(0) to Shard(1)     each range has one reader, and all ranks write a part of it
-//!     Shard(1) to Shard(0)     all ranks read a part of each range, which has one writer
+//!     Shard(1) to Shard(0)     all ranks read a part of each range, and one rank writes it
 //! ```
 
 use std::ops::Range;
@@ -22,10 +23,10 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// The memory for plans, in bytes: of tensors that are planned in advance, and of the rounds that are being built, read,
-/// sent and written. A strided copy is stored several times: as a transfer, in the maps that choose its reader, as a move,
-/// and as a planned tile with its output range, in lists with spare capacity. A transfer plan also has the check of the
-/// source chunks, and a plan of each tile with its targets.
+/// The maximum memory for plans, in bytes. It covers the plans of tensors that are planned in advance, and of the
+/// rounds that are being built, read, sent and written. Each strided copy is stored several times: as a transfer, in
+/// the maps that choose its reader, as a move, and as a planned tile with its output range, in lists with spare
+/// capacity. A transfer plan also contains the check of the source chunks, and a plan of each tile with its targets.
 pub const PLAN_BYTES: u64 = 4 * MAX_COPIES as u64 * 1024;
 
 /// One step of the exchange: whole tensors, or ranges of one tensor.
@@ -34,7 +35,7 @@ pub struct Round<'a> {
     pub plans: Vec<TransferPlan<'a>>,
     /// The memory needs of each rank.
     pub loads: Vec<Load>,
-    /// True if this round completes its tensors: the next round has other tensors.
+    /// True if this round completes its tensors, so that the next round has other tensors.
     pub completes_tensors: bool,
 }
 
@@ -43,16 +44,16 @@ pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
     topology: &'a Topology,
     bucket_bytes: u64,
-    /// The remaining units of the current tensor. The last one is the next.
+    /// The remaining units of the current tensor. The last unit in the list is planned next.
     pending_units: Vec<Unit<'a>>,
-    /// The plan that did not fit the previous round.
+    /// A plan that did not fit into the previous round.
     deferred: Option<SizedPlan<'a>>,
 }
 
 impl<'a> Rounds<'a> {
-    /// Returns the rounds of all `tensors`. `bucket_bytes` limits, for each process, how many bytes a round reads, sends,
-    /// receives and unpacks, in both phases together. Bytes that a process contributes to an all-gather count as received,
-    /// and partial values count as unpacked.
+    /// Returns the rounds of all `tensors`. `bucket_bytes` is a limit for each process: in a round, the process reads,
+    /// sends, receives and unpacks at most so many bytes each, in both phases together. Bytes that a process
+    /// contributes to an all-gather count as received, and partial values count as unpacked.
     #[must_use]
     pub fn new(
         catalog: &'a Catalog,
@@ -65,7 +66,7 @@ impl<'a> Rounds<'a> {
         Self { tensors, topology, bucket_bytes, pending_units: Vec::new(), deferred: None }
     }
 
-    /// Plans the next unit that fits in one round.
+    /// Plans the next unit, and splits it until it fits into one round.
     fn next_plan(&mut self) -> Result<Option<SizedPlan<'a>>> {
         if let Some(deferred) = self.deferred.take() {
             return Ok(Some(deferred));
@@ -86,18 +87,18 @@ impl<'a> Rounds<'a> {
             };
             match halves {
                 Some((first, second)) => self.pending_units.extend([second, first]),
-                // The unit is one element, which cannot be split.
+                // The unit is one element and cannot be split.
                 None => return TransferPlan::build(unit, self.topology, usize::MAX),
             }
         }
     }
 
-    /// Returns whether a round may have these numbers: the length of the largest buffer, and the number of copies.
+    /// Returns whether a round may have a largest buffer of this length and this number of copies.
     fn fits(&self, largest_buffer: u64, copies: usize) -> bool {
         copies <= MAX_COPIES && largest_buffer <= self.bucket_bytes
     }
 
-    /// Plans the next round: adds plans while they fit together.
+    /// Plans the next round: adds plans as long as they fit into one round together.
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
         let mut plans: Vec<TransferPlan<'_>> = Vec::new();
         let mut sum = Loads::zero(self.topology.nodes.len());
@@ -131,20 +132,21 @@ impl<'a> Iterator for Rounds<'a> {
     }
 }
 
-/// Splits the list of ranges of a unit in two halves. Returns `None` if the unit has only one range.
+/// Splits the list of ranges of a unit into two halves. Returns `None` if the unit has only one range.
 fn split_range_list<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let (first, second) = unit.ranges.split_at(unit.ranges.len() / 2);
     let half = |ranges: &[Range<u64>]| Unit { ranges: ranges.to_vec(), ..unit.clone() };
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// Splits a unit in two: halves each range, or else splits the list of ranges. Returns `None` if the unit is one element.
+/// Splits a unit into two: each range in half, or else the list of ranges in half. Returns `None` if the unit is one
+/// element.
 fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     let unit = spread_over_ranks(unit, ranks);
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// Splits a whole tensor into one range for each rank. Returns any other unit unchanged.
+/// Splits a unit that is a whole tensor into one range for each rank. Returns any other unit unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
@@ -158,7 +160,7 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each range of a unit in two halves. Returns `None` if no range can be split.
+/// Splits each range of a unit into two halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {
@@ -173,8 +175,8 @@ fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     Some((half(first)?, half(second)?))
 }
 
-/// Returns the element at which to split a range: near the middle, and at the start of a row if rows are short. Parts of
-/// rows need more copies than whole rows.
+/// Returns the element at which a range is split. It is near the middle, and at the start of a row if rows are short,
+/// because parts of rows need more copies than whole rows.
 fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
     let len = range.end - range.start;
     let even = range.start + len.div_ceil(2);

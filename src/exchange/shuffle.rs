@@ -1,6 +1,6 @@
 //! Shuffle: sends the bytes of a round from the processes that read them to the processes that write them, and reduces
-//! partial values on the way. [`HostShuffle`] works in host memory; `DeviceShuffle` of the `gpu` module uses GPUs and NCCL.
-//! Counts bytes. Invariant: all ranks begin and finish the same rounds in the same order.
+//! partial values. [`HostShuffle`] works in host memory; `DeviceShuffle` in the `gpu` module uses GPUs and NCCL. Unit:
+//! bytes. Invariant: all ranks begin and finish the same rounds in the same order.
 
 use std::sync::Arc;
 
@@ -16,34 +16,34 @@ use crate::error::Result;
 use crate::exec::cast::LossCounts;
 use crate::exec::sized_buffer;
 
-/// Exchanges the staged bytes of a process for the values that it writes, round by round.
+/// Exchanges the bytes that a process has read for the values that it writes, round by round.
 pub trait Shuffle: Send {
-    /// The kind of host memory of the stage and the output.
+    /// The kind of host memory in which the stage and the output are.
     type Memory: HostMemory;
-    /// A round that was begun and is not finished.
+    /// A round that has begun but is not finished.
     type PendingRound;
 
-    /// The number of rounds that are begun before the first of them is finished. With more than one, the next round is
-    /// being sent while the caller waits for this one.
+    /// The number of rounds that are begun before the first of them is finished. If the number is greater than 1, the
+    /// next round is sent while the caller waits for the current round.
     const ROUNDS_IN_FLIGHT: usize;
 
-    /// Returns the pool of that memory.
+    /// Returns the pool of host memory for the stage and the output.
     fn buffer_pool(&self) -> Arc<BufferPool<Self::Memory>>;
 
-    /// Returns where values are cast. Ranks may give different answers.
+    /// Returns where values are cast. The answer may differ between ranks.
     fn casting(&self) -> Casting {
         Casting::InWriter
     }
 
-    /// Begins a round with its stage of [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds
+    /// Begins a round. The stage has [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds
     /// in the same order.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::exchange`].
     fn begin(&mut self, moves: &Arc<Moves>, stage: PooledBuffer<Self::Memory>) -> Result<Self::PendingRound>;
 
-    /// Finishes the oldest pending round and returns its values. Bytes that no copy writes are 0 if the destination
-    /// [has gaps](CopyDestination::has_gaps).
+    /// Finishes the oldest pending round, and returns its values. If a destination [has
+    /// gaps](CopyDestination::has_gaps), the bytes that no copy writes are 0.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::exchange`], and `Unsupported` if a dtype cannot hold a reduced value.
@@ -52,9 +52,10 @@ pub trait Shuffle: Send {
 
 /// The output of a shuffle for one round.
 pub struct ShuffleOutput<M: HostMemory> {
-    /// The values, laid out as in [`Moves::casts`] if values are cast, or else in the first [`Moves::output_len`] bytes.
+    /// The values. If values are cast, [`Moves::casts`] describes their layout; otherwise they are the first
+    /// [`Moves::output_len`] bytes.
     pub values: PooledBuffer<M>,
-    /// The numbers of values that casts lost, for each portion of each tile.
+    /// The number of values that casts lost, for each portion of each tile.
     pub cast_losses: Vec<LossCounts>,
 }
 
@@ -67,7 +68,7 @@ pub struct HostShuffle<'a, C> {
 }
 
 impl<'a, C> HostShuffle<'a, C> {
-    /// Returns a shuffle that exchanges by `communicator`.
+    /// Returns a shuffle that exchanges bytes through `communicator`.
     #[must_use]
     pub fn new(communicator: &'a C) -> Self {
         let pool = BufferPool::new(|len| Ok(vec![0; len]));
@@ -77,7 +78,7 @@ impl<'a, C> HostShuffle<'a, C> {
 
 impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     type Memory = Vec<u8>;
-    /// The stage: the host does all work in `finish`.
+    /// The stage of the round, because the host does all work in `finish`.
     type PendingRound = PooledBuffer<Vec<u8>>;
 
     const ROUNDS_IN_FLIGHT: usize = 1;
@@ -131,7 +132,7 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
         Ok(())
     }
 
-    /// Copies bytes from the stage and from the first phase to the unpacked buffer.
+    /// Copies bytes to the unpacked buffer, from the stage and from the incoming buffer of the first phase.
     fn copy_after_first_phase(&self, destination: &CopyDestination<'_>, stage: &[u8], range: &mut [u8]) {
         if destination.has_gaps {
             range.fill(0);
@@ -145,7 +146,7 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
         }
     }
 
-    /// Copies values from the second phase to the output.
+    /// Copies values to the output, from the incoming buffer of the second phase.
     fn copy_after_second_phase(&self, moves: &Moves, output: &mut [u8]) {
         let ranges = disjoint_slices(
             output,

@@ -1,16 +1,17 @@
 //! Source copy: copies files of SRC that only some processes see to a folder that all processes see.
 //!
-//! Each file is copied once, by the lowest process that sees it. When a file is complete and synced, a record is
-//! written; a resumed run skips files whose record matches the length and the modification time of the file.
+//! Each file is copied once, by the lowest process that sees it. When the copy of a file is complete and synced, a
+//! record file is written. A resumed run skips a file if the length and the modification time in its record file are
+//! still correct.
 //!
 //! ```text
 //! copy/
-//!     part-0-of-1.0.lease      one run is at work here
-//!     files/                   by their paths below SRC
-//!     done/1f0c96a2b7d4e35f    the record of a file
+//!     part-0-of-1.0.lease      a run uses this folder
+//!     files/                   the copies, by their paths relative to SRC
+//!     done/1f0c96a2b7d4e35f    the record file of one copied file
 //! ```
 //!
-//! Counts bytes. Invariant: a file is read from here only after its record was written and all processes have passed a
+//! Unit: bytes. Invariant: a copied file is read only after its record file was written and all processes have passed a
 //! barrier.
 
 use std::collections::BTreeSet;
@@ -37,10 +38,10 @@ use crate::storage::{AnchoredPath, FileId, Files};
 /// The number of bytes copied between two checks for a stop request.
 const BLOCK_BYTES: u64 = 64 << 20;
 
-/// The maximum time that a shared file system takes to show a new file on all nodes.
+/// The maximum time until a shared file system shows a new file on all nodes.
 const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
-/// The maximum wait for another run that is about to leave the copy.
+/// The maximum time to wait for another run that is about to release the folder.
 const FREE_WITHIN: Duration = Duration::from_secs(3);
 
 /// A file to copy.
@@ -53,7 +54,7 @@ struct Copied {
     writer: u32,
 }
 
-/// The record of a copied file.
+/// The content of the record file of a copied file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CopyRecord {
     path: String,
@@ -61,7 +62,7 @@ struct CopyRecord {
     modified: (i64, i64),
 }
 
-/// The files of SRC to copy, and their destination.
+/// The files of SRC to copy, and the folder to copy them to.
 #[derive(Debug)]
 pub struct SourceCopy {
     folder: AnchoredPath,
@@ -73,13 +74,13 @@ pub struct SourceCopy {
 pub struct Amount {
     pub files: usize,
     pub bytes: u64,
-    /// The bytes that an earlier run has not copied.
+    /// The number of bytes that earlier runs have not copied yet.
     pub left: u64,
 }
 
 impl SourceCopy {
-    /// Selects the files that contain `reserved` bytes and that only some of the processes see. `source` is the folder
-    /// of SRC.
+    /// Selects the files that contain `reserved` bytes and that some processes do not see. `source` is the folder of
+    /// SRC.
     #[must_use]
     pub fn plan(
         folder: AnchoredPath,
@@ -105,11 +106,12 @@ impl SourceCopy {
         Self { folder, files }
     }
 
-    /// Takes the copy for this run, and empties it unless it `goes_on` with the files that an earlier run has copied.
-    /// Called by process 0. It watches the lease of a run that may be alive on another node.
+    /// Acquires the folder for this run. Deletes its content, unless `goes_on` is true: then the files that an earlier
+    /// run has copied are kept. Called by process 0. If the lease of another run may be alive on another node, watches
+    /// that lease.
     ///
     /// # Errors
-    /// `Usage` if another run uses the copy; `Stopped`; `Io`.
+    /// `Usage` if another run uses the folder; `Stopped`; `Io`.
     pub fn begin(&self, goes_on: bool, stop: &Stop) -> Result<Presence> {
         let part = Part::alone();
         self.folder
@@ -166,14 +168,15 @@ impl SourceCopy {
         Amount { files: self.files.len(), bytes: sum(&mut self.files.iter()), left }
     }
 
-    /// Returns the number of bytes that process `number` has to copy.
+    /// Returns the number of bytes that process `rank` has to copy.
     #[must_use]
     pub fn share(&self, rank: u32) -> u64 {
         let own = self.files.iter().filter(|file| file.writer == rank && !self.is_done(file));
         own.map(|file| file.record.len).sum()
     }
 
-    /// Copies the files of this process, and waits until the other processes have copied theirs. Collective.
+    /// Copies the files that this process has to copy, and waits until the other processes have copied theirs.
+    /// Collective.
     ///
     /// # Errors
     /// `Io` naming a file; `Stopped`; `Comm` naming the process that failed.
@@ -186,7 +189,7 @@ impl SourceCopy {
         communicator.all_ok(self.wait_shown(communicator, stop))
     }
 
-    /// Redirects files that this process does not see to their copies.
+    /// Makes this process read the copies instead of the files that it does not see.
     ///
     /// # Errors
     /// `Io` if a copy is missing.
@@ -220,7 +223,7 @@ impl SourceCopy {
         let Copied { from, below, record, .. } = file;
         let to = self.data().join(below);
         let source = File::open(from).map_err(refused("open", from))?;
-        // A process that cannot read SRC must not be able to read the copy either.
+        // A user who cannot read SRC must not be able to read the copy either.
         let mut target = to.replace_with_new(0o600).map_err(Error::io("create", &to))?;
         let mut len = 0;
         loop {
@@ -256,7 +259,7 @@ impl SourceCopy {
         Ok(())
     }
 
-    /// Waits until this process sees all files with their full length.
+    /// Waits until this process sees all copied files with their full length.
     fn wait_shown(&self, communicator: &impl Communicator, stop: &Stop) -> Result<()> {
         let begun = Instant::now();
         let data = self.data();

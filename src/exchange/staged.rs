@@ -1,5 +1,5 @@
-//! Stage: reads the source ranges of a round into one buffer, on several threads, and checks the CRCs of zip records that
-//! are read completely. Counts bytes.
+//! Stage: reads the source ranges of a round into one buffer, on several threads. Checks the CRC of each zip record
+//! that is read completely. Unit: bytes.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,18 +15,19 @@ use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Input, PreparedTile, Scratch, Stop}
 pub struct Staged<M: HostMemory> {
     /// The work of this process in the round.
     pub moves: Moves,
-    /// The stage.
+    /// The stage: the bytes that have been read.
     pub bytes: PooledBuffer<M>,
-    /// True if all CRCs of the records read so far have been checked. False if a later round reads the rest of a record.
+    /// True if the CRCs of all zip records read so far have been checked. False if a later round reads the rest of a
+    /// zip record.
     pub is_checked: bool,
 }
 
-/// Reads the source ranges of rounds, and checks the CRCs of the records.
+/// Reads the source ranges of rounds, and checks the CRCs of their zip records.
 pub struct Stage<'a, M> {
     input: Input<'a>,
     pool: Arc<BufferPool<M>>,
     crcs: SourceCrcs,
-    /// The number of threads that read, each with its own scratch memory.
+    /// The number of threads that read. Each has its own scratch memory.
     threads: usize,
     stop: &'a Stop,
 }

@@ -1,5 +1,5 @@
-//! Strided copies, the elements of which moves consist. Counts bytes. Invariant: messages have no gaps, so the sender packs
-//! exactly the bytes that the receiver unpacks.
+//! Strided copies, of which the moves of a round consist. Unit: bytes. Invariant: messages have no gaps, so the sender
+//! packs exactly the bytes that the receiver unpacks.
 
 use smallvec::SmallVec;
 
@@ -27,19 +27,19 @@ impl StridedCopy {
         self.levels.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Copies in host memory.
+    /// Makes the copy in host memory.
     pub fn copy(&self, source: &[u8], target: &mut [u8]) {
         let at = |offset: u64| usize::try_from(offset).expect("an offset in memory");
         copy_runs(&source[at(self.source)..], &mut target[at(self.target)..], self.run_bytes, &self.levels);
     }
 
-    /// Returns the copy of one contiguous range.
+    /// Returns a copy of one contiguous range.
     #[must_use]
     pub fn contiguous(source: u64, target: u64, len: u64) -> Self {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
-    /// Returns the copy of a piece, strided at both ends.
+    /// Returns the copy of a piece that is strided in both buffers.
     pub(super) fn from_piece(piece: &Piece, source: u64, target: u64) -> Self {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }
@@ -59,7 +59,7 @@ impl StridedCopy {
     }
 }
 
-/// Returns the loops with the steps of contiguous runs on one side.
+/// Returns the loops of a copy that is contiguous on one side.
 fn dense_levels(
     levels: &[LoopLevel],
     with_step: impl Fn(LoopLevel, u64) -> LoopLevel,

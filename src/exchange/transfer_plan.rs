@@ -1,20 +1,21 @@
 //! Transfer plan: which process sends which bytes to which process, for some ranges of one tensor, and how much memory
-//! each process needs for it. All processes build the same plan. It counts bytes, except that ranges of a tensor count
-//! elements. Invariant: messages of the first phase follow the order of the transfers, and messages of the second phase
-//! follow the order of the targets.
+//! each process needs for this. All processes build the same plan. Unit: bytes; ranges of a tensor are in elements.
+//! Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase are in
+//! the order of the targets.
 //!
-//! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of each
-//! target tile. So reads and writes are contiguous, and only the copies between them, in memory, are strided.
+//! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of
+//! each target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.
 //!
-//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result,
-//! which is as long as one partial value, to the others:
+//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result
+//! to the others. The result is as long as one partial value:
 //!
 //! ```text
 //!     partial values on 4 ranks; all 4 need the result    all to all    one rank reduces and sends the result
 //!     tensors sent over the network                       4 * 3         3 + 3
 //! ```
 //!
-//! The rank that reduces depends on the position in the tensor, so all ranks reduce some ranges of a large tensor.
+//! The rank that reduces depends on the position in the tensor. Therefore each rank reduces some ranges of a large
+//! tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,8 +33,8 @@ use crate::error::Result;
 use crate::exec::reduce::ReductionMethod;
 use crate::plan::Pieces;
 
-/// The maximum number of strided copies that all processes together pack in one round. Every process plans the copies of
-/// all processes, and the plans take memory, most of all if runs have only a few elements.
+/// The maximum number of strided copies that all processes together pack in one round. Every process plans the copies
+/// of all processes, and these plans need memory, especially if runs have only a few elements.
 pub const MAX_COPIES: usize = 1 << 13;
 
 /// All transfers of one unit.
@@ -42,20 +43,20 @@ pub struct TransferPlan<'a> {
     pub unit: Unit<'a>,
     /// The parts of target tiles that ranks need.
     pub targets: Vec<TransferTarget>,
-    /// The source ranges to read, ascending, each with its bytes in the chunk. Bytes count from element 0 of the chunk, as
-    /// if the chunk were contiguous.
+    /// The source ranges to read, ascending, each with its bytes in the chunk. Bytes count from element 0 of the chunk,
+    /// as in a contiguous chunk.
     pub source_ranges: Vec<(SourceRange, Range<u64>)>,
     /// The copies from source ranges to targets.
     pub transfers: Vec<Transfer>,
-    /// The number of strided copies that all ranks together pack. No rank unpacks more than that.
+    /// The number of strided copies that all ranks together pack. No rank unpacks more copies than this.
     pub copies: usize,
 }
 
-/// A transfer plan with its memory needs. A round takes several plans if they fit together.
+/// A transfer plan and the memory that it needs. A round contains several plans if they fit together.
 pub struct SizedPlan<'a> {
-    /// The plan.
+    /// The transfer plan.
     pub plan: TransferPlan<'a>,
-    /// The memory that it needs on each rank that takes part.
+    /// The memory that the plan needs on each rank that takes part.
     pub loads: PartLoads,
 }
 
@@ -78,7 +79,7 @@ impl<'a> TransferPlan<'a> {
         Ok((plan.copies <= max_copies).then(|| SizedPlan { loads: plan.loads(ranks), plan }))
     }
 
-    /// Returns the messages of the first phase: bytes of the source, to one rank or to all others.
+    /// Returns the messages of the first phase: source bytes, each sent to one or more ranks.
     pub fn first_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
         self.transfers
             .iter()
@@ -91,8 +92,8 @@ impl<'a> TransferPlan<'a> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the targets of the unit, and the transfers into them from the source chunks that tile plans name. Returns false
-    /// if there are too many transfers.
+    /// Adds the targets of the unit, and the transfers from the source chunks to the targets. Returns false if there
+    /// are too many transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();
@@ -146,10 +147,10 @@ impl<'a> TransferPlan<'a> {
         true
     }
 
-    /// Sets the reader of each transfer. Splits a transfer if its receivers have different readers.
+    /// Sets the reader of each transfer. If the receivers of a transfer have different readers, splits the transfer.
     fn choose_readers(&mut self, topology: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
-        // Bytes by (range, chunk), then by receiving rank.
+        // The number of bytes, by range and chunk and then by receiving rank.
         let mut needs: BTreeMap<(usize, u32), BTreeMap<u32, u64>> = BTreeMap::new();
         for Transfer { from, receivers, piece, .. } in transfers.iter() {
             let range_needs = needs.entry((from.range, from.reader.chunk)).or_default();
@@ -159,7 +160,7 @@ impl<'a> TransferPlan<'a> {
         for (turn, ((range, chunk), rank_needs)) in needs.into_iter().enumerate() {
             let rank_needs: SmallVec<[(u32, u64); 8]> = rank_needs.into_iter().collect();
             let holders = topology.replica_choice.allowed_holders(unit.demand.holders(chunk));
-            // Different tensors of one source range each are read by different ranks.
+            // If tensors have one source range each, different ranks read them.
             let chosen = topology.choose_readers(unit.demand.source, holders, &rank_needs, turn + unit.number)?;
             for ((rank, _), reader) in rank_needs.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);
@@ -205,7 +206,7 @@ impl<'a> TransferPlan<'a> {
         self.source_ranges = source_ranges.into_iter().collect();
     }
 
-    /// Returns how much memory each of `ranks` ranks needs for this plan.
+    /// Returns the memory that each of `ranks` ranks needs for this plan.
     #[must_use]
     pub fn loads(&self, ranks: usize) -> PartLoads {
         let Self { targets, transfers, source_ranges, .. } = self;
@@ -234,8 +235,8 @@ impl<'a> TransferPlan<'a> {
     }
 }
 
-/// Clears the NCCL reduction of every target that is not eligible. NCCL can reduce a target if each rank reads one partial
-/// value, all of it, and no two ranks read the same one.
+/// Removes the NCCL reduction from every target that is not eligible. A target is eligible if each rank reads one
+/// entire partial value, and no two ranks read the same one.
 fn drop_ineligible_reductions(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
     const NONE: u32 = u32::MAX;
     let mut readers: Vec<Vec<u32>> =

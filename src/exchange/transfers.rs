@@ -1,5 +1,6 @@
-//! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write. Counts
-//! bytes, except that ranges of a tensor count elements. Invariant: a receiver of a transfer is a receiver of its target.
+//! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write.
+//! Unit: bytes; ranges of a tensor are in elements. Invariant: each receiver of a transfer is also a receiver of its
+//! target.
 
 use std::ops::Range;
 use std::slice;
@@ -11,14 +12,14 @@ use super::phase::Message;
 use super::readers::Reader;
 use crate::plan::Piece;
 
-/// The elements of a tensor that are exchanged in one round: disjoint ranges in row-major order of the whole tensor.
+/// The elements of a tensor that are exchanged in one round: disjoint ranges, in row-major order of the whole tensor.
 #[derive(Clone)]
 pub struct Unit<'a> {
     /// The demand for the tensor.
     pub demand: Arc<Demand<'a>>,
     /// The index of the tensor in the reservation.
     pub number: usize,
-    /// The ranges of elements.
+    /// The ranges, in elements.
     pub ranges: Vec<Range<u64>>,
 }
 
@@ -27,7 +28,7 @@ pub struct Unit<'a> {
 pub struct TransferTarget {
     /// The index of the tensor in the reservation.
     pub tensor: usize,
-    /// The tile.
+    /// The tile of which this is a part.
     pub needed: Arc<NeededTile>,
     /// The elements of the part, in the tile's local tensor.
     pub elements: Range<u64>,
@@ -35,21 +36,21 @@ pub struct TransferTarget {
     pub part_bytes: u64,
     /// The ranks that need the part.
     pub ranks: Ranks,
-    /// The rank that reduces the partial values and sends the result to the others; `None` if each rank gets the source
-    /// bytes itself.
+    /// The rank that reduces the partial values and sends the result to the others. `None` if each rank gets the source
+    /// bytes and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
-    /// The NCCL reduction that computes the part, if there is one. Its partial values are not sent as messages.
+    /// The NCCL reduction that computes the part, if NCCL reduces it. Its partial values are then not sent as messages.
     pub nccl_reduction: Option<ReductionKind>,
 }
 
 impl Unit<'_> {
-    /// Returns whether the unit is the whole tensor, as one range.
+    /// Returns whether the unit is the whole tensor, in one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number that differs from range to range, so that `ranks` ranks take turns.
+    /// Returns a number that is different for consecutive ranges, so that `ranks` ranks are used in turn.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
@@ -57,13 +58,13 @@ impl Unit<'_> {
 }
 
 impl TransferTarget {
-    /// Returns the ranks that get the source bytes.
+    /// Returns the ranks that receive the source bytes.
     #[must_use]
     pub fn receivers(&self) -> &[u32] {
         self.reducing_rank.as_ref().map_or(&self.ranks, slice::from_ref)
     }
 
-    /// Returns the length of all partial values together.
+    /// Returns the total length of all partial values.
     #[must_use]
     pub fn partial_values_bytes(&self) -> u64 {
         self.part_bytes * self.needed.sources.len() as u64
@@ -75,28 +76,29 @@ impl TransferTarget {
         self.nccl_reduction.map(|kind| (self.receivers()[0], kind))
     }
 
-    /// Returns the message of the second phase, which sends the reduced values to the other ranks.
+    /// Returns the message of the second phase, which sends the reduced values to the other ranks. Returns `None` if
+    /// there is no such message.
     #[must_use]
     pub fn second_phase_message(&self) -> Option<Message<'_>> {
         self.reducing_rank.map(|from| Message { sender: from, receivers: &self.ranks, len: self.part_bytes })
     }
 }
 
-/// A range of a source chunk that a process reads.
+/// A range of a source chunk that one process reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceRange {
-    /// The rank that reads it, and the chunk.
+    /// The rank that reads the range, and the chunk.
     pub reader: Reader,
-    /// The index of the unit's range. The ranges of one chunk need not be adjacent.
+    /// The index of the range in the unit. The ranges of one chunk may have gaps between them.
     pub range: usize,
 }
 
-/// A strided copy of bytes of a source range to a target.
+/// A strided copy of bytes from a source range to a target.
 #[derive(Clone, Debug)]
 pub struct Transfer {
-    /// The source range.
+    /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that get the bytes: some or all receivers of the target.
+    /// The ranks that receive the bytes: some or all receivers of the target.
     pub receivers: Ranks,
     /// The index of the target in the plan.
     pub target: usize,
@@ -114,7 +116,7 @@ impl Transfer {
     }
 }
 
-/// Returns the section that an element is in, if all elements are split into `parts` equal sections.
+/// Splits all elements into `parts` equal sections, and returns the index of the section that contains the element.
 fn section_index(element: u64, numel: u64, parts: usize) -> usize {
     let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
     usize::try_from(part).expect("fewer than there are parts")

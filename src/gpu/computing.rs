@@ -1,6 +1,6 @@
-//! Arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job table of
-//! the round, and their results (errors and counts of lost values) are copied back with the table. Counts bytes, and
-//! elements where a name says so.
+//! Arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job table
+//! of the round. The results (errors and counts of lost values) are copied back with the table. Unit: bytes, or
+//! elements where the documentation says so.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ pub struct ComputeJobs {
 }
 
 impl ComputeJobs {
-    /// Lists the reductions within the unpacked buffer, and the casts from there to the output. Appends their jobs to the
-    /// table.
+    /// Builds the jobs of the reductions inside the unpacked buffer and of the casts from there to the output. Appends
+    /// the jobs to the table.
     pub fn new(
         arithmetic: &Arithmetic,
         moves: &Moves,
@@ -53,7 +53,7 @@ impl ComputeJobs {
         unsafe { self.casts.run(stream, table) }
     }
 
-    /// Queues the copy of the results to the host's copy of the table.
+    /// Queues the copy of the results from the device to the host's copy of the table.
     ///
     /// # Safety
     /// The conditions of [`Stream::copy_out`] hold.
@@ -64,10 +64,10 @@ impl ComputeJobs {
         fetch(self.casts.losses_range())
     }
 
-    /// Returns the values that casts lost, for each portion, from the host's copy of the table.
+    /// Returns the number of values that casts lost, for each portion, from the host's copy of the table.
     ///
     /// # Errors
-    /// Returns `Unsupported` if a dtype cannot hold a reduced value.
+    /// Returns `Unsupported` if the dtype of a tensor cannot represent a reduced value.
     pub fn cast_losses(&self, moves: &Moves, host: &[u8]) -> Result<Vec<LossCounts>> {
         self.reductions.check_outcomes(&host[self.reductions.outcomes_range()]).map_err(|(job, error)| {
             let tile = moves.arriving_tiles.iter().filter(|tile| reduction_job(tile).is_some()).nth(job);

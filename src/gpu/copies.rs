@@ -1,6 +1,6 @@
-//! Strided copies for a device: between device addresses, in accesses of up to 16 bytes, split into thread blocks. Counts
-//! bytes, and units (one access each) where a name says so. Invariant: a job copies the same bytes as
-//! [`StridedCopy::copy`], and stays within its two buffers.
+//! Strided copies on a device: between device addresses, with memory accesses of up to 16 bytes, split into thread
+//! blocks. Unit: bytes, or accesses where the name contains `units`. Invariant: a job copies the same bytes as
+//! [`StridedCopy::copy`], and does not leave its two buffers.
 
 use nccl::DeviceBuffer;
 use smallvec::SmallVec;
@@ -8,17 +8,17 @@ use smallvec::SmallVec;
 use super::table::{Job, Jobs};
 use crate::exchange::StridedCopy;
 
-/// The maximum number of loops around a run in the kernel.
+/// The maximum number of loops of one copy job in the kernel.
 const MAX_LOOPS: usize = 4;
-/// The units that one thread block copies.
+/// The number of units that one thread block copies.
 const BLOCK_UNITS: u32 = 4096;
-/// The maximum number of units of a copy: the kernel counts them in 32 bits.
+/// The maximum number of units of a copy, because the kernel counts units in 32 bits.
 const MAX_UNITS: u64 = 1 << 31;
-/// The widest memory access of a device.
+/// The width of the widest memory access of a device.
 const MAX_ACCESS_BYTES: u64 = 16;
 
-/// A loop nest of runs of bytes between device addresses. Every loop has more than one turn, and loops that could be merged
-/// with the run or with the loop around them are merged.
+/// A loop nest that copies runs of bytes between device addresses. Every loop has more than one iteration. Loops that
+/// can be merged with the run or with the surrounding loop are merged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopNest {
     /// The address of the first run in the source.
@@ -31,23 +31,23 @@ pub struct LoopNest {
     pub loops: SmallVec<[Loop; 4]>,
 }
 
-/// One loop of a nest: the number of turns, and the distance between turns on both sides.
+/// One loop of a nest: the number of iterations, and the distance between two iterations on each side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
-    /// The number of turns.
+    /// The number of iterations.
     pub count: u64,
-    /// The distance between turns in the source.
+    /// The distance between two iterations in the source.
     pub source_step: u64,
-    /// The distance between turns in the target.
+    /// The distance between two iterations in the target.
     pub target_step: u64,
 }
 
 impl LoopNest {
-    /// Returns the nest of a copy from one buffer to another. Targets of the copy count from `base`. Returns `None` if the
-    /// copy is empty.
+    /// Returns the loop nest of a copy from one buffer to another. Target offsets of the copy count from `base`.
+    /// Returns `None` if the copy is empty.
     ///
     /// # Panics
-    /// Panics if the copy leaves the buffers, like [`StridedCopy::copy`].
+    /// Panics if the copy reads or writes outside the buffers, like [`StridedCopy::copy`].
     pub fn new(copy: &StridedCopy, from: &impl DeviceBuffer, into: &impl DeviceBuffer, base: usize) -> Option<Self> {
         if copy.len_bytes() == 0 {
             return None;
@@ -71,7 +71,7 @@ impl LoopNest {
         Some(Self::merged(from.address() + copy.source, into.address() + target, copy.run_bytes, loops(copy)))
     }
 
-    /// Returns an equal nest with as few loops as possible.
+    /// Returns a loop nest that copies the same bytes with as few loops as possible.
     fn merged(source: u64, target: u64, run: u64, loops: impl DoubleEndedIterator<Item = Loop>) -> Self {
         let mut nest = Self { source, target, run_bytes: run, loops: SmallVec::new() };
         for level in loops.rev().filter(|level| level.count > 1) {
@@ -92,14 +92,14 @@ impl LoopNest {
         self.loops.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Returns the widest access that is aligned for all runs, a power of two.
+    /// Returns the width of the widest memory access that is aligned for all runs. It is a power of two.
     pub fn access_bytes(&self) -> u64 {
         let steps = self.loops.iter().fold(0, |bits, level| bits | level.source_step | level.target_step);
         let bits = self.source | self.target | self.run_bytes | steps | MAX_ACCESS_BYTES;
         1 << bits.trailing_zeros()
     }
 
-    /// Returns the job as `struct Copy` of the kernel.
+    /// Returns the job in the layout of the kernel's `struct Copy`.
     fn job(&self) -> Job<{ 2 + 3 * MAX_LOOPS }, 5> {
         let word = |value: u64| u32::try_from(value).expect("a copy was cut to what the kernel counts");
         let mut longs = [0; 2 + 3 * MAX_LOOPS];
@@ -113,14 +113,14 @@ impl LoopNest {
         Job { longs, words, units }
     }
 
-    /// Splits the nest into nests of at most this many loops and units each.
+    /// Splits the nest into nests with at most `most_loops` loops and `most_units` units each.
     pub fn split(self, most_loops: usize, most_units: u64, cut: &mut impl FnMut(Self)) {
         let is_long = self.len_bytes() / self.access_bytes() > most_units;
         if self.loops.len() <= most_loops && !is_long {
             return cut(self);
         }
         let parts = match self.loops.first() {
-            // The parts of a run stay aligned.
+            // Splitting a run keeps its parts aligned.
             None => {
                 Loop { count: self.run_bytes.div_ceil(most_units), source_step: most_units, target_step: most_units }
             }
@@ -138,7 +138,7 @@ impl LoopNest {
 }
 
 impl Loop {
-    /// Returns whether the turns of the outer loop begin where this loop ends, so that both can be one loop.
+    /// Returns whether each iteration of the outer loop begins where this loop ends, so that both can be merged.
     fn continues_into(&self, outer: &Self) -> bool {
         let ends = |step: u64| step.checked_mul(self.count);
         ends(self.source_step) == Some(outer.source_step) && ends(self.target_step) == Some(outer.target_step)
@@ -153,7 +153,7 @@ fn loops(copy: &StridedCopy) -> impl DoubleEndedIterator<Item = Loop> {
     })
 }
 
-/// Appends the jobs of copies to a table.
+/// Appends the jobs of these loop nests to a table.
 pub fn append_jobs(nests: impl IntoIterator<Item = LoopNest>, table: &mut Vec<u8>) -> Jobs {
     let mut jobs = Jobs::at_end_of(table, BLOCK_UNITS);
     for nest in nests {

@@ -1,6 +1,6 @@
-//! The device of this process: its choice, and its CUDA context. Some launchers make one device visible to each task; others
-//! make all devices of the node visible to all tasks. In the first case there is one device to use, and in the second the
-//! devices are assigned by local rank, as with `LOCAL_RANK` of torchrun.
+//! The device of this process: how it is chosen, and its CUDA context. Some launchers make only one device visible to
+//! each task; then this device is used. Other launchers make all devices of the node visible to all tasks; then devices
+//! are assigned by local rank, as with `LOCAL_RANK` of torchrun.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -35,7 +35,7 @@ impl Device {
     /// # Errors
     /// Returns `Usage` if there is no driver.
     pub(super) fn check_driver() -> Result<()> {
-        // SAFETY: the library that the system has under the name of the driver is the driver.
+        // SAFETY: the library that the system provides under the name of the driver is the driver.
         if unsafe { sys::is_culib_present() } {
             return Ok(());
         }
@@ -54,7 +54,7 @@ impl Device {
         Ok(u32::try_from(visible).unwrap_or(0))
     }
 
-    /// Opens the device with this number among the visible devices.
+    /// Opens the device with this index among the visible devices.
     ///
     /// # Errors
     /// Returns `Device` if the device cannot be used.
@@ -80,7 +80,7 @@ impl Device {
     /// Checks that this many bytes of device memory are free.
     ///
     /// # Errors
-    /// Returns `Device` if they are not.
+    /// Returns `Device` if less memory is free.
     pub(super) fn check_free_memory(&self, needed: u64) -> Result<()> {
         self.bind()?;
         let (free, _) = result::mem_get_info().map_err(failed("query free memory"))?;
@@ -115,12 +115,12 @@ fn no_device(why: String) -> Error {
     Error::usage(why, format!("check CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU_HINT}"))
 }
 
-/// Returns the device of a local rank: local ranks take the visible devices in turn.
+/// Returns the index of the device for a local rank. The visible devices are assigned to the local ranks in turn.
 fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
     local_rank.unwrap_or(0).checked_rem(visible)
 }
 
-/// Returns a function that converts an error of the driver in this operation.
+/// Returns a function that converts an error of the driver. `op` is the operation that failed.
 pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| DeviceError { op, detail: error_text(error), hint: None }.into()
 }

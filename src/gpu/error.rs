@@ -1,13 +1,13 @@
 //! The error type of GPUs.
 
-/// A GPU, or a library for it, refuses an operation.
+/// An operation that failed on a GPU, or in a library for GPUs.
 #[derive(Debug, thiserror::Error)]
 #[error("GPU: {op}: {detail}")]
 #[non_exhaustive]
 pub struct DeviceError {
-    /// The operation.
+    /// The operation that failed.
     pub op: &'static str,
-    /// The reason, in the words of the driver or library where it gives one.
+    /// The reason, as text of the driver or library if it provides one.
     pub detail: String,
     /// The next step for the user.
     pub hint: Option<String>,

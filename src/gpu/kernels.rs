@@ -1,5 +1,6 @@
-//! Kernels: their CUDA C++ source, which NVRTC compiles to PTX for the device at run time. The source needs no headers.
-//! Invariant: kernels compute the same bits as the host, so multiply-add is not fused and subnormals are kept.
+//! Kernels: their CUDA C++ source, which NVRTC compiles to PTX for the device at run time. The source includes no
+//! headers. Invariant: kernels compute the same bits as the host. Therefore multiply-add operations are not fused, and
+//! subnormals are kept.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
 use super::device::{Device, failed};
 use super::settings::Kernels;
 
-/// The compute capabilities to try if NVRTC does not know that of the device. Newer devices accept older PTX.
+/// The compute capabilities to try if NVRTC does not support the one of the device. Newer devices accept PTX for older
+/// ones.
 const FALLBACK_ARCHS: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
 
 /// Source files that are compiled together.
@@ -27,7 +29,7 @@ pub(super) const COPIES: Program = Program {
     source: concat!(include_str!("kernels/blocks.cuh"), include_str!("kernels/copy_runs.cu")),
 };
 
-/// The kernels that reduce and cast. They take long to compile, so they are compiled only if they are needed.
+/// The kernels that reduce and cast. Compiling them takes long, so they are compiled only when they are needed.
 pub(super) const ARITHMETIC: Program = Program {
     name: "arithmetic",
     source: concat!(
@@ -57,7 +59,7 @@ impl Program {
 
     /// Compiles PTX for the device, or for the newest older device that NVRTC supports.
     fn compile_for(&self, device: &Device) -> Result<Ptx, String> {
-        // SAFETY: the library that the system has under the name of NVRTC is NVRTC.
+        // SAFETY: the library that the system provides under the name of NVRTC is NVRTC.
         if !unsafe { nvrtc::sys::is_culib_present() } {
             return Err("no NVRTC: neither libnvrtc.so nor libnvrtc.so.13 nor libnvrtc.so.12 can be loaded".into());
         }

@@ -1,6 +1,6 @@
-//! Memory that a GPU can access: device memory, and pinned host memory (as with `pin_memory` in PyTorch). Both are slow to
-//! allocate, so allocations are rounded up and reused: pinned memory by a [`BufferPool`], device memory by
-//! [`DeviceBytes::grow_to`]. Counts bytes.
+//! Memory that a GPU can access: device memory, and pinned host memory (as with `pin_memory` in PyTorch). Allocating
+//! either is slow, so allocations are rounded up and reused: pinned memory by a [`BufferPool`], and device memory by
+//! [`DeviceBytes::grow_to`]. Unit: bytes.
 
 use std::ptr::NonNull;
 use std::slice;
@@ -14,7 +14,7 @@ use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
-/// Longer allocations are multiples of this; shorter ones are powers of two.
+/// The size of which long allocations are multiples. Shorter allocations are powers of two.
 const LARGE_ALLOCATION: usize = 4 << 20;
 
 /// Pinned host memory, which a device reads and writes while the CPU continues.
@@ -33,7 +33,7 @@ unsafe impl Sync for Pinned {}
 impl Pinned {
     fn new(device: Arc<Device>, len: usize) -> Result<Self> {
         device.bind()?;
-        // Without flags: the CPU reads this memory, and reads of write-combined memory are very slow.
+        // No flags are set, because the CPU reads this memory, and reads of write-combined memory are very slow.
         // SAFETY: a context is current.
         let start = unsafe { result::malloc_host(len, 0) }
             .map_err(|error| allocation_error("pinned memory", len, error, ""))?;
@@ -42,7 +42,8 @@ impl Pinned {
             detail: "the driver returned a null pointer".into(),
             hint: None,
         })?;
-        // SAFETY: the allocation has `len` bytes and one owner. Rust may only read initialised bytes, so they are set to 0.
+        // SAFETY: the allocation has `len` bytes and one owner. Rust may only read initialised bytes, so they are set
+        // to 0.
         unsafe { start.write_bytes(0, len) };
         Ok(Self { device, start, len })
     }
@@ -80,7 +81,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Memory of a device, with one owner.
+/// A range of device memory. It has one owner.
 #[derive(Debug)]
 pub struct DeviceBytes {
     device: Arc<Device>,
@@ -104,10 +105,10 @@ impl DeviceBytes {
         Ok(Self { device: Arc::clone(device), address, len })
     }
 
-    /// Replaces the memory by a longer allocation if it is shorter than `len`. The content is lost then.
+    /// If the memory is shorter than `len`, replaces it by a longer allocation. The content is then lost.
     ///
     /// # Errors
-    /// Returns the errors of [`DeviceBytes::new`]. The memory is unchanged then.
+    /// Returns the errors of [`DeviceBytes::new`]. The memory is then unchanged.
     pub fn grow_to(&mut self, len: usize, what: &str) -> Result<()> {
         if self.len < len {
             *self = Self::new(&self.device, allocation_len(len), what)?;
@@ -149,7 +150,8 @@ impl Drop for DeviceBytes {
     }
 }
 
-/// Returns the length to allocate for `len` bytes. It is at least 1: the driver refuses empty allocations.
+/// Returns the number of bytes to allocate for `len` bytes. It is at least 1, because the driver rejects empty
+/// allocations.
 fn allocation_len(len: usize) -> usize {
     if len < LARGE_ALLOCATION { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE_ALLOCATION) }
 }

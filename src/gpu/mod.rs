@@ -1,19 +1,19 @@
-//! GPUs: rounds of an [exchange](crate::exchange) in GPU memory, with NCCL between the GPUs. Counts bytes. Invariant: a GPU
-//! gives the same bits as the host, for copies and for [arithmetic](Arithmetic). All `unsafe` code that uses CUDA is in
-//! this module and in `nccl-rs`.
+//! GPUs: runs the rounds of an [exchange](crate::exchange) in GPU memory, with NCCL between the GPUs. Unit: bytes.
+//! Invariant: copies and [arithmetic](Arithmetic) on a GPU give the same bits as on the host. All `unsafe` code that
+//! uses CUDA is in this module and in `nccl-rs`.
 //!
 //! ```text
 //!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned output
 //!     |-------- stream `upload` ----------| |-- stream `wire` -| |---------- stream `download` -------------|
 //! ```
 //!
-//! The GPU also computes on the unpacked bytes (`computing.rs`): it reduces partial values and casts values. Reduced values
-//! that other ranks need are sent in a second phase. Without kernels, partial values are copied to the host, which reduces
-//! and casts.
+//! The GPU also computes in the unpacked buffer (`computing.rs`): it reduces partial values and casts values. Reduced
+//! values that other ranks need are sent in a second phase. If there are no kernels, partial values are copied to the
+//! host, and the host reduces and casts.
 //!
-//! No CUDA library is linked: [`open`] loads the driver, NVRTC and NCCL at run time. A machine without them has no overhead,
-//! and the error names the missing library. Without NVRTC, the driver makes the copies that a kernel would make, and the
-//! host computes.
+//! No CUDA library is linked, because [`open`] loads the driver, NVRTC and NCCL at run time. On a machine without these
+//! libraries there is no overhead, and the error names the missing library. Without NVRTC there are no kernels: the
+//! driver makes the strided copies, and the host computes.
 
 #![allow(unsafe_code, reason = "calls of the CUDA driver; each block states why it is sound")]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
@@ -53,13 +53,13 @@ pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 
-/// The GPU of this process, with its kernels and NCCL.
+/// The GPU of this process, with the kernels and the NCCL library.
 #[derive(Debug)]
 pub struct Gpu {
     /// The device.
     pub device: Arc<Device>,
     nccl: Result<nccl::Library, String>,
-    /// The means of strided copies.
+    /// The method for strided copies.
     pub packer: Packer,
     kernels: Kernels,
     arithmetic: OnceLock<Result<Arithmetic, String>>,
@@ -74,15 +74,15 @@ impl Gpu {
     /// Returns the NCCL library.
     ///
     /// # Errors
-    /// Returns the reason why NCCL is not available, which cannot happen if the GPU was opened by [`open`].
+    /// Returns the reason why NCCL is not available. This cannot happen if the GPU was opened by [`open`].
     pub fn nccl(&self) -> Result<&nccl::Library, &str> {
         self.nccl.as_ref().map_err(String::as_str)
     }
 
-    /// Returns the GPU if it has enough free memory for NCCL and for rounds of this `options::bucket_size`.
+    /// Returns the GPU if it has enough free memory for NCCL and for rounds with this `options::bucket_size`.
     ///
     /// # Errors
-    /// Returns `Device` if it has not enough free memory.
+    /// Returns `Device` if the GPU does not have enough free memory.
     pub fn with_memory_for(self, bucket_bytes: u64) -> Result<Self> {
         self.device.check_free_memory(shuffle::device_bytes(bucket_bytes).saturating_add(NCCL_BYTES))?;
         Ok(self)
@@ -91,17 +91,17 @@ impl Gpu {
     /// Returns the kernels that reduce and cast. The first call compiles them.
     ///
     /// # Errors
-    /// Returns the reason why there are no kernels.
+    /// Returns the reason why the kernels are not available.
     pub fn arithmetic(&self) -> Result<&Arithmetic, &str> {
         self.arithmetic.get_or_init(|| Arithmetic::open(&self.device, &self.kernels)).as_ref().map_err(String::as_str)
     }
 }
 
-/// Opens the driver, a device, NCCL and the kernels. `local_rank` is the number of this process on its node.
+/// Opens the driver, a device, NCCL and the kernels. `local_rank` is the index of this process on its node.
 ///
 /// # Errors
-/// Returns `Usage` if there is no driver, no device or no NCCL, with the names that were tried, and `Device` for errors of
-/// the driver.
+/// Returns `Usage` if there is no driver, no device or no NCCL, with the names that were tried. Returns `Device` for
+/// errors of the driver.
 pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
     let device = Device::open(local_rank)?;
     Ok(Gpu::new(device, Ok(require_nccl(settings)?), settings))
@@ -123,10 +123,10 @@ fn require_nccl(settings: &Settings) -> Result<nccl::Library> {
     })
 }
 
-/// Opens the driver, a device and the kernels for a single process, which does not need NCCL.
+/// Opens the driver, a device and the kernels for a run of one process, which does not need NCCL.
 ///
 /// # Errors
-/// Returns the errors of [`open`], except for missing NCCL.
+/// Returns the errors of [`open`], but not for missing NCCL.
 pub fn open_alone(settings: &Settings) -> Result<Gpu> {
     Ok(Gpu::new(Device::open(None)?, load_nccl(settings), settings))
 }
@@ -136,8 +136,8 @@ fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
     unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| error.to_string())
 }
 
-/// The device memory that NCCL may need for a communicator: some hundreds of MB, depending on the number of channels and
-/// peers.
+/// The device memory that NCCL may need for a communicator. NCCL needs some hundreds of MB, depending on the number of
+/// channels and peers.
 const NCCL_BYTES: u64 = 256 << 20;
 
 const CPU_HINT: &str = "use options::backend cpu";

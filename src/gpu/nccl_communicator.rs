@@ -1,11 +1,12 @@
-//! NCCL between the devices of the ranks: a communicator that moves tensors and small messages.
+//! A communicator that moves tensors and small messages between the devices of the ranks, by NCCL.
 //!
-//! NCCL waits forever for a peer that is gone, or reports that a peer is gone without the reason. While a rank waits
-//! for NCCL, it therefore checks the [notes](FailureNotes) of the run: if they report that a rank is gone, NCCL is
-//! aborted, and the error contains their reason. [`NcclWatch`] does the same while no thread waits for NCCL.
+//! If a peer has ended, NCCL waits forever, or reports that a peer has ended but not why. Therefore, while a rank waits
+//! for NCCL, it checks the [failure notes](FailureNotes) of the run. If the notes report that a rank has ended, this
+//! rank aborts NCCL and returns an error with the reason in the notes. [`NcclWatch`] does the same while no thread
+//! waits for NCCL.
 //!
-//! Small messages are gathered through a small device buffer. Counts bytes. Invariant: after an error NCCL is aborted,
-//! so no stream waits for it.
+//! Small messages are gathered through a small device buffer. Unit: bytes. Invariant: after an error NCCL is aborted,
+//! so that no stream waits for it.
 
 use std::mem;
 use std::ops::Range;
@@ -23,20 +24,20 @@ use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{DeviceError, Error, Result};
 
-/// The maximum time for a stream to end after NCCL was aborted.
+/// The maximum time until a stream ends after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
-/// The delays between two polls of an event; each is twice as long as the one before.
+/// The shortest and the longest delay between two polls of an event. Each delay is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// The maximum length of a message, with its length prefix, that one operation gathers; longer messages need a second
-/// operation.
+/// The maximum length of a message, including its length prefix, that one operation gathers. A longer message needs a
+/// second operation.
 const SHORT_WORD: usize = 256;
 const LEN_BYTES: usize = 8;
 
-/// A rank whose memory is device memory.
+/// A rank whose tensors are in device memory.
 pub struct Nccl {
-    // Dropped first: it holds references to the two fields below.
+    // This field is dropped first, because it holds references to the two fields below.
     watch: Option<NcclWatch>,
     met: Arc<NcclState>,
     notes: Arc<dyn FailureNotes>,
@@ -49,7 +50,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Creates the communicator of ranks that have met.
+    /// Creates the communicator of a rank whose NCCL communicator `peers` is connected.
     ///
     /// # Errors
     /// `Usage` if no thread can be started; `Device` if there is not enough memory.
@@ -71,7 +72,7 @@ impl Nccl {
         })
     }
 
-    /// Returns the device whose memory is exchanged.
+    /// Returns the device on which the exchanged memory is.
     #[must_use]
     pub fn device(&self) -> &Arc<Device> {
         self.stream.device()
@@ -144,7 +145,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Gathers the messages of all ranks, at most `each` bytes per rank, into slots of that length.
+    /// Gathers the messages of all ranks into slots of `each` bytes. A message has at most `each` bytes.
     fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
         const OP: &str = "gather";
         let nccl::Place { rank, ranks } = self.place;
@@ -152,7 +153,7 @@ impl Nccl {
         all[rank * each..][..own.len()].copy_from_slice(own);
         memory.grow_to(all.len(), "words")?;
         let ranges: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
-        // SAFETY: the host and device buffers live until the stream has been waited for; if it never ends, they are
+        // SAFETY: the host and device buffers live until the stream has finished. If it never finishes, they are
         // leaked.
         let queued = unsafe { self.stream.copy_in(&all, memory) }
             .and_then(|()| self.queue_all_gather_uncounted(&self.stream, memory, &ranges))
@@ -180,7 +181,7 @@ impl Nccl {
         body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
-        // Operations run on all ranks in the order in which they are queued, on whichever streams.
+        // All ranks run operations in the order in which they are queued, even on different streams.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.as_ref().map_or(Ok(()), |before| stream.wait(before))?;
         self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))?;
@@ -188,7 +189,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits until a stream has reached an event, as long as all ranks are present.
+    /// Waits until a stream has reached an event. Fails if a rank is no longer present.
     pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
         let mut pause = SHORTEST;
         loop {
@@ -199,7 +200,7 @@ impl Nccl {
             {
                 return Ok(());
             }
-            // After an abort only the stream remains to be waited for.
+            // After an abort, only the end of the stream has to be waited for.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
             self.notes.check().map_err(|gone| self.abandon(op, AbortReason::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
@@ -207,8 +208,8 @@ impl Nccl {
         }
     }
 
-    /// Waits until a stream has reached an event, and aborts NCCL if necessary. Returns whether it has reached the
-    /// event.
+    /// Waits until a stream has reached an event, and aborts NCCL if necessary. Returns whether the stream has reached
+    /// the event.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
         let until = Instant::now() + GRACE;
         let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));
@@ -221,7 +222,7 @@ impl Nccl {
         true
     }
 
-    /// Aborts NCCL; the error names the rank that is gone, if there is one.
+    /// Aborts NCCL. If a rank has ended, the returned error names it.
     fn abandon(&self, op: &'static str, why: AbortReason) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
@@ -291,16 +292,17 @@ impl Communicator for Nccl {
         self.notes.fail(error);
     }
 
-    /// Leaves together with all other ranks: a peer may still be reading from this rank's device.
+    /// Leaves together with all other ranks, because a peer may still be reading from this rank's device.
     fn leave(mut self) -> Result<()> {
-        // The first rank past the barrier ends its side. A rank that is killed earlier never reaches the barrier.
+        // The first rank after the barrier shuts down its NCCL. A rank that is killed before that never reaches the
+        // barrier.
         self.watch.iter().for_each(NcclWatch::expect_leaving);
         let done = self.barrier();
         self.watch = None;
         if done.is_ok() {
             self.notes.leave();
             if let Some(peers) = self.met.take() {
-                // All bytes have arrived, so an error while NCCL shuts down does not matter.
+                // All bytes have arrived, so an error during the shutdown of NCCL does not matter.
                 let _ = peers.finalize();
             }
         }
@@ -313,7 +315,7 @@ fn bytes_of(ranges: &[Range<usize>]) -> u64 {
     ranges.iter().map(|range| range.len() as u64).sum()
 }
 
-/// Returns the ranges of a buffer that messages use, as views.
+/// Returns views of the ranges of a buffer that messages use.
 pub(super) fn lent<V>(
     op: &'static str,
     whole: V,
@@ -329,7 +331,7 @@ pub(super) fn lent<V>(
     })
 }
 
-/// Returns the union of ranges if they have equal lengths and follow each other without gaps.
+/// Returns the union of the ranges. Returns `None` unless they have equal lengths and follow each other without gaps.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

@@ -1,6 +1,6 @@
-//! NCCL reductions of a round: one group of `ncclReduce` calls, each with its own root. All ranks queue the same group, as
-//! `ProcessGroupNCCL.cpp` of PyTorch does for a `reduce_scatter` of uneven lengths. NCCL defines the average, the order of
-//! additions and their precision. Counts bytes.
+//! NCCL reductions of a round: one NCCL group of `ncclReduce` calls, each with its own root. All ranks queue the same
+//! group, as PyTorch's `ProcessGroupNCCL.cpp` does for a `reduce_scatter` with different lengths. NCCL defines the
+//! average, the order of additions and their precision. Unit: bytes.
 
 use std::ops::Range;
 
@@ -54,7 +54,7 @@ impl Nccl {
     }
 }
 
-/// Returns NCCL's dtype and operation.
+/// Returns the dtype and the operation as NCCL's types.
 fn nccl_types(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
     let element = match dtype {
         Dtype::F16 => Some(DataType::Float16),

@@ -1,6 +1,7 @@
-//! Packer: makes many strided copies within device memory. A kernel makes all copies of a list in one launch, at the speed
-//! of the memory even if runs are short. NVRTC compiles it at run time. If there is no NVRTC, or its PTX is too new for the
-//! driver, the packer calls the driver for each copy instead. Counts bytes. Invariant: both ways copy the same bytes.
+//! Packer: makes many strided copies inside device memory. A kernel makes all copies of a list in one launch, at the
+//! full speed of the memory even if runs are short. NVRTC compiles the kernel at run time. If there is no NVRTC, or its
+//! PTX is too new for the driver, the packer calls the driver for each copy. Unit: bytes. Invariant: both methods copy
+//! the same bytes.
 
 use std::ptr;
 use std::sync::Arc;
@@ -17,24 +18,24 @@ use super::stream::Stream;
 use super::table::KernelLaunch;
 use crate::error::Result;
 
-/// The means of strided copies within device memory.
+/// The method for strided copies inside device memory.
 #[derive(Clone, Debug)]
 pub enum Packer {
     /// The kernel, which makes all copies of a list in one launch.
     Kernel(CudaFunction),
-    /// Calls of the driver, with the reason why there is no kernel.
+    /// Calls of the driver. The text is the reason why there is no kernel.
     Driver(String),
 }
 
 impl Packer {
-    /// Loads the kernel, or falls back to the driver.
+    /// Loads the kernel. If that fails, selects calls of the driver.
     #[must_use]
     pub fn open(device: &Arc<Device>, kernels: &Kernels) -> Self {
         let loaded = COPIES.load(device, kernels).and_then(|program| program.kernel("copy_runs"));
         loaded.map_or_else(Self::Driver, Self::Kernel)
     }
 
-    /// Returns the reason why there is no kernel, if there is none.
+    /// Returns the reason why there is no kernel. Returns `None` if there is one.
     #[must_use]
     pub fn missing_kernel(&self) -> Option<&str> {
         match self {
@@ -43,7 +44,7 @@ impl Packer {
         }
     }
 
-    /// Prepares lists of copies. Returns them with the bytes of their job table.
+    /// Prepares lists of copies. Returns the prepared lists and the bytes of their job table.
     pub(super) fn prepare<const N: usize>(&self, lists: [Vec<LoopNest>; N]) -> ([PreparedCopies; N], Vec<u8>) {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
@@ -66,8 +67,8 @@ impl PreparedCopies {
     /// Queues the copies on a stream.
     ///
     /// # Safety
-    /// Until the stream has run the copies, their buffers and the table stay allocated, and nothing else writes the bytes
-    /// that the copies read or uses the bytes that they write.
+    /// Until the stream has made the copies, their buffers and the table stay allocated. Until then, nothing else
+    /// writes the bytes that the copies read, and nothing else accesses the bytes that they write.
     pub(super) unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         match self {
             // SAFETY: guaranteed by the caller.
@@ -81,7 +82,7 @@ impl PreparedCopies {
     }
 }
 
-/// Queues the copy of a nest, in as few driver calls as possible.
+/// Queues the copy of a loop nest, with as few driver calls as possible.
 ///
 /// # Safety
 /// The conditions of [`PreparedCopies::run`] hold, and a context is current.
@@ -107,10 +108,10 @@ unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
 }
 
 const COPY: &str = "copy within the device";
-/// The maximum distance between rows, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices.
+/// The maximum distance between rows, which is `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices. Unit: bytes.
 const MAX_PITCH: u64 = i32::MAX as u64;
 
-/// Returns a nest of one or two loops as a 3-D copy, if the driver can make it in one call.
+/// Converts a nest of one or two loops to a 3-D copy. Returns `None` if the driver cannot make the copy in one call.
 fn as_3d_copy(nest: &LoopNest) -> Option<CUDA_MEMCPY3D_st> {
     let (slices, rows) = match nest.loops[..] {
         [rows] => (None, rows),

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use crate::launch::Env;
 
-/// The variable with the path of the NCCL library.
+/// The variable that contains the path of the NCCL library.
 pub(super) const NCCL_LIB: &str = "DTSHARD_NCCL_LIB";
 const KERNELS: &str = "DTSHARD_GPU_KERNELS";
 pub(super) const SHARE: &str = "DTSHARD_SHARE_GPU";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// The NCCL library to load; no other path is tried.
+    /// The NCCL library to load. If it is set, no other path is tried.
     pub nccl: Option<PathBuf>,
     pub kernels: Kernels,
     pub sharing: Sharing,
@@ -25,7 +25,7 @@ pub enum Kernels {
     Compiled,
     /// Precompiled PTX.
     Ptx(String),
-    /// No kernels: the driver copies the bytes.
+    /// No kernels: the driver makes the copies.
     Off,
 }
 
@@ -34,7 +34,7 @@ pub enum Kernels {
 pub enum Sharing {
     #[default]
     Refused,
-    /// For tests on a machine with one GPU.
+    /// Ranks may share a device, for tests on a machine with one GPU.
     Allowed,
 }
 

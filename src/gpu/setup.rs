@@ -1,9 +1,9 @@
-//! Setup: connects the devices of all ranks by NCCL, either on all ranks or on none.
+//! Setup: connects the devices of all ranks by NCCL. Either all ranks are connected or none.
 //!
-//! If NCCL fails on one rank, the other ranks would wait for that rank. During setup, a thread of each rank therefore
-//! gathers the state of all ranks over the control communicator, again and again: all ranks receive the same states in
-//! the same turn, and reach the same decision. Invariant: unless a rank is gone, the control communicator stays usable,
-//! and the ranks can continue without NCCL.
+//! If NCCL fails on one rank, the other ranks would wait for that rank. Therefore, during setup, a thread of each rank
+//! repeatedly gathers the state of all ranks over the control communicator, turn by turn. All ranks receive the same
+//! states in the same turn, and make the same decision. Invariant: unless a rank has ended, the control communicator
+//! stays usable, and the ranks can continue without NCCL.
 
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -24,12 +24,12 @@ use crate::comm::{Communicator, FailureNotes};
 use crate::error::{CommError, Error, Result};
 use crate::threads;
 
-/// The maximum time for ranks that are all present to connect.
+/// The maximum time for setup if all ranks are present.
 const LIMIT: Duration = Duration::from_mins(2);
-/// The delays between two turns; each is twice as long as the one before.
+/// The shortest and the longest delay between two turns. Each delay is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// The number of blocks of an NCCL kernel when ranks share a device: all of the blocks must run at the same time.
+/// The number of thread blocks of an NCCL kernel if ranks share a device, because all blocks must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
@@ -37,8 +37,8 @@ const OP: &str = "meet by NCCL";
 /// The outcome of setup, the same on all ranks.
 pub enum NcclSetup {
     Met(Nccl),
-    /// Setup failed: ranks share a device and must not (`Usage`), or NCCL failed on a rank. The control communicator
-    /// still works.
+    /// Setup failed: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The control
+    /// communicator is still usable.
     Missed(Error),
 }
 
@@ -46,7 +46,8 @@ impl NcclSetup {
     /// Connects to the other ranks of `control`. Collective.
     ///
     /// # Errors
-    /// `Comm` if a rank disappears; the error that stops this rank, of which the other ranks are notified.
+    /// `Comm` if a rank disappears; otherwise the error that stops this rank. The other ranks are notified of that
+    /// error.
     pub fn new<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -65,8 +66,8 @@ impl Nccl {
     /// Connects to the other ranks of `control`. Collective.
     ///
     /// # Errors
-    /// `Usage` if ranks share a device and must not; `Comm` if a rank disappears or cannot connect; `Device` from NCCL.
-    /// All ranks fail in these cases.
+    /// `Usage` if ranks share a device although they must not; `Comm` if a rank disappears or cannot connect; `Device`
+    /// from NCCL. In all these cases, all ranks fail.
     pub fn meet<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -78,7 +79,7 @@ impl Nccl {
     }
 }
 
-/// Returns the NCCL communicator of this rank, or the reason why a rank cannot connect.
+/// Returns the NCCL communicator of this rank, or the reason why some rank cannot connect.
 fn meet<C: Communicator + FailureNotes + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -114,13 +115,13 @@ fn meet<C: Communicator + FailureNotes + 'static>(
         (Err(AbortReason::Elsewhere(_)) | Ok(_), Some((rank, words))) if rank != control.rank() => {
             Err(Error::comm(rank, OP, words))
         }
-        // This rank's own error is more precise than the error from the vote.
+        // This rank's own error is more precise than the error of the vote.
         (Err(why), _) => Err(of_nccl(OP, why.words())),
         (Ok(_), Some((_, words))) => Err(of_nccl(OP, &words)),
     })
 }
 
-/// Returns the NCCL id from rank 0, or the reason why rank 0 has none.
+/// Returns the NCCL id of rank 0, or the reason why rank 0 has no id.
 fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId>> {
     let mine = match control.rank() {
         0 => Some(
@@ -143,7 +144,7 @@ fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId
     }
 }
 
-/// The result of connecting on one rank.
+/// The NCCL communicator and the stream of one rank.
 type Made = (nccl::Communicator, Stream);
 
 /// Connects this rank by NCCL, unless another rank cancels the setup.
@@ -157,7 +158,7 @@ fn make<C: Communicator + Send + 'static>(
     let is_met = Arc::new(AtomicBool::new(false));
     let wait = {
         let (control, is_met) = (Arc::clone(control), Arc::clone(&is_met));
-        // After setup there is no time limit: a peer may be late because its disk is slow.
+        // After setup there is no time limit, because a peer may be late due to a slow disk.
         Wait::up_to(Duration::MAX).watching(move |waited| match control.check() {
             Err(gone) => ControlFlow::Break(gone.to_string()),
             Ok(()) if is_met.load(Ordering::Relaxed) => ControlFlow::Continue(()),
@@ -184,7 +185,8 @@ fn make<C: Communicator + Send + 'static>(
     Ok((peers, stream))
 }
 
-/// Gathers the state of all ranks, turn by turn, until all are connected or one reports a failure, which is returned.
+/// Gathers the state of all ranks, turn by turn, until all ranks are connected or a rank reports a failure. Returns
+/// that failure.
 fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;
     let mut pause = SHORTEST;
@@ -202,7 +204,8 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
         pause = LONGEST.min(pause * 2);
         let word = match &mine {
             Some((Ok(()), _)) => b"+".to_vec(),
-            // A rank that is gone ends this loop by an error; the rank that caused the failure reports it first.
+            // If a rank has ended, the gathering fails and this loop ends. The rank that caused the failure reports it
+            // first.
             Some((Err(why), since)) if since.elapsed() < why.grace_period() => Vec::new(),
             Some((Err(why), _)) => [b"-", why.words().as_bytes()].concat(),
             None => Vec::new(),
@@ -233,7 +236,7 @@ fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
     Ok(())
 }
 
-/// Formats a device id as `nvidia-smi -L` does: `GPU-5d2e..`.
+/// Formats a device id as `nvidia-smi -L` does: `GPU-5d2e...`.
 fn words(uuid: &[u8]) -> String {
     uuid.iter().enumerate().fold("GPU-".to_owned(), |mut text, (at, byte)| {
         let dash = if [4, 6, 8, 10].contains(&at) { "-" } else { "" };

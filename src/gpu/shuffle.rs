@@ -1,11 +1,11 @@
-//! The shuffle on GPUs, as a pipeline of rounds. Counts bytes. Invariants: memory that a stream may still use belongs to a
-//! slot, and a slot is emptied only when its round is done; on all ranks, the second phase of a round is queued before the
-//! first phase of the next round.
+//! The shuffle on GPUs, as a pipeline of rounds. Unit: bytes. Invariants: memory that a stream may still use belongs to
+//! a slot, and a slot is emptied only when its round is done. On all ranks, the second phase of a round is queued
+//! before the first phase of the next round.
 //!
-//! Each round has three steps, each on its own CUDA stream. `upload` copies the stage to the device and packs messages,
-//! `wire` exchanges them by NCCL, and `download` unpacks, reduces, casts and copies to the host. So one round is uploaded
-//! while another is exchanged and a third is downloaded. If reduced values are sent to other ranks, `wire` and `download`
-//! run once more for the round:
+//! Each round has three steps, and each step has its own CUDA stream. `upload` copies the stage to the device and packs
+//! messages. `wire` exchanges the messages by NCCL. `download` unpacks, reduces, casts, and copies the output to the
+//! host. Therefore one round is uploaded while another round is exchanged and a third round is downloaded. If reduced
+//! values are sent to other ranks, `wire` and `download` run a second time for the round:
 //!
 //! ```text
 //!     upload    N      N+1                   N+2
@@ -13,10 +13,11 @@
 //!     download        N..             N      N+1..            N+1
 //! ```
 //!
-//! With [kernels](super::arithmetic), all steps of a round are queued at once. Without kernels the host reduces: the first
-//! part of a round is queued up to the download of the partial values, and the second part when the next round begins or
-//! when the round is waited for. If only some ranks have kernels, all ranks queue the second phase at that later time,
-//! because NCCL may block a rank that queues an operation until its peers queue it too.
+//! With [kernels](super::arithmetic), all steps of a round are queued together. Without kernels, the host reduces, so a
+//! round is queued in two parts. The first part ends with the download of the partial values. The second part is queued
+//! when the next round begins, or when the caller waits for this round. If only some ranks have kernels, all ranks
+//! queue the second phase at that later time, because NCCL may block a rank that queues an operation until its peers
+//! queue the operation too.
 
 use std::mem;
 use std::sync::Arc;
@@ -35,14 +36,14 @@ use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exchange::{BufferPool, Casting, Moves, PooledBuffer, Shuffle, ShuffleOutput, TransferPhase, reduce};
 
-/// The number of rounds in flight: one is uploaded and exchanged while the previous one is downloaded.
+/// The number of rounds in flight: one round is uploaded and exchanged while the previous round is downloaded.
 const SLOTS: usize = 2;
-/// The memory for the job table of a round: about 8,000 copies, one loop nest each.
+/// The memory for the job table of a round, which has about 8,000 copies with one loop nest each. Unit: bytes.
 const TABLE_BYTES: u64 = 4 << 20;
 const OP: &str = "exchange";
 
-/// Returns the maximum device memory of all rounds in flight. A slot has buffers for bytes that are read, sent, received
-/// and unpacked, and a job table.
+/// Returns the maximum device memory of all rounds in flight. For each round in flight there is a slot. A slot has
+/// buffers for the bytes that are read, sent, received and unpacked, and a job table.
 pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
     bucket_bytes.saturating_mul(4).saturating_add(TABLE_BYTES).saturating_mul(SLOTS as u64)
 }
@@ -63,7 +64,7 @@ pub struct DeviceShuffle<'a> {
     rounds_begun: usize,
 }
 
-/// The time at which the second phase of a round is queued. All ranks use the same.
+/// When the second phase of a round is queued. All ranks use the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SecondPhaseTiming {
     AfterFirstPhase,
@@ -71,7 +72,7 @@ enum SecondPhaseTiming {
 }
 
 impl<'a> DeviceShuffle<'a> {
-    /// Returns a shuffle that reduces and casts on the device if `arithmetic` is output, and on the host otherwise.
+    /// Returns a shuffle that reduces and casts on the device if `arithmetic` is given, and on the host otherwise.
     /// Collective.
     ///
     /// # Errors
@@ -97,8 +98,8 @@ impl<'a> DeviceShuffle<'a> {
         })
     }
 
-    /// Queues the upload of a round, the second part of the previous round, and then the first phase of the round up to its
-    /// values, or up to the download of its partial values if the host reduces.
+    /// Queues the upload of a round, then the second part of the previous round, and then the first phase of this
+    /// round: up to its values, or up to the download of its partial values if the host reduces.
     fn queue_first_part(&mut self, number: usize, [packs, unpacks]: &[PreparedCopies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -131,7 +132,7 @@ impl<'a> DeviceShuffle<'a> {
         Ok(())
     }
 
-    /// Queues the second part of a round, if that is not queued yet.
+    /// Queues the second part of a round if it is not queued yet.
     fn queue_second_part_if_due(&mut self, number: usize) -> Result<()> {
         let lent = self.slots[number].lent.as_mut();
         let Some(second_part) = lent.and_then(|lent| lent.second_part.take()) else { return Ok(()) };
@@ -139,7 +140,7 @@ impl<'a> DeviceShuffle<'a> {
         self.record_done(number, queued)
     }
 
-    /// Reduces on the host if the device cannot, queues the second phase, and queues the download of the output.
+    /// Reduces on the host if the device cannot reduce, then queues the second phase and the download of the output.
     fn queue_second_part(&mut self, number: usize, second_part: &SecondPhaseCopies) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &mut slot.lent else { return Ok(()) };
@@ -180,8 +181,8 @@ impl<'a> DeviceShuffle<'a> {
         }
     }
 
-    /// Records an event after all queued work of a round. Does so even if queueing failed, because streams already use the
-    /// memory of the round.
+    /// Records an event after all queued work of a round. Does so even if queueing failed, because streams may already
+    /// use the memory of the round.
     fn record_done(&mut self, number: usize, queued: Result<()>) -> Result<()> {
         let done = if queued.is_ok() { self.download.record() } else { self.record_all_streams() };
         let (done, recorded) = done.map_or_else(|error| (None, Err(error)), |done| (Some(done), Ok(())));
@@ -191,7 +192,7 @@ impl<'a> DeviceShuffle<'a> {
         queued.and(recorded)
     }
 
-    /// Grows the buffers of a slot to the lengths that a round needs.
+    /// Enlarges the buffers of a slot to the lengths that a round needs.
     fn grow_buffers<const N: usize>(
         &mut self,
         number: usize,
@@ -200,8 +201,8 @@ impl<'a> DeviceShuffle<'a> {
         if buffers(&mut self.slots[number]).iter().all(|(memory, len, _)| memory.len() >= *len) {
             return Ok(());
         }
-        // Growing frees the old buffer, and the driver then blocks until the previous round is done. That round waits for
-        // peers, and only this wait detects a peer that died.
+        // Enlarging a buffer frees the old one, and the driver then blocks until the previous round is done. That round
+        // may wait for peers. The wait here detects a peer that has died; the driver would not.
         self.peers.wait(OP, &self.record_all_streams()?)?;
         buffers(&mut self.slots[number]).into_iter().try_for_each(|(memory, len, what)| memory.grow_to(len, what))
     }

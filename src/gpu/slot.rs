@@ -1,6 +1,6 @@
-//! Slots: the device and host memory of a round in flight, and the lists of copies between these buffers. Counts bytes.
-//! Invariant: the lists contain addresses of the current buffers of the slot, so they are built only after the buffers have
-//! grown to the lengths that the round needs.
+//! Slots: the device memory and host memory of a round in flight, and the lists of copies between these buffers. Unit:
+//! bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore they are built only
+//! after the buffers have been enlarged to the lengths that the round needs.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhas
 
 /// The device memory of a round, and the host memory that it uses.
 pub(super) struct RoundSlot {
-    /// The bytes that were read. Later it holds the output, if values are cast.
+    /// The bytes that were read. If values are cast, this buffer later contains the output.
     pub stage: DeviceBytes,
     /// The packed messages to send, and the partial values of NCCL reductions.
     pub outgoing: DeviceBytes,
@@ -26,11 +26,11 @@ pub(super) struct RoundSlot {
     pub unpacked: DeviceBytes,
     /// The job table.
     pub table: DeviceBytes,
-    /// The host memory of the round; `None` if the slot is free.
+    /// The host memory that the round uses; `None` if the slot is free.
     pub lent: Option<LentBuffers>,
 }
 
-/// The host memory that streams use until a round is done.
+/// The host memory that streams use until the round is done.
 pub(super) struct LentBuffers {
     /// The moves of the round.
     pub moves: Arc<Moves>,
@@ -42,19 +42,19 @@ pub(super) struct LentBuffers {
     pub output: PooledBuffer<Pinned>,
     /// The reductions and casts on the device; `None` if the host computes.
     pub compute_jobs: Option<ComputeJobs>,
-    /// The copies of the second part of the round, until they are queued.
+    /// The copies of the second part of the round; `None` once they are queued.
     pub second_part: Option<SecondPhaseCopies>,
     /// The event after all queued work of the round; `None` if the device could not record it.
     pub done: Option<CudaEvent>,
 }
 
-/// The copies after the first phase.
+/// The copies that are made after the first phase.
 pub(super) struct SecondPhaseCopies {
     /// The copies that pack the messages of the second phase.
     pub packs: PreparedCopies,
     /// The copies from the second phase to the unpacked buffer.
     pub unpacks: PreparedCopies,
-    /// The copies of values that are not cast to the output of casts.
+    /// The copies of values that are not cast, from the unpacked buffer to the output.
     pub uncast: PreparedCopies,
 }
 
@@ -73,7 +73,8 @@ impl RoundSlot {
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Returns the copies that pack the messages of a phase, and this rank's part of the all-gather, from a buffer.
+    /// Returns the copies that pack the messages of a phase and this rank's part of the all-gather. They read from the
+    /// buffer `from`.
     pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
             copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()
@@ -122,7 +123,7 @@ impl RoundSlot {
         copies.filter_map(|(copy, start)| LoopNest::new(copy, &self.incoming, &self.unpacked, start)).collect()
     }
 
-    /// Returns the copies of values that are not cast to the output of casts.
+    /// Returns the copies of values that are not cast, from the unpacked buffer to the output.
     pub fn uncast_nests(&self, moves: &Moves) -> Vec<LoopNest> {
         let tiles = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
         let uncast = tiles.filter(|(_, cast_tile)| cast_tile.cast.is_none()).map(|(tile, cast_tile)| {

@@ -1,4 +1,4 @@
-//! CUDA streams: queues of work that a device runs in order. Calls return before the work is done. Counts bytes.
+//! CUDA streams: queues of work, which a device runs in order. Calls return before the work is done. Unit: bytes.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -33,17 +33,17 @@ impl Stream {
         &self.device
     }
 
-    /// Returns the stream of `cudarc`.
+    /// Returns the stream object of `cudarc`.
     pub fn cuda(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// Records an event after all work that is queued now.
+    /// Records an event after all work that has been queued so far.
     pub fn record(&self) -> Result<CudaEvent> {
         self.stream.record_event(None).map_err(failed("record an event"))
     }
 
-    /// Lets all work that is queued from now on wait for an event of another stream.
+    /// Makes all work that is queued after this call wait for an event of another stream.
     pub fn wait(&self, event: &CudaEvent) -> Result<()> {
         self.stream.wait(event).map_err(failed("wait for an event"))
     }

@@ -1,7 +1,7 @@
-//! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table; each job has
-//! consecutive thread blocks, all with the same number of threads. Counts bytes, and units of a kernel where a name says so.
-//! Invariant: jobs are in the order of their blocks, so a block finds its job by binary search (`take` in
-//! `kernels/blocks.cuh`).
+//! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table. Each job has
+//! consecutive thread blocks, all with the same number of threads. Unit: bytes, or units of the kernel where the name
+//! contains `units`. Invariant: jobs are in the order of their blocks, so a block finds its job by binary search
+//! (`take` in `kernels/blocks.cuh`).
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use nccl::DeviceBuffer;
@@ -11,20 +11,20 @@ use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
 
-/// The threads of a block.
+/// The number of threads of a block.
 const THREADS: u32 = 256;
 
-/// A job: its 64-bit numbers, then its first block and its other 32-bit numbers.
+/// A job. In the table, its 64-bit numbers come first, then its first block, then its other 32-bit numbers.
 pub(super) struct Job<const LONGS: usize, const WORDS: usize> {
     /// The 64-bit numbers.
     pub longs: [u64; LONGS],
-    /// The 32-bit numbers after the first block.
+    /// The 32-bit numbers that follow the first block.
     pub words: [u32; WORDS],
     /// The amount of work, in units of the kernel.
     pub units: u64,
 }
 
-/// Consecutive jobs of a table.
+/// Consecutive jobs in a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Jobs {
     /// The offset of the first job in the table.
@@ -33,7 +33,7 @@ pub(super) struct Jobs {
     pub count: u32,
     /// The number of thread blocks of all jobs.
     pub blocks: u32,
-    /// The units that one block does.
+    /// The number of units that one block processes.
     pub block_units: u32,
 }
 
@@ -68,8 +68,8 @@ impl KernelLaunch {
     /// Queues the launch on a stream.
     ///
     /// # Safety
-    /// Until the stream has run the jobs, the table and their buffers stay allocated, and nothing else writes the bytes that
-    /// the jobs read or uses the bytes that they write.
+    /// Until the stream has run the jobs, the table and the jobs' buffers stay allocated. Until then, nothing else
+    /// writes the bytes that the jobs read, and nothing else accesses the bytes that they write.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         let Jobs { offset, count, blocks, block_units } = self.jobs;
         if blocks == 0 {
@@ -79,7 +79,7 @@ impl KernelLaunch {
         let shape = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         let mut launch = stream.cuda().launch_builder(&self.kernel);
         launch.arg(&records).arg(&count).arg(&block_units);
-        // SAFETY: all kernels take these arguments, and access only the table and the memory that it names.
+        // SAFETY: all kernels take these arguments, and access only the table and the memory to which the table refers.
         unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
     }
 }

@@ -1,6 +1,6 @@
 //! Trial: copies, reductions and casts between two buffers of a device, for tests and measurements. Conversions of
-//! checkpoints use the [shuffle](super::shuffle) instead. Counts bytes. Invariant: a call returns when all its work is done,
-//! so its run time can be measured.
+//! checkpoints use the [shuffle](super::shuffle) instead. Unit: bytes. Invariant: a call returns when all its work is
+//! done, so that its run time can be measured.
 
 use std::sync::Arc;
 
@@ -52,13 +52,14 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Makes all copies, `times` times. Targets of a copy count from the offset beside it.
+    /// Makes all copies, `times` times. Target offsets of a copy count from the offset that follows the copy in its
+    /// pair.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Panics if a copy leaves the buffers.
+    /// Panics if a copy reads or writes outside the buffers.
     pub fn copy(&mut self, copies: &[(StridedCopy, usize)], times: u32) -> Result<()> {
         let nests =
             copies.iter().filter_map(|(copy, base)| LoopNest::new(copy, &self.from, &self.into, *base)).collect();
@@ -72,13 +73,13 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Runs all reductions, `times` times. The inner error has the index of the first job that failed.
+    /// Runs all reductions, `times` times. The inner error contains the index of the first job that failed.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Panics if a job leaves the buffers.
+    /// Panics if a job reads or writes outside the buffers.
     pub fn reduce(
         &mut self,
         arithmetic: &Arithmetic,
@@ -92,13 +93,13 @@ impl TransferTrial {
         Ok(reductions.check_outcomes(&records[reductions.outcomes_range()]))
     }
 
-    /// Runs all casts, `times` times. Returns the lost values of each job, summed over all runs.
+    /// Runs all casts, `times` times. Returns the counts of lost values of each job, summed over all runs.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
     ///
     /// # Panics
-    /// Panics if a job leaves the buffers.
+    /// Panics if a job reads or writes outside the buffers.
     pub fn cast(&mut self, arithmetic: &Arithmetic, jobs: &[CastJob], times: u32) -> Result<Vec<LossCounts>> {
         let mut records = Vec::new();
         let conversions = arithmetic.cast_jobs(jobs, &self.from, &self.into, &mut records);

@@ -1,9 +1,9 @@
-//! The NCCL state of a rank, and a thread that aborts NCCL when a peer is gone.
+//! The NCCL state of a rank, and a thread that aborts NCCL when a peer has ended.
 //!
-//! A thread that waits for NCCL polls its state. But freeing device memory waits for the device, which waits for NCCL,
-//! which may wait for a peer that is gone, and a thread inside such a call cannot poll. The same holds for a thread
-//! that waits for a message which another rank cannot send. Invariant: an aborted NCCL stays aborted, and the first
-//! reason is kept.
+//! A thread that waits for NCCL polls NCCL and the failure notes. But some calls cannot poll: freeing device memory
+//! waits for the device, the device waits for NCCL, and NCCL may wait for a peer that has ended. A thread that waits
+//! for a message from another rank cannot poll either, and that rank may never send it. Therefore a separate thread
+//! polls. Invariant: an aborted NCCL stays aborted, and the first reason is kept.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -22,7 +22,7 @@ const EVERY: Duration = Duration::from_millis(100);
 /// The reason why NCCL is aborted.
 #[derive(Clone, Debug)]
 pub(super) enum AbortReason {
-    /// Another rank is gone, or has ended its side.
+    /// Another rank has ended, or has shut down its NCCL.
     Elsewhere(String),
     /// A failure that may concern only this rank.
     Here(String),
@@ -34,8 +34,8 @@ impl AbortReason {
         words
     }
 
-    /// The time to wait until the notes contain a failure that NCCL has already reported. Ranks that lost a peer wait
-    /// for that peer's reason.
+    /// The time to wait until the failure notes contain a failure that NCCL has already reported. Ranks that have lost
+    /// a peer wait for the reason of that peer.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -55,7 +55,7 @@ impl From<nccl::Error> for AbortReason {
     }
 }
 
-/// Returns the error for a failure of NCCL at rank `own`: the failure in the notes of the run, otherwise the message of
+/// Returns the error for a failure of NCCL at rank `own`: the failure in the notes of the run, or else the message of
 /// NCCL.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.grace_period();
@@ -76,7 +76,7 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
     of_nccl(op, why.words())
 }
 
-/// Returns the error for a message of NCCL.
+/// Returns the error that contains a message of NCCL.
 pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     let hint =
         "set NCCL_DEBUG=INFO for details from NCCL; set NCCL_SOCKET_IFNAME to select the network interface".to_owned();
@@ -94,6 +94,8 @@ impl NcclState {
         Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
     }
 
+    /// Calls `body` with the NCCL communicator. If `body` fails, aborts NCCL.
+    ///
     /// # Errors
     /// The reason why NCCL was aborted, now or earlier.
     pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, AbortReason> {
@@ -119,13 +121,15 @@ impl NcclState {
 
 /// A thread that monitors NCCL for as long as this value exists.
 pub(super) struct NcclWatch {
-    /// `None` once the thread is to end.
+    /// The sender whose end stops the thread; `None` once the thread is to stop.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     is_leaving: Arc<Mutex<bool>>,
 }
 
 impl NcclWatch {
+    /// Starts the thread. `own` is this rank.
+    ///
     /// # Errors
     /// `Usage` if no thread can be started.
     pub fn start(met: Arc<NcclState>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
@@ -140,7 +144,7 @@ impl NcclWatch {
                     if *is_leaving { Ok(()) } else { met.with(|peers| peers.status()) }
                 };
                 if let Err(why) = is_well.and_then(|()| status()) {
-                    // This rank may be waiting for another rank, which waits for NCCL.
+                    // This rank may be waiting for another rank that waits for NCCL.
                     return notes.fail(&reason(&*notes, own, "exchange", &why));
                 }
             }
@@ -148,7 +152,8 @@ impl NcclWatch {
         Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
     }
 
-    /// Monitors only the other processes from now on: NCCL reports an error as soon as another rank has ended its side.
+    /// From this call on, monitors only the failure notes, because NCCL reports an error as soon as another rank shuts
+    /// down.
     pub fn expect_leaving(&self) {
         *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -1,14 +1,14 @@
-//! The number of CPUs that Slurm gave to this process.
+//! The number of CPUs that Slurm has assigned to this process.
 //!
-//! If the administrator configured neither cgroups nor affinity, only the environment shows what a task may use. The
-//! rule is the rule of srun(1): the CPUs of a task if they were requested, otherwise an equal share of the CPUs that
-//! the job has on this node.
+//! If the administrator has configured neither cgroups nor affinity, only the environment shows how many CPUs a task
+//! may use. The number follows the rule of srun(1): the CPUs per task, if they were requested; otherwise an equal share
+//! of the job's CPUs on this node.
 
 use super::Env;
 use super::environment::{open_mpi, pmi, slurm_step, text, torchrun};
 
-/// Returns the CPUs for this process in a step or a batch script of Slurm. Returns `None` under torchrun and mpirun,
-/// because Slurm counts the launcher instead.
+/// Returns the number of CPUs for this process in a step or a batch script of Slurm. Returns `None` under torchrun and
+/// mpirun, because Slurm assigns CPUs to the launcher then, not to this process.
 #[must_use]
 pub fn cpus(env: Env<'_>) -> Option<usize> {
     let number = |name: &str| text(env, name)?.parse::<usize>().ok().filter(|number| *number > 0);
@@ -19,7 +19,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
         _ => false,
     };
     let nested = !of_step || !matches!((torchrun(env), open_mpi(env)), (Ok(None), Ok(None)));
-    // The shell of salloc runs on the login node, not on a node of the job.
+    // The shell of salloc runs on the login node, which is not a node of the job.
     if nested || text(env, "SLURMD_NODENAME").is_none() {
         return None;
     }
@@ -37,7 +37,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
     })
 }
 
-/// Returns the number for one node in a list such as `4(x2),1`: 4 for nodes 0 and 1, 1 for node 2.
+/// Returns the number for one node from a list such as `4(x2),1`: 4 for nodes 0 and 1, and 1 for node 2.
 fn tasks_on(node: usize, list: &str) -> Option<usize> {
     let mut before = 0_usize;
     for run in list.split(',') {

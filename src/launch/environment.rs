@@ -1,21 +1,22 @@
-//! The variables that each launcher sets in the environment of the processes that it starts.
+//! Reads the variables that each launcher sets in the environment of the processes that it starts.
 //!
-//! Names and meanings are those of PyTorch (`torch/distributed/elastic/agent/server/local_elastic_agent.py`), Open MPI
-//! ("Environment variables set for MPI applications"), the process managers of MPICH and Intel MPI, and srun(1).
+//! The names and meanings are documented by PyTorch (`torch/distributed/elastic/agent/server/local_elastic_agent.py`),
+//! Open MPI ("Environment variables set for MPI applications"), the process managers of MPICH and Intel MPI, and
+//! srun(1).
 
 use super::{Env, Launcher, Part};
 use crate::error::{Error, Result};
 
-/// A part of the work, as a launcher's variables define it.
+/// The part of the work that a launcher's variables, or the options, assign to this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Told {
+pub(super) struct AssignedPart {
     pub launcher: Launcher,
     pub part: Part,
-    /// The variables, for messages: `SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4`.
+    /// The variables or options, for messages: `SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4`.
     pub by: String,
 }
 
-/// Returns a variable that is set and not empty.
+/// Returns a variable if it is set and not empty.
 pub(super) fn text(env: Env<'_>, name: &str) -> Option<String> {
     env(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
 }
@@ -28,12 +29,12 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     })
 }
 
-/// Returns the part that two variables of one launcher define: the rank and the number of ranks.
-fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<Told>> {
+/// Returns the part that two variables of one launcher define: the rank, and the number of ranks.
+fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<AssignedPart>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
         (Some(index), Some(of)) if index < of => {
-            Ok(Some(Told { launcher, part: Part { index, of }, by: format!("{rank}={index}, {size}={of}") }))
+            Ok(Some(AssignedPart { launcher, part: Part { index, of }, by: format!("{rank}={index}, {size}={of}") }))
         }
         (Some(index), Some(of)) => Err(Error::usage(
             format!(
@@ -51,46 +52,46 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
     }
 }
 
-/// The hint that works in every environment.
+/// A hint that works in every environment.
 pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
 
-/// Returns the part of a worker of torchrun, whose agents set all of these variables.
-pub(super) fn torchrun(env: Env<'_>) -> Result<Option<Told>> {
+/// Returns the part of a process that torchrun started. The agents of torchrun set all of these variables.
+pub(super) fn torchrun(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "TORCHELASTIC_RUN_ID").is_none() {
         return Ok(None);
     }
     pair(env, Launcher::Torchrun, ("RANK", "WORLD_SIZE"))
 }
 
-pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<Told>> {
+pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::OpenMpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 }
 
-/// Returns the part that MPICH, Intel MPI, Cray MPI, or Slurm with `--mpi=pmi2` defines.
-pub(super) fn pmi(env: Env<'_>) -> Result<Option<Told>> {
+/// Returns the part that MPICH, Intel MPI, Cray MPI, or Slurm with `--mpi=pmi2` assigns.
+pub(super) fn pmi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::Pmi, ("PMI_RANK", "PMI_SIZE"))
 }
 
-/// Returns the part of a task that srun started. A batch script has `SLURM_PROCID` and `SLURM_NTASKS` as well, but is
-/// not a task of a step: only a step has a number of tasks of the step.
-pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<Told>> {
+/// Returns the part of a task that srun started. A batch script has `SLURM_PROCID` and `SLURM_NTASKS` as well, but it
+/// is not a task of a step. Only a step has `SLURM_STEP_NUM_TASKS`.
+pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "SLURM_STEP_NUM_TASKS").is_none() {
         return Ok(None);
     }
     pair(env, Launcher::Slurm, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 }
 
-/// Returns the part in `RANK` and `WORLD_SIZE`, which `torch.distributed` reads without a launcher, and which a
-/// PyTorchJob of Kubernetes sets. If only one of the two is set, it is a leftover and is ignored.
-pub(super) fn plain(env: Env<'_>) -> Result<Option<Told>> {
+/// Returns the part that `RANK` and `WORLD_SIZE` assign. `torch.distributed` reads them without a launcher, and a
+/// PyTorchJob of Kubernetes sets them. If only one of the two is set, it is a leftover and is ignored.
+pub(super) fn rank_variables(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "RANK").is_none() || text(env, "WORLD_SIZE").is_none() {
         return Ok(None);
     }
     pair(env, Launcher::Variables, ("RANK", "WORLD_SIZE"))
 }
 
-/// Returns the index of an element of a job array. The number of elements is not the number of parts: failed elements
-/// are submitted again, alone.
+/// Returns the index of an element of a job array. The number of elements is not the number of parts, because failed
+/// elements are submitted again, without the others.
 pub(super) fn array_index(env: Env<'_>) -> Result<Option<u32>> {
     number(env, "SLURM_ARRAY_TASK_ID")
 }
@@ -114,8 +115,8 @@ pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
         (!values.is_empty()).then(|| values.join("."))
     };
     match launcher {
-        // Run ids given by hand, and the "none" of older versions, repeat: the port is new for each launch, and the job
-        // has an id. A job may have one step for each node.
+        // Run ids that users choose, and the "none" of older versions, are used repeatedly. The port is new for each
+        // launch, and the job has an id. A job may have one step for each node.
         Launcher::Torchrun => joined(&[
             "SLURM_JOB_ID",
             "SLURM_RESTART_COUNT",
@@ -126,7 +127,7 @@ pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
         Launcher::OpenMpi | Launcher::Pmix => joined(&["PMIX_NAMESPACE"]),
         // A requeued job keeps its ids, so the restart count distinguishes the launches.
         Launcher::Slurm => joined(&["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]),
-        // Slurm sets PMI_JOBID, and it names the step.
+        // Slurm sets `PMI_JOBID`, which identifies the step.
         Launcher::Pmi => joined(&["PMI_JOBID", "SLURM_RESTART_COUNT"]).filter(|_| text(env, "PMI_JOBID").is_some()),
         Launcher::Alone | Launcher::Options | Launcher::Variables | Launcher::SlurmArray => None,
     }

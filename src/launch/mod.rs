@@ -1,10 +1,10 @@
-//! Launch: finds out which part of the work this process does, from the command line or its launcher.
+//! Launch: finds out which part of the work this process does, from the command line or from its launcher.
 //!
-//! Every process derives the same plan and does one [`Part`] of the bytes. The index of its part, and the number of
-//! parts, come from the command line or from the environment that srun, torchrun, mpirun or a PMIx server has set;
-//! [`launch()`] finds them. This module does not communicate with other processes.
+//! Every process derives the same plan, and does one [`Part`] of the bytes. The index of the part and the number of
+//! parts come from the command line, or from the environment that srun, torchrun, mpirun or a PMIx server has set.
+//! [`launch()`] reads them. This module does not communicate with other processes.
 //!
-//! | asked in this order | part | of |
+//! | source, in order of precedence | part | of |
 //! |---|---|---|
 //! | `--part`, `--parts` | K | N |
 //! | torchrun (`TORCHELASTIC_RUN_ID`) | `RANK` | `WORLD_SIZE` |
@@ -15,13 +15,13 @@
 //! | a PMIx server | `PMIX_RANK` | `--parts` |
 //! | a PyTorchJob, or by hand | `RANK` | `WORLD_SIZE` |
 //!
-//! The innermost launcher wins: srun starts torchrun or the daemons of mpirun, and those start this process, which sees
-//! the variables of both. A launcher that started only one process is ignored, so `srun -n1` in an array element, or in
-//! a job that has `RANK` set, keeps the index of that element or that rank.
+//! The innermost launcher determines the part: srun starts torchrun or the daemons of mpirun, and those start this
+//! process, which sees the variables of both. A launcher that started only one process is ignored. Therefore `srun -n1`
+//! in an array element, or in a job that has `RANK` set, keeps the index of that element or that rank.
 //!
-//! If two launchers disagree and neither started the other, an error names both: a wrong guess would convert some parts
-//! twice and others never. `--part` and `--parts` together override a bare `RANK`, which may be a leftover. `--parts 1`
-//! always starts a run of one process, in any environment.
+//! If two launchers disagree and neither started the other, an error names both, because a wrong guess would convert
+//! some parts twice and others never. `--part` and `--parts` together override `RANK` if no launcher is known, because
+//! `RANK` may be a leftover. `--parts 1` always starts a run of one process, in any environment.
 
 pub mod cpus;
 mod environment;
@@ -31,27 +31,28 @@ mod tests;
 use std::fmt;
 
 use self::environment::{
-    ALONE, Told, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
+    ALONE, AssignedPart, array_index, local_rank, number, open_mpi, pmi, rank_variables, run, slurm_step, text,
+    torchrun,
 };
 use crate::error::{Error, Result};
 
 /// The share of the work that one process does: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
-    /// Index of the part, from 0.
+    /// The index of the part, from 0.
     pub index: u32,
-    /// Number of parts.
+    /// The number of parts.
     pub of: u32,
 }
 
 impl Part {
-    /// Returns the single part that contains all of the work.
+    /// Returns the only part of an undivided run, which contains all of the work.
     #[must_use]
     pub fn alone() -> Self {
         Self { index: 0, of: 1 }
     }
 
-    /// Returns true if there is one part only.
+    /// Returns true if there is only one part.
     #[must_use]
     pub fn is_alone(self) -> bool {
         self.of == 1
@@ -65,7 +66,7 @@ impl fmt::Display for Part {
     }
 }
 
-/// The environment as a function, so that tests can use a map. An empty variable counts as not set.
+/// The environment, as a function, so that tests can use a map. An empty variable counts as not set.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Returns a variable of the environment of this process.
@@ -74,7 +75,7 @@ pub fn process_environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The source of the part number of this process.
+/// The source of the part index of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
     /// No launcher: one process does all of the work.
@@ -91,9 +92,9 @@ pub enum Launcher {
     Pmix,
     /// The srun command of Slurm.
     Slurm,
-    /// A Slurm array, whose elements need not run at the same time.
+    /// A Slurm array. Its elements may not run at the same time.
     SlurmArray,
-    /// Only `RANK` and `WORLD_SIZE`.
+    /// Only `RANK` and `WORLD_SIZE`, without a known launcher.
     Variables,
 }
 
@@ -114,25 +115,26 @@ impl Launcher {
         }
     }
 
-    /// Returns true if all processes of a launch share one standard output, where several JSON documents would mix.
+    /// Returns true if all processes of a launch share one standard output, so that their JSON documents would be
+    /// mixed.
     #[must_use]
     pub fn shares_output(self) -> bool {
         matches!(self, Self::Torchrun | Self::OpenMpi | Self::Pmi | Self::Pmix | Self::Slurm)
     }
 }
 
-/// The launch of this process.
+/// The way in which this process was started, and its part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The part of this process.
     pub part: Part,
-    /// The launcher that started all parts; it has precedence over the command line if both agree.
+    /// The launcher that started all parts. If the launcher and the command line agree, this field names the launcher.
     pub launcher: Launcher,
     /// The rank of this process on its node, if the launcher sets it.
     pub local_rank: Option<u32>,
     /// Slurm's name for this node.
     pub node: Option<String>,
-    /// A name that all processes of this launch share and no other launch has, if there is such a name.
+    /// The name of this launch, if there is one: all processes of this launch have it, and no other launch has it.
     pub run: Option<String>,
     /// True if the other parts run at the same time, so that this process can wait for them.
     pub waits: bool,
@@ -146,23 +148,24 @@ impl Launch {
     }
 }
 
-/// Returns the part of this process, from `--part` and `--parts` or from its launcher.
+/// Returns the launch of this process, from `--part` and `--parts` or from its launcher.
 ///
 /// # Errors
-/// `Usage` if the part is outside the number of parts, if one of the two is missing, and if two sources disagree.
+/// `Usage` if the part index is not below the number of parts, if only one of the two is set, and if two sources
+/// disagree.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
     let assigned = match (part, parts) {
-        (part, Some(parts)) => Some(told_by_options(part, parts, env)?),
+        (part, Some(parts)) => Some(part_from_options(part, parts, env)?),
         (Some(part), None) => {
             return Err(Error::usage(
                 format!("options::part {part} needs options::parts"),
                 "add options::parts N, the number of parts; parts are counted from 0",
             ));
         }
-        (None, None) => told_by_environment(env)?,
+        (None, None) => part_from_environment(env)?,
     };
     let node = text(env, "SLURMD_NODENAME");
-    let Some(Told { launcher, part, .. }) = assigned.filter(is_one_of_several) else {
+    let Some(AssignedPart { launcher, part, .. }) = assigned.filter(is_one_of_several) else {
         return Ok(Launch { node, ..Launch::alone() });
     };
     Ok(Launch {
@@ -171,13 +174,13 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
         local_rank: local_rank(env, launcher),
         node,
         run: run(env, launcher),
-        // Elements of an array start independently, possibly never at the same time.
+        // The elements of an array start independently, and may never run at the same time.
         waits: launcher != Launcher::SlurmArray && !no_wait,
     })
 }
 
-/// Returns the part that the command line defines, and the launcher that started this process.
-fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
+/// Returns the part that the command line defines, with the launcher that started this process.
+fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
         |part| format!("options::part {part} options::parts {parts}"),
@@ -194,12 +197,14 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
             format!("parts are counted from 0, up to options::part {}", parts - 1),
         ));
     }
-    let from_options = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
+    let from_options =
+        |index, launcher| AssignedPart { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
         return Ok(from_options(0, Launcher::Options));
     }
-    match (part, told_by_launcher(env)?, array_index(env)?) {
-        // Elements with several processes may use any numbering, and the command line defines the part completely.
+    match (part, part_from_launcher(env)?, array_index(env)?) {
+        // If an element runs several processes, they may be numbered in any way. Here the command line defines the part
+        // completely.
         (Some(index), _, Some(_)) => Ok(from_options(index, Launcher::SlurmArray)),
         (None, Some(assigned), Some(element)) => Err(Error::usage(
             format!(
@@ -227,11 +232,11 @@ fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> 
     }
 }
 
-fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
+fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     if index < parts {
         let by = format!("SLURM_ARRAY_TASK_ID={index}, options::parts {parts}");
-        let assigned = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
-        agree_with_plain(&assigned, env)?;
+        let assigned = AssignedPart { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
+        check_rank_variables(&assigned, env)?;
         return Ok(assigned);
     }
     Err(Error::usage(
@@ -240,8 +245,8 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
     ))
 }
 
-/// Returns the part for `--parts` if no launcher provides both the index and the number of parts.
-fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
+/// Returns the part for `--parts` without `--part`, from `PMIX_RANK` or from `RANK` and `WORLD_SIZE`.
+fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
@@ -250,9 +255,9 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
             ));
         }
         let by = format!("PMIX_RANK={index}, options::parts {parts}");
-        return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
+        return Ok(AssignedPart { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
-    match plain(env)? {
+    match rank_variables(env)? {
         Some(assigned) if assigned.part.of == parts => Ok(assigned),
         Some(assigned) => Err(Error::usage(
             format!("options::parts {parts}, but the environment has {}", assigned.by),
@@ -268,13 +273,13 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
     }
 }
 
-/// Returns the part that the environment alone defines, if there are several parts.
-fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
-    if let Some(assigned) = told_by_launcher(env)? {
+/// Returns the part that the environment alone defines. Returns `None` if there is only one part.
+fn part_from_environment(env: Env<'_>) -> Result<Option<AssignedPart>> {
+    if let Some(assigned) = part_from_launcher(env)? {
         return Ok(Some(assigned));
     }
-    let plain = plain(env)?.filter(is_one_of_several);
-    // The PMIx servers of Slurm know the tasks of their step.
+    let plain = rank_variables(env)?.filter(is_one_of_several);
+    // A PMIx server of Slurm numbers the tasks of the Slurm step.
     let started = slurm_step(env)?.is_some() || open_mpi(env)?.is_some() || pmi(env)?.is_some();
     match number(env, "PMIX_RANK")? {
         Some(rank) if plain.is_none() && !started => Err(Error::usage(
@@ -285,19 +290,19 @@ fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
     }
 }
 
-fn is_one_of_several(assigned: &Told) -> bool {
+fn is_one_of_several(assigned: &AssignedPart) -> bool {
     !assigned.part.is_alone()
 }
 
-/// Returns the part from the innermost launcher that started several processes, including this one.
-fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
+/// Returns the part from the innermost launcher that started several processes, including this process.
+fn part_from_launcher(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if let Some(assigned) = torchrun(env)? {
-        // torchrun sets RANK itself, and the outer launcher started one agent on each node.
+        // torchrun sets `RANK` itself, and an outer launcher has started one torchrun agent on each node.
         return Ok(Some(assigned).filter(is_one_of_several));
     }
     let step = slurm_step(env)?;
     let assigned = match (open_mpi(env)?, pmi(env)?) {
-        // The daemons of mpirun may be tasks of a step on more nodes than mpirun uses.
+        // The daemons of mpirun may be tasks of a step that has more nodes than mpirun uses.
         (Some(assigned), _) => Some(assigned),
         (None, Some(assigned)) => {
             if let Some(step) = step.filter(|step| step.part.of > assigned.part.of) {
@@ -309,19 +314,20 @@ fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
         (None, None) => step,
     };
     let assigned = assigned.filter(is_one_of_several);
-    assigned.iter().try_for_each(|assigned| agree_with_plain(assigned, env))?;
+    assigned.iter().try_for_each(|assigned| check_rank_variables(assigned, env))?;
     Ok(assigned)
 }
 
-/// Checks that `RANK` and `WORLD_SIZE`, if set, match the launcher: otherwise they come from something else.
-fn agree_with_plain(assigned: &Told, env: Env<'_>) -> Result<()> {
-    match plain(env)? {
+/// Checks that `RANK` and `WORLD_SIZE`, if they are set, agree with the launcher. If they do not, another program has
+/// set them.
+fn check_rank_variables(assigned: &AssignedPart, env: Env<'_>) -> Result<()> {
+    match rank_variables(env)? {
         Some(plain) if plain.part != assigned.part => Err(contradiction(assigned, &plain, "RANK and WORLD_SIZE")),
         _ => Ok(()),
     }
 }
 
-fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
+fn contradiction(one: &AssignedPart, other: &AssignedPart, unset: &str) -> Error {
     Error::usage(
         format!(
             "two launchers assign different parts to this process: {} ({}) and {} ({})",

@@ -1,8 +1,8 @@
 //! Inventory of the files in SRC that one process sees.
 //!
-//! Links to files count as files, wherever they lead, as when reading a folder. Links to folders are followed if a
-//! checkpoint may be in a folder of that name, and never in circles. A dangling link is listed as well, because on
-//! another rank it may lead to a file.
+//! Links to files count as files, wherever they point, as when a folder is read. Links to folders are followed if a
+//! folder of that name may contain a checkpoint, and circular links are not followed. A dangling link is listed as
+//! well, because on another rank it may point to a file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -17,18 +17,18 @@ use crate::storage::lookup;
 pub struct FileInventory {
     /// SRC, or its folder if SRC is a file.
     pub folder: PathBuf,
-    /// Kind of SRC; `None` if this process sees nothing there.
+    /// The kind of SRC; `None` if this process sees no file or folder at SRC.
     pub kind: Option<SourceKind>,
-    /// Files, relative to the folder, sorted.
+    /// The files, relative to the folder, sorted.
     pub files: Vec<PathBuf>,
-    /// Dangling links, relative to the folder.
+    /// The dangling links, relative to the folder.
     pub dangling: Vec<PathBuf>,
 }
 
-/// Largest depth of nested folders; real checkpoints are three deep.
+/// The maximum depth of nested folders. Real checkpoints are three folders deep.
 const MAX_DEPTH: usize = 16;
 
-/// Largest number of files and folders; checkpoints of the largest clusters have some ten thousand.
+/// The maximum number of files and folders. Checkpoints of the largest clusters have some ten thousand.
 const MAX_ENTRIES: usize = 1_000_000;
 
 impl FileInventory {

@@ -1,6 +1,7 @@
-//! File reports: descriptions of files that ranks send to each other, and the check that files of one name are equal.
+//! File reports: descriptions of files that ranks send to each other, and the check that files with the same name are
+//! equal.
 //!
-//! Counts bytes. All ranks merge the same reports in the same order, so all get the same result or the same error.
+//! Unit: bytes. All ranks merge the same reports in the same order, so all ranks get the same result or the same error.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,11 +18,11 @@ use crate::error::{CatalogError, Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
-/// A rank's report of a file.
+/// A file, as one rank reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// `None` for a dangling link.
+    /// The properties of the file; `None` for a dangling link.
     found: Option<FoundFile>,
 }
 
@@ -30,44 +31,44 @@ struct FoundFile {
     len: u64,
     modified: (i64, i64),
     metadata: Vec<HashedRange>,
-    /// True if it may be part of the checkpoint, unlike a log or script in the same folder.
+    /// True if the file may be part of the checkpoint. False, for example, for a log or a script in the same folder.
     is_checkpoint_data: bool,
 }
 
-/// A range of metadata: start, end, and a hash of its bytes.
+/// A range of metadata: its start, its end, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
-/// The property that differs, and both values.
+/// The name of the property that differs, and both values.
 type Difference = (&'static str, String);
 
 /// A file, merged from the reports of all ranks.
 #[derive(Debug)]
 pub struct ReportedFile {
-    /// Path relative to the folder of SRC.
+    /// The path, relative to the folder of SRC.
     pub path: PathBuf,
-    /// Length; `None` if all ranks see a dangling link.
+    /// The length; `None` if the file is a dangling link on all ranks that see it.
     pub len: Option<u64>,
-    /// Latest time of change on any rank.
+    /// The latest modification time on any rank.
     pub modified: (i64, i64),
-    /// Time of change on this rank; `None` if this rank does not see the file.
+    /// The modification time on this rank; `None` if this rank does not see the file.
     pub own_modified: Option<(i64, i64)>,
-    /// Ranges that the mirror contains.
+    /// The ranges of the file that the mirror contains.
     pub mirrored: Arc<Ranges>,
-    /// Ranks that see the file, ascending.
+    /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// Ranks that see a different file under this name.
+    /// The ranks that see a different file with this name.
     pub differing_ranks: Vec<u32>,
-    /// Rank that writes the mirrored file.
+    /// The rank that writes the file in the mirror.
     pub writer: u32,
 }
 
-/// Bytes that are read at a time.
+/// The number of bytes that are read in one step.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Reports the files of the inventory that `is_selected` selects.
+/// Reports those files of the inventory that `is_selected` selects.
 ///
 /// # Errors
-/// `Io`, and the errors of finding metadata; the first one if there are several.
+/// `Io`, and the errors of finding metadata. If there are several errors, returns the first.
 pub fn report_files(
     inventory: &FileInventory,
     is_selected: &impl Fn(&Path) -> bool,
@@ -129,7 +130,7 @@ impl FoundFile {
     }
 }
 
-/// Calls `each` with the bytes of a range of a file, block by block, with the offset of each block.
+/// Calls `each` for each block of a range of a file, with the bytes and the offset of the block.
 ///
 /// # Errors
 /// `Io`, and the errors of `each`.
@@ -151,10 +152,10 @@ pub fn each_block(
     Ok(())
 }
 
-/// Merges the reports of all ranks. `own` is the folder of SRC on this rank, which is `rank`.
+/// Merges the reports of all ranks. `own` is the folder of SRC on this rank. `rank` is the index of this rank.
 ///
 /// # Errors
-/// `Conflict` if files of one name differ, `Comm` for invalid reports.
+/// `Conflict` if files with the same name differ, `Comm` for invalid reports.
 pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
     let mut all: BTreeMap<PathBuf, RankReports> = BTreeMap::new();
     for (sender, files) in (0..).zip(reports) {
@@ -167,7 +168,7 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
         }
     }
     for (path, reports) in &all {
-        // Another rank has a folder of this name, perhaps through a link that dangles here.
+        // On another rank, this path is a folder, perhaps through a link that is dangling on this rank.
         if let Some((file, other)) = path.ancestors().skip(1).find_map(|above| all.get_key_value(above)) {
             let difference = ("what it is", String::from("a file and a folder"));
             return Err(conflict(&own.join(file), (other[0].0, reports[0].0), difference));
@@ -181,7 +182,7 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     merged.collect()
 }
 
-/// Reports of one file, by rank.
+/// The reports of one file, each with its rank.
 type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {
@@ -239,7 +240,7 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
     })
 }
 
-/// Checks a path from another process, which may be another version or another run of this program.
+/// Checks a path from another process, because that process may run another version or another run of this program.
 fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
     let path = Path::new(path);
     if path.components().next().is_some() && path.components().all(|part| matches!(part, Component::Normal(_))) {
@@ -305,7 +306,7 @@ mod tests {
         let link = FileReport { path: "a".into(), found: None };
         let text = refused(vec![vec![link.clone()], vec![report("a/b", 0, &[])]]);
         assert_eq!(text, "/src/a: what it is differs between processes 0 and 1: a file and a folder");
-        // If it leads to a file on one rank, it is that file.
+        // If the link points to a file on some rank, the path counts as that file.
         let merged = merge_reports(Path::new("/src"), 1, vec![vec![link], vec![report("a", 3, &[(0, 3, 1)])]]).unwrap();
         let seen = &merged[Path::new("a")];
         assert_eq!((seen.len, seen.writer, &*seen.seen_by, seen.own_modified), (Some(3), 1, &[1][..], Some((5, 0))));

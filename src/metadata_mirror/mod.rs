@@ -1,14 +1,15 @@
 //! Metadata mirror: gives all processes the same catalog although none of them sees all of SRC.
 //!
 //! If each node saved its shards to its local disk, each process sees only its own files. Together the processes write
-//! a mirror of SRC to a file system that all see: every file at its true length, with all bytes that are not tensor
-//! data ([`metadata_ranges`]), and sparse elsewhere. The same code reads SRC and its mirror, so all processes get the
-//! same catalog. Then each process reads its own files where it sees them; of the other files it can read the mirrored
-//! bytes, and knows which processes see them.
+//! a mirror of SRC to a file system that all of them see. The mirror contains every file with its true length. Each
+//! file contains all bytes that are not tensor data ([`metadata_ranges`]), and holes elsewhere. The same code reads SRC
+//! and its mirror, so all processes get the same catalog. Then each process reads its own files from its own disk. Of
+//! the other files, it can read the mirrored bytes, and it knows which processes see these files.
 //!
-//! Counts bytes. Invariants: files of one name on several ranks have equal length and metadata if they may be part of a
-//! checkpoint; of other files the lowest rank's is used. The catalog does not depend on the path of the mirror, nor on
-//! which process wrote which file. A hole is never read as data. No path leads out of the mirror.
+//! Unit: bytes. Invariants: if a file may be part of a checkpoint and several ranks have a file with its name, these
+//! files have equal length and metadata. For any other file, the file of the lowest rank is used. The catalog depends
+//! neither on the path of the mirror nor on which process wrote which file. A hole is never read as data. No path
+//! points outside the mirror.
 
 mod file_inventory;
 mod file_report;
@@ -28,37 +29,37 @@ use crate::storage::{AnchoredPath, Ranges};
 use file_inventory::FileInventory;
 use file_report::{FileReport, ReportedFile};
 
-/// A metadata mirror, from the view of one process.
+/// A metadata mirror, as one process uses it.
 #[derive(Debug)]
 pub struct MetadataMirror {
-    /// Folder of the mirror.
+    /// The folder of the mirror.
     folder: PathBuf,
-    /// Folder of SRC on this process: SRC itself, or its folder if SRC is a file.
+    /// The folder of SRC on this process: SRC itself, or the folder that contains SRC if SRC is a file.
     own: PathBuf,
     kind: SourceKind,
     /// The files, by their paths relative to the folder.
     files: BTreeMap<PathBuf, ReportedFile>,
-    /// Ranks that see no files, by their path of SRC, which may be mistyped.
+    /// The ranks that see no files, by their path of SRC. The path may be mistyped.
     ranks_without_files: BTreeMap<String, Vec<u32>>,
-    /// Bytes that this process wrote into the mirror.
+    /// The number of bytes that this process has written to the mirror.
     written: u64,
 }
 
-/// Kind of SRC.
+/// The kind of SRC: a folder or a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum SourceKind {
     Folder,
-    /// A file of this name.
+    /// A file with this name.
     File(String),
 }
 
-/// Creates a mirror of the files that the ranks see, each at its own path `own`, in the folder `mirror`, which all
-/// ranks see; its old content is replaced. A rank that sees nothing at `own` has none of the files, provided that
-/// another rank has some. Collective.
+/// Creates a mirror of the files that the ranks see, in the folder `mirror`, which all ranks see. Each rank has its own
+/// path `own` of SRC. The old content of `mirror` is replaced. If a rank sees nothing at `own`, it has none of the
+/// files; another rank must have some. Collective.
 ///
 /// # Errors
-/// `Missing` if no rank sees any file, `Conflict` if ranks see different files under one name, and `Comm` naming the
-/// rank that cannot read its files or write the mirror.
+/// `Missing` if no rank sees any file, `Conflict` if ranks see different files with the same name, and `Comm` naming
+/// the rank that cannot read its files or write to the mirror.
 pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPath) -> Result<MetadataMirror> {
     let inventory = communicator.all_ok(FileInventory::scan(own))?;
     let (kind, ranks_without_files) = agree_on_kind(communicator, own, inventory.kind.as_ref())?;
@@ -77,21 +78,21 @@ pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPat
     Ok(MetadataMirror { folder, own, kind, files, ranks_without_files, written })
 }
 
-/// Returns the positions of objects in this process's data files, by folder. They are in the metadata, which another
-/// rank may have.
+/// Returns the positions of objects in this process's data files, by folder. The positions are in the metadata file,
+/// which only another rank may have.
 fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = inventory.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
     let found = folders.into_iter().map(|folder| match format::objects(&mirror.join(folder)) {
         Ok(objects) => Ok((folder.to_path_buf(), objects)),
         Err(error @ Error::Storage(StorageError::Io { .. })) => Err(error),
-        // Reading the mirror later reports the error.
+        // This error is reported later, when the mirror is read.
         Err(_) => Ok((folder.to_path_buf(), Objects::new())),
     });
     found.collect()
 }
 
-/// State of the collective creation.
+/// The state of the collective creation of a mirror.
 struct MirrorMaker<'a, C> {
     communicator: &'a C,
     inventory: &'a FileInventory,
@@ -100,7 +101,7 @@ struct MirrorMaker<'a, C> {
 }
 
 impl<C: Communicator> MirrorMaker<'_, C> {
-    /// Reports some of the files to all ranks, merges the reports, and writes the files that no lower rank has.
+    /// Reports the selected files to all ranks, merges the reports, and writes the files that no lower rank has.
     fn mirror_files(
         &mut self,
         is_selected: impl Fn(&Path) -> bool,
@@ -110,7 +111,7 @@ impl<C: Communicator> MirrorMaker<'_, C> {
         let own = communicator.all_ok(file_report::report_files(inventory, &is_selected, metadata_ranges))?;
         let reports: Vec<Vec<FileReport>> = gather_json(communicator, &own)?;
         let seen = file_report::merge_reports(&inventory.folder, communicator.rank(), reports)?;
-        // One process creates the folders, so that no process looks for them too early.
+        // One process creates the folders, so that no process uses them before they exist.
         communicator.all_ok(if communicator.rank() == 0 {
             write::create_parent_folders(mirror, seen.keys())
         } else {
@@ -124,13 +125,13 @@ impl<C: Communicator> MirrorMaker<'_, C> {
 }
 
 impl MetadataMirror {
-    /// Returns the bytes that this process wrote into the mirror.
+    /// Returns the number of bytes that this process has written to the mirror.
     #[must_use]
     pub fn written(&self) -> u64 {
         self.written
     }
 
-    /// Returns the path of the mirror, which is read like SRC but has no tensor data.
+    /// Returns the path of the mirror. The mirror is read like SRC, but it contains no tensor data.
     #[must_use]
     pub fn root(&self) -> PathBuf {
         self.path_of_src(&self.folder)
@@ -142,14 +143,14 @@ impl MetadataMirror {
         self.seen(path).map_or(&[], |seen| &seen.seen_by)
     }
 
-    /// Returns whether the mirror has all bytes of a file, so that every process can read it there.
+    /// Returns whether the mirror contains all bytes of a file, so that every process can read the file in the mirror.
     #[must_use]
     pub fn holds_all_of(&self, path: &Path) -> bool {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.mirrored.contains(&(0..len))))
     }
 
-    /// Returns whether all of its files exist. If not, another process has failed and is deleting the mirror, and
-    /// errors of reading it are not errors of SRC.
+    /// Returns whether all files of the mirror exist. If not, another process has failed and is deleting the mirror. An
+    /// error of reading the mirror is then not an error of SRC.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
@@ -161,7 +162,7 @@ impl MetadataMirror {
         &self.own
     }
 
-    /// Returns whether a rank sees no files at its SRC.
+    /// Returns whether a rank sees no files at its path of SRC.
     #[must_use]
     pub fn sees_no_files(&self, rank: u32) -> bool {
         self.ranks_without_files.values().flatten().any(|other| *other == rank)
@@ -180,8 +181,8 @@ impl MetadataMirror {
     }
 }
 
-/// Checks that SRC is of one kind on all ranks that see it, and that some rank sees it. Returns the kind, and the ranks
-/// that see nothing, by their path.
+/// Checks that SRC is of the same kind on all ranks that see it, and that at least one rank sees it. Returns the kind,
+/// and the ranks that see nothing, by their path of SRC.
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,
@@ -228,7 +229,7 @@ fn agree_on_kind(
     })
 }
 
-/// Sends `value` to all ranks as JSON, and returns the values of all ranks.
+/// Sends `value` as JSON to all ranks, and returns the values of all ranks.
 fn gather_json<T: Serialize, H: for<'a> Deserialize<'a>>(
     communicator: &impl Communicator,
     value: &T,

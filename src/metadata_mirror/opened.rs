@@ -11,8 +11,8 @@ use crate::name_list::name_processes;
 use crate::storage::{IoMode, LocalContent, LocalFile, MirroredFiles, filesystem, lookup};
 
 impl MetadataMirror {
-    /// Reads the checkpoint that the ranks see together. Its files are those of SRC; this process can open the files
-    /// that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by) returns the ranks that see a file.
+    /// Reads the checkpoint that the ranks see together. Its files are the files of SRC. This process can open the
+    /// files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by) returns the ranks that see a file.
     ///
     /// # Errors
     /// Errors of [`Checkpoint::open`].
@@ -24,7 +24,7 @@ impl MetadataMirror {
         let holdings: Arc<MirroredFiles> = Arc::new(holdings.collect());
         let own = ReadOptions { io: Some(IoMode::Read), holdings: Arc::clone(&holdings), ..options.clone() };
         let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.with_source_paths(error))?;
-        // The folder of a bare file name is empty.
+        // The parent folder of a path that is only a file name is the empty path.
         let own = if self.own.as_os_str().is_empty() { Path::new(".") } else { &self.own };
         let io = match options.io {
             Some(io) => io,
@@ -62,7 +62,7 @@ impl MetadataMirror {
         text.replace(&format!("{mirror}/"), &own).replace(&mirror, own.trim_end_matches('/'))
     }
 
-    /// Returns an addition to hints: some nodes may have no files, but a mistyped path on one of them looks the same.
+    /// Returns additional text for hints: a node may have no files, or the path may be mistyped on that node.
     fn ranks_without_files_text(&self) -> String {
         const SHOWN: usize = 3;
         let words = self.ranks_without_files.iter().take(SHOWN).map(|(place, ranks)| {
@@ -72,7 +72,7 @@ impl MetadataMirror {
         words.collect()
     }
 
-    /// Translates the paths of the mirror in an error to paths of SRC.
+    /// Replaces the paths of the mirror in an error by paths of SRC.
     #[must_use]
     pub fn with_source_paths(&self, mut error: Error) -> Error {
         let reword = |text: &mut String| *text = self.replace_paths(text);
@@ -85,7 +85,7 @@ impl MetadataMirror {
             Error::Format(FormatError::Missing { path, expected, missing, hint, .. }) => {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
-                // A file that no process sees may exist on another node.
+                // If no process sees a file, it may exist on another node.
                 let hint = hint.get_or_insert_with(|| String::from("start a process on the node that has it"));
                 *hint += &self.ranks_without_files_text();
             }

@@ -1,4 +1,4 @@
-//! Writes the metadata mirror to disk. Counts bytes.
+//! Writes the metadata mirror to disk. Unit: bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -13,7 +13,7 @@ use crate::error::{Error, FormatError, Result};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
 
-/// Creates the folder of the mirror, empty.
+/// Creates the folder of the mirror, or empties it.
 ///
 /// # Errors
 /// `Io`.
@@ -25,7 +25,7 @@ pub fn create_folder(mirror: &AnchoredPath) -> Result<()> {
     mirror.create_folder().map_err(Error::io("create", mirror))
 }
 
-/// Creates the folders of these files.
+/// Creates the parent folders of these files.
 ///
 /// # Errors
 /// `Io`.
@@ -36,7 +36,7 @@ pub fn create_parent_folders<'a>(mirror: &AnchoredPath, files: impl Iterator<Ite
         .try_for_each(|folder| mirror.create_folders(folder).map_err(Error::io("create", &mirror.join(folder))))
 }
 
-/// Writes the mirrors of this process's files; returns the bytes that they have.
+/// Writes the mirror of each file that this process has to write. Returns the number of bytes written.
 ///
 /// # Errors
 /// `Io`.
@@ -51,7 +51,7 @@ pub fn write_files<'a>(
         .map(|(path, seen)| {
             let at = mirror.join(path);
             let Some(len) = seen.len else {
-                // The link dangles in the mirror, too.
+                // The link is dangling in the mirror as well.
                 let made = at.symlink("seen by no rank");
                 return made.map(|()| 0).map_err(Error::io("create", &at));
             };
@@ -64,7 +64,7 @@ pub fn write_files<'a>(
 
 fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Result<()> {
     let source = File::open(from).map_err(Error::io("open", from))?;
-    // A user who cannot read SRC must not read the mirror either.
+    // A user who cannot read SRC must not be able to read the mirror either.
     let target = to.create_new(0o600).map_err(Error::io("create", to))?;
     target.set_len(len).map_err(Error::io("write", to))?;
     for range in seen.mirrored.iter() {
@@ -72,20 +72,20 @@ fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Resul
             target.write_all_at(block, at).map_err(Error::io("write", to))
         })?;
     }
-    // For programs that read the mirror like an ordinary folder.
+    // The modification time is set for programs that read the mirror like an ordinary folder.
     let (seconds, nanoseconds) = seen.modified;
     let since = u64::try_from(seconds).ok().zip(u32::try_from(nanoseconds).ok());
     let modified = since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
     modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", to))?;
-    // Closing does not report failed writes, and missing bytes look like zeros.
+    // Closing does not report failed writes, and missing bytes would be read as zeros.
     target.sync_data().map_err(Error::io("sync", to))?;
     close(target).map_err(Error::io("close", to))
 }
 
-/// Time that the file systems of several nodes may take to show a new file to all.
+/// The maximum time until the file systems of all nodes show a new file.
 const MAX_DELAY: Duration = Duration::from_mins(1);
 
-/// Waits until this process sees all of the files at their full length.
+/// Waits until this process sees all files with their full length.
 ///
 /// # Errors
 /// `Io`; `Missing` if a file does not appear.
@@ -93,7 +93,7 @@ pub fn wait_until_visible(mirror: &AnchoredPath, files: &BTreeMap<PathBuf, Repor
     let begun = Instant::now();
     let folders: BTreeSet<&Path> = files.keys().filter_map(|file| file.parent()).collect();
     loop {
-        // Reading the mirror lists its folders first, and a cached list may be older than the files.
+        // Reading the mirror begins with listing its folders, and a cached list may be older than the files.
         let mut listed = BTreeSet::new();
         for below in &folders {
             let folder = mirror.join(below);

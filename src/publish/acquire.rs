@@ -1,15 +1,15 @@
-//! Acquiring a part of the work: finds out what exists at the destination, then joins it, deletes it, waits, or
-//! refuses.
+//! Acquires a part of the work: checks what exists at the destination, and then joins the run there, deletes its
+//! folder, waits, or fails.
 //!
-//! A process retries until it holds a lease: it reads the state of the folder, acts on it, and reads the state again.
-//! Every action (make the partial folder, take a lease, delete the folder) is decided by the file system: if two
-//! processes act on the same state, one of them finds that the other was faster.
+//! A process retries until it holds a lease: it reads the state of the folder, acts on the state, and reads it again.
+//! The file system decides every action (create the partial folder, acquire a lease, delete the folder). If two
+//! processes act on the same state, only one succeeds, and the other process sees that.
 //!
 //! ```text
-//! nothing ------- make ------> partial folder -- take lease, look again --> Work
+//! nothing ------ create -----> partial folder -- acquire lease, check again --> Work
 //!    ^  \                        |    |   |
-//!    |   published before: Done  |    |   another run lives, or --resume is missing: error
-//!    +------- throw away --------+    in doubt: watch
+//!    |   published before: Done  |    |   another run is alive, or --resume is missing: error
+//!    +--------- delete ----------+    not known whether another run is alive: watch
 //! ```
 
 use std::fs;
@@ -29,22 +29,24 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::lookup;
 
-/// The decision whether a process may work in a partial folder, based on its leases.
+/// The decision whether a process may work in a partial folder. It depends on the leases in the folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// The process takes this generation of the lease.
+    /// The process may acquire this generation of the lease.
     Join { generation: u32 },
-    /// As `Join`, but an earlier run ended here: needs `--resume`.
+    /// The process may acquire this generation of the lease, but only with `--resume`, because an earlier run ended
+    /// here.
     Resume { generation: u32 },
-    /// Another process works on the same part, or on another division of the work.
+    /// Another live process works on the same part, or has divided the work into another number of parts.
     Conflict(LeaseName),
-    /// The leases have to be watched.
+    /// It is not known yet whether all lease holders are alive, so the leases have to be watched.
     Watch,
-    /// The folder belongs to another plan, or is to be deleted, and no process works in it.
+    /// The folder belongs to another plan or is to be deleted, and no process works in it.
     Replace,
 }
 
-/// Decides about `part`. `joins` is true if the folder has the same plan and is not to be deleted.
+/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and is not to be
+/// deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
     let is_rival = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
@@ -72,7 +74,7 @@ fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState
     found.leases.iter().map(|seen| (seen.name, watch.state(seen, now))).collect()
 }
 
-/// Returns how a run would begin, from a single look that changes nothing.
+/// Returns how a run would begin. Reads the state once and changes nothing.
 pub(super) fn preflight(
     path: &Path,
     shape: DestinationKind,
@@ -96,7 +98,7 @@ pub(super) fn preflight(
                 Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
             }
         }
-        // A process killed right after publishing may have left the partial folder.
+        // A process that was killed right after publishing may have left the partial folder.
         FoundPartial::Nothing | FoundPartial::Partial(_)
             if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) =>
         {
@@ -125,13 +127,13 @@ pub(super) fn acquire(
     acquiring.refuse_restart_of_strangers()?;
     acquiring.destination.sweep(&[TRASH]);
     if !acquiring.destination.cached_for().is_zero() {
-        // An earlier run has used the same names, so they may be cached.
+        // An earlier run used the same names, so the file system may have cached them.
         acquiring.destination.look_up();
     }
     let begun = acquiring.run();
     match &begun {
         Ok(Beginning::Work(_)) => {}
-        // A killed process may have left a folder that it had not renamed yet.
+        // A killed process may have left a temporary folder that it had not renamed yet.
         Ok(Beginning::Done) => acquiring.destination.sweep(&[TMP]),
         Err(_) => acquiring.leave(),
     }
@@ -147,15 +149,15 @@ struct Acquiring<'a> {
     stop: &'a Stop,
     watch: LeaseWatch,
     since: Instant,
-    /// The id of the partial folder that this process has made.
+    /// The id of the partial folder that this process created.
     made: Option<String>,
 }
 
 enum NextStep {
     Begun(Beginning),
-    /// Something was done, or another process was faster: read the state immediately.
+    /// This process has changed the state, or another process was faster: read the state again without delay.
     Again,
-    /// Another process has to act first.
+    /// Another process has to act first: read the state again after a delay.
     Later,
 }
 
@@ -172,7 +174,7 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Deletes a folder that this process made and in which no process works.
+    /// Deletes the partial folder if this process created it and no process works in it.
     fn leave(&mut self) {
         self.destination.release();
         let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else {
@@ -202,7 +204,7 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Makes the partial folder.
+    /// Creates the partial folder.
     fn start(&mut self) -> Result<NextStep> {
         recover(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);
@@ -214,7 +216,7 @@ impl Acquiring<'_> {
             return self.wait_for_first();
         }
         let plan = PlanFile::new(self.plan, self.claim);
-        // Recorded first: a folder that was made and cannot be synced must be deleted as well.
+        // The id is recorded first, so that a folder that was created but could not be synced is deleted as well.
         self.made = Some(plan.id.clone());
         let is_made = self.destination.make(&plan, self.plan.about, self.claim.sync)?;
         Ok(if is_made { NextStep::Again } else { NextStep::Later })
@@ -224,17 +226,18 @@ impl Acquiring<'_> {
         let leases = states(&found, &mut self.watch);
         let is_quiet = leases.iter().all(|(_, state)| *state == LeaseState::Dead);
         if leases.iter().any(|(name, state)| name.role == LeaseRole::Restart && *state != LeaseState::Dead) {
-            // The folder is about to be deleted.
+            // Another process is about to delete the folder.
             return Ok(NextStep::Later);
         }
         if found.is_published {
-            // The process that published deletes the folder, or has died before it could.
+            // The process that published the output deletes the folder, unless it died before.
             return if is_quiet { self.throw_away(Some(&found)) } else { Ok(NextStep::Later) };
         }
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
         let joins = found.plan.is_of(self.plan) && (!self.claim.restart || is_ours);
-        // The maker is about to take its lease. If two numbers of parts start at once, the maker's number applies.
+        // The process that created the folder is about to acquire its lease. If processes start with two different
+        // numbers of parts, the number of the creator applies.
         let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
         if joins && is_new && self.since.elapsed() < self.pace.dead_after {
             return Ok(NextStep::Later);
@@ -243,7 +246,7 @@ impl Acquiring<'_> {
         match admission {
             Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
             Admission::Watch => return Ok(NextStep::Later),
-            // A live process may be in the middle of a swap.
+            // If a process is alive, it may be in the middle of replacing the destination.
             _ if is_quiet => recover(&self.destination)?,
             _ => {}
         }
@@ -252,7 +255,7 @@ impl Acquiring<'_> {
             Admission::Replace => Err(self.destination.of_another(&found, self.plan, self.claim)),
             Admission::Resume { .. } if !self.claim.resume => Err(self.destination.unfinished(self.claim)),
             Admission::Join { generation } | Admission::Resume { generation } if self.is_free(&found)? => {
-                // A live process belongs to this run. For the others this is not known yet.
+                // A live process belongs to this run. It is not known yet whether the other processes do.
                 let is_alive = |seen: &&SeenLease| leases.contains(&(seen.name, LeaseState::Alive));
                 let stale = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
                 self.join(found, generation, StaleLeases::new(stale, self.claim))
@@ -261,15 +264,15 @@ impl Acquiring<'_> {
         }
     }
 
-    fn join(&self, judged: Partial, generation: u32, stale: StaleLeases) -> Result<NextStep> {
+    fn join(&self, examined: Partial, generation: u32, stale: StaleLeases) -> Result<NextStep> {
         let partial = self.destination.partial();
         let name = LeaseName { role: LeaseRole::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(NextStep::Later) };
-        let work = partial.join(judged.plan.work());
+        let work = partial.join(examined.plan.work());
         let holding = Arc::new(WorkLease {
             destination: self.destination.path.clone(),
             partial: partial.clone(),
-            known: judged.leases.iter().map(|seen| seen.name).collect(),
+            known: examined.leases.iter().map(|seen| seen.name).collect(),
             work: work.clone(),
             part: self.claim.part,
             lease: name,
@@ -283,7 +286,7 @@ impl Acquiring<'_> {
                 stop.cancel(held.message(loss));
             }
         };
-        match self.may_stay(&lease, &judged, &holding) {
+        match self.may_stay(&lease, &examined, &holding) {
             Ok(true) => {
                 if let Err(error) = lease.start(self.pace.beat, look) {
                     lease.retract();
@@ -291,7 +294,7 @@ impl Acquiring<'_> {
                 }
             }
             other => {
-                // Without this lease, the process that made the folder deletes it.
+                // Once this lease is removed, the process that created the folder can delete it.
                 lease.retract();
                 return other.map(|_| NextStep::Again);
             }
@@ -301,7 +304,7 @@ impl Acquiring<'_> {
             shape: self.shape,
             claim: self.claim.clone(),
             fingerprint: self.plan.fingerprint,
-            id: judged.plan.id,
+            id: examined.plan.id,
             holding,
             pace: self.pace,
             data: work.join(DATA),
@@ -321,15 +324,16 @@ impl Acquiring<'_> {
         })))
     }
 
-    /// Returns whether a new lease is in the folder that was judged, and no conflicting process came in the meantime.
-    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &WorkLease) -> Result<bool> {
+    /// Returns whether this process may keep its new lease: the folder at the name is still the folder that was
+    /// examined, and no conflicting process has arrived since.
+    fn may_stay(&self, lease: &Lease, examined: &Partial, holding: &WorkLease) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(LeaseRole::Restart).map(|seen| seen.name);
         let found = match FoundPartial::at(&partial, self.shape)? {
             FoundPartial::Partial(found)
-                if found.plan.id == judged.plan.id
+                if found.plan.id == examined.plan.id
                     && !found.is_published
-                    && restart_of(&found) == restart_of(judged) =>
+                    && restart_of(&found) == restart_of(examined) =>
             {
                 found
             }
@@ -340,23 +344,23 @@ impl Acquiring<'_> {
         }
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {
-            // All work was done, and another process has published it.
+            // All work was finished, and another process has published it.
             Err(Error::Storage(StorageError::Io { source, .. })) if is_gone(&source) => return Ok(false),
             beaten => beaten?,
         }
         fault::point("begin-leased");
-        // Another run may have published between the first look and the lease.
+        // Another run may have published between the first check and the creation of the lease.
         self.is_free(&found)
     }
 
-    /// Deletes a dead folder, if this process may.
-    fn throw_away(&mut self, judged: Option<&Partial>) -> Result<NextStep> {
-        let is_published = judged.is_some_and(|partial| partial.is_published);
-        if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
+    /// Deletes a folder in which no process works, if this process is allowed to delete it.
+    fn throw_away(&mut self, examined: Option<&Partial>) -> Result<NextStep> {
+        let is_published = examined.is_some_and(|partial| partial.is_published);
+        if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(examined) }
     }
 
-    fn discard(&mut self, judged: Option<&Partial>) -> Result<NextStep> {
-        if !self.destination.throw_away(self.shape, judged, &mut self.watch)? {
+    fn discard(&mut self, examined: Option<&Partial>) -> Result<NextStep> {
+        if !self.destination.throw_away(self.shape, examined, &mut self.watch)? {
             return Ok(NextStep::Later);
         }
         self.destination.sweep(if self.claim.restart { &[TRASH, BACKUP] } else { &[TRASH] });
@@ -373,7 +377,8 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Refuses `--restart` for parts without a launch: they cannot know whether a sibling made the existing output.
+    /// Rejects `--restart` for parts that no launcher started: they cannot know whether another part of the same run
+    /// created the existing output.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
         if !self.claim.restart || self.claim.can_restart() {
             return Ok(());
@@ -387,7 +392,7 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Returns whether `found` can be worked on: it cannot if the destination was published from it.
+    /// Returns whether this process can work on `found`. It cannot if the output of `found` has been published.
     fn is_free(&self, found: &Partial) -> Result<bool> {
         let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
         match FoundPartial::at(&self.destination.partial(), self.shape)? {
@@ -397,16 +402,16 @@ impl Acquiring<'_> {
     }
 }
 
-/// Checks that the existing destination may be replaced.
+/// Checks that the existing destination, if any, may be replaced.
 pub(super) fn check_destination(destination: &Destination, shape: DestinationKind, claim: &Claim) -> Result<()> {
     let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
-    // Rolling back a swap may have restored a folder.
+    // The recovery of an interrupted replacement may have restored a folder.
     refuse_folder(&destination.path, shape)?;
     let is_empty_folder = metadata.is_dir() && lookup::list(&destination.path)?.is_empty();
     if is_empty_folder || claim.overwrite { Ok(()) } else { Err(destination.is_taken(claim)) }
 }
 
-/// Refuses to write a single file over a folder, or to a path that ends in a slash.
+/// Rejects writing a single file over a folder, or to a path that ends in a slash.
 fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     let is = match shape {
         DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
@@ -419,7 +424,7 @@ fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     ))
 }
 
-/// The errors of a run that cannot begin.
+/// Errors of a run that cannot begin.
 impl Destination {
     fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
         let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
@@ -471,8 +476,8 @@ impl Destination {
         }
     }
 
-    /// Returns the error for an existing destination, with what is known about it if the claim would accept finished
-    /// output.
+    /// Returns the error for an existing destination. If the claim accepts finished output, the error describes what is
+    /// known about the destination.
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
         let (message, hint) = match plan_xattr::read(&self.path) {

@@ -1,10 +1,11 @@
-//! Deleting a partial folder, and leaving none if nothing was recorded.
+//! Deletes a partial folder, and leaves no folder behind if nothing was recorded in it.
 //!
-//! A process that deletes a folder takes a lease for that, in the folder that was judged dead, and looks again. A
-//! process that arrives meanwhile sees that lease, or its own lease is seen by the holder: one of the two steps back,
-//! so a folder that is in use is never moved. A run that fails before anything is recorded leaves nothing behind,
-//! because an empty partial folder would only block later runs. Invariant: after an error, a folder is not deleted if
-//! it contains records, if a process works in it, or if a process may still come to read why the others are gone.
+//! Before a process deletes a folder, it acquires a lease for the deletion and examines the folder again. If another
+//! process arrives in the meantime, either that process sees the lease, or this process sees the lease of the other.
+//! One of the two gives up, so a folder in use is never moved. A run that fails before it records any work deletes its
+//! folder, because an empty partial folder would only block later runs. Invariant: after an error, a folder is kept if
+//! it contains journal records, if a process works in it, or if a process may still come to read why other processes
+//! ended.
 
 use std::time::Instant;
 
@@ -17,14 +18,14 @@ use crate::fault;
 use crate::launch::Part;
 
 impl Staging {
-    /// Leaves after an error. The last process deletes a folder without records.
+    /// Leaves the run after an error. The last process to leave deletes a folder without journal records.
     pub fn abandon(self) {
         let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
-        // Parts that do not wait do not need the reason why another part is gone.
+        // Parts that do not wait for others do not need the reason why another part ended.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
-        // If two processes leave at once, each gives up its lease before it looks: at least one sees that both are
-        // gone.
+        // If two processes leave at the same time, each gives up its lease before it checks. Therefore at least one of
+        // them sees that both have left.
         drop(self);
         let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&destination.partial(), shape) else { return };
         let mut watch = LeaseWatch::new(pace);
@@ -43,9 +44,14 @@ impl Staging {
 }
 
 impl Destination {
-    /// Renames junk, or the judged folder if it is unchanged, to a trash name. Returns false if another process was
-    /// faster, or came to work in the folder.
-    pub fn throw_away(&self, shape: DestinationKind, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
+    /// Renames the partial folder to a trash name: one without a valid plan, or the examined folder if it is unchanged.
+    /// Returns false if another process was faster, or has started to work in the folder.
+    pub fn throw_away(
+        &self,
+        shape: DestinationKind,
+        examined: Option<&Partial>,
+        watch: &mut LeaseWatch,
+    ) -> Result<bool> {
         let partial = self.partial();
         let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
             let leases = match read_leases(&partial) {
@@ -67,12 +73,12 @@ impl Destination {
         } else {
             None
         };
-        let is_judged = match (judged, FoundPartial::at(&partial, shape)) {
+        let is_unchanged = match (examined, FoundPartial::at(&partial, shape)) {
             (None, Ok(FoundPartial::Junk)) => true,
-            (Some(judged), Ok(FoundPartial::Partial(found))) => judged.is_still(&found),
+            (Some(examined), Ok(FoundPartial::Partial(found))) => examined.is_still(&found),
             _ => false,
         };
-        if !is_judged {
+        if !is_unchanged {
             lease.into_iter().for_each(Lease::retract);
             return Ok(false);
         }
@@ -84,7 +90,7 @@ impl Destination {
 }
 
 impl Partial {
-    /// Returns whether no process has come since.
+    /// Returns whether the plan and the leases are unchanged, so that no process has arrived in the meantime.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
             let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);

@@ -1,9 +1,10 @@
 //! Sealing and publishing: the rename of the output to the destination is the only commit.
 //!
-//! The process with the lease on sealing publishes. If a second process takes over, because the first was thought to be
-//! dead, both write the same bytes; the second rename fails because the output is gone, and counts as success because
-//! the result is identical. Replacing compares identities (device, inode, time of birth): neither of two processes
-//! moves aside or deletes what the other has published. An interrupted swap is finished or rolled back by the next run.
+//! The process that holds the seal lease publishes. A second process may take over because the first one seems dead.
+//! Both then write the same bytes. The second rename fails because the output is no longer in the partial folder, and
+//! counts as success because the result is identical. A process that replaces a checkpoint compares identities (device,
+//! inode, birth time), so it never moves aside or deletes what another process has published. The next run finishes or
+//! rolls back an interrupted replacement.
 //!
 //! ```text
 //! --overwrite:  DST -> .DST.dtshard-old    data -> DST    .DST.dtshard-old -> backup, then trash
@@ -28,9 +29,9 @@ use crate::storage::AnchoredPath;
 
 type Check = dyn Fn(&Path) -> Result<()> + Send + Sync;
 
-/// A check that refuses a destination which must not be replaced. It runs right before the destination is moved aside,
-/// since any user may have put a file there during the run. The caller provides it, because publishing does not know
-/// formats.
+/// A check that rejects a destination which must not be replaced. It runs right before the destination is moved aside,
+/// because any user may have put a file there during the run. The caller provides the check, because this module does
+/// not know checkpoint formats.
 #[derive(Clone)]
 pub struct ReplaceCheck(Arc<Check>);
 
@@ -46,19 +47,20 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal, as long as this value is held.
+/// The right to seal, valid as long as this value exists.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,
     pub(super) lease: Lease,
 }
 
-/// The number of times that other processes may replace the destination before this is an error.
+/// The maximum number of times that other processes may replace the destination before this process reports an error.
 const MAX_TRIES: usize = 16;
 
 impl Staging {
-    /// Takes the right to seal. Returns `None` if another live process has it, or has published. Waits until that is
-    /// known: a process that left too early could leave the output unpublished.
+    /// Tries to acquire the right to seal. Returns `None` if another live process holds it or has published. Waits
+    /// until the state of the other process is known, because a process that left too early could leave the output
+    /// unpublished.
     ///
     /// # Errors
     /// `Io` if a lease cannot be written; `Stopped`.
@@ -82,14 +84,14 @@ impl Staging {
         Ok(Some(Seal { staging: self, lease }))
     }
 
-    /// Does the remaining work after the output is at the destination. It may run twice.
+    /// Cleans up after the output was renamed to the destination. May run twice.
     pub(super) fn tidy(&self, sync: bool) -> Result<()> {
         let folder = &self.destination.folder;
         if sync {
             folder.sync().map_err(Error::io("sync", folder))?;
         }
         fault::point("commit-synced-parent");
-        // Once the folder is gone, another run may be in the middle of a swap.
+        // Once the partial folder is deleted, another run may be in the middle of replacing the destination.
         if self.find()?.is_none() {
             return Ok(());
         }
@@ -114,11 +116,11 @@ impl Staging {
             }
             match source.rename_new(&target) {
                 Ok(()) => return Ok(()),
-                // Another process has published, or another program took the name.
+                // Another process has published, or another program created a file with the name of the destination.
                 Err(error) if is_gone(&error) && !source.exists() => {}
                 Err(error) if self.claim.overwrite && is_taken(&error) => {}
                 Err(error) => {
-                    // The next run would roll back as well.
+                    // If this fails, the next run rolls back.
                     let _ = self.destination.old().rename_new(&target);
                     return Err(if is_taken(&error) {
                         Error::usage(
@@ -147,13 +149,13 @@ impl Staging {
         }
         (self.claim.replace_check.0)(target.path())?;
         match target.rename(&old) {
-            // The destination is already gone, or another process replaces it.
+            // The destination no longer exists, or another process is replacing it.
             Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
             done => done.map_err(Error::io("rename", &target))?,
         }
         let moved = FileIdentity::of(&old);
         if moved == Some(mine) {
-            // Another process has published since the look.
+            // Another process has published since the check.
             let _ = old.rename_new(&target);
         }
         *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) = moved;
@@ -165,7 +167,7 @@ impl Staging {
     fn clear_old(&self, mine: FileIdentity) -> Result<()> {
         let old = self.destination.old();
         let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
-        // This process moved it there, so it is replaced regardless of its owner.
+        // This process moved the checkpoint there, so it is replaced whoever owns it.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
             old.own_entry().map_err(Error::io("look at", &old))?;
         }
@@ -178,7 +180,7 @@ impl Staging {
 }
 
 impl Seal<'_> {
-    /// Publishes the finished output at the destination. Succeeds as well if another process has published it.
+    /// Publishes the finished output at the destination. It is a success as well if another process has published it.
     ///
     /// # Errors
     /// `Io` if a rename fails; the destination is then unchanged.
@@ -215,7 +217,7 @@ impl Seal<'_> {
 fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: DestinationKind) -> Result<()> {
     let synced = match shape {
         DestinationKind::Folder => output.sync_all(),
-        // The bytes of the file are synced already, its attribute is not.
+        // The bytes of the file are already synced, but its extended attribute is not.
         DestinationKind::File => File::from(opened).sync_all(),
     };
     match synced {
@@ -228,7 +230,7 @@ fn is_taken(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty)
 }
 
-/// Finishes or rolls back a swap that an earlier run did not finish.
+/// Finishes or rolls back a replacement that an earlier run did not finish.
 pub(super) fn recover(destination: &Destination) -> Result<()> {
     let (target, old) = (destination.target(), destination.old());
     let found = old.own_entry().map_err(Error::io("look at", &old))?;
@@ -238,7 +240,7 @@ pub(super) fn recover(destination: &Destination) -> Result<()> {
         if FileIdentity::of(&backup) == Some(replaced) {
             return destination.discard(&backup);
         }
-        // It belongs to a swap that has begun since; only one runs at a time.
+        // The old checkpoint belongs to a replacement that began later. Only one replacement runs at a time.
         return backup.rename_new(&old).map_err(Error::io("put back", &old));
     }
     match old.rename_new(&target) {

@@ -1,11 +1,11 @@
-//! The destination and the hidden names beside it, on the same file system.
+//! The destination, and the hidden names in the same folder.
 //!
 //! Everything that a run creates, renames or deletes outside its partial folder goes through [`Destination`]. Paths are
-//! anchored: links are not followed, and files of other users are not deleted. A network file system may answer from a
-//! cache of names for up to a minute, so a look that finds an impossible state is repeated for that long; on a local
-//! file system this takes no time. Invariants: a partial folder appears and disappears by one rename, so no process
-//! sees half of one. Any process may delete temporary names (`-new-`, `-gone-`) at any time. No two processes make the
-//! same [`unique`] name.
+//! anchored: symbolic links are not followed, and files of other users are not deleted. A network file system may
+//! return cached names for up to a minute, so a check that finds an impossible state is repeated for that long. A local
+//! file system needs no repetition. Invariants: a partial folder appears and disappears by one rename, so no process
+//! sees an incomplete folder. Any process may delete temporary names (`-new-`, `-gone-`) at any time. No two processes
+//! generate the same [`unique`] name.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -22,30 +22,30 @@ use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::storage::{AnchoredPath, filesystem, uncached};
 
-/// The prefix of partial folders that are being made.
+/// The prefix of partial folders that are being created.
 pub(super) const TMP: &str = "new-";
 /// The prefix of files and folders that are to be deleted.
 pub(super) const TRASH: &str = "gone-";
 /// The prefix of a replaced checkpoint, until it may be deleted.
 pub(super) const BACKUP: &str = "aside-";
 
-/// The number of descriptors held in reserve: a removal has at most this many folders open.
+/// The number of file descriptors held in reserve, because a deletion opens at most this many folders at a time.
 const RESERVED_DESCRIPTORS: usize = 8;
 
-/// A destination and the names beside it.
+/// A destination and the hidden names in its folder.
 #[derive(Clone, Debug)]
 pub(super) struct Destination {
     pub path: PathBuf,
     pub parent: PathBuf,
-    /// The folder that holds the destination.
+    /// The folder that contains the destination.
     pub folder: AnchoredPath,
     name: OsString,
     pace: Pace,
     reporter: WaitReporter,
-    /// True if the file system caches names; empty until that is known.
+    /// True if the file system caches names; empty until this is known.
     pub caches: OnceLock<bool>,
-    /// Descriptors to release before a cleanup: a process that has reached its limit of open files could not open its
-    /// partial folder otherwise.
+    /// File descriptors that are released before a cleanup. Without them, a process at its limit of open files could
+    /// not open its partial folder.
     reserve: Arc<Mutex<Vec<OwnedFd>>>,
 }
 
@@ -63,7 +63,7 @@ impl Destination {
             _ => PathBuf::from("."),
         };
         Ok(Self {
-            // Without a trailing slash, which would prevent renaming a file to it.
+            // A trailing slash is removed, because it would prevent renaming a file to this path.
             path: path.with_file_name(name),
             parent,
             folder: AnchoredPath::new(path.parent().unwrap_or(Path::new(""))),
@@ -75,13 +75,14 @@ impl Destination {
         })
     }
 
-    /// Returns the same destination for a look that creates nothing, and so cannot find out which user owns new files.
+    /// Returns the same destination for a check that creates nothing, and therefore cannot find out which user owns new
+    /// files.
     pub fn for_a_look(self) -> Self {
         let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }
     }
 
-    /// Returns the destination, as the target of a rename.
+    /// Returns the destination as the target of a rename.
     pub fn target(&self) -> AnchoredPath {
         self.folder.join(&self.name)
     }
@@ -99,7 +100,7 @@ impl Destination {
         self.beside("partial")
     }
 
-    /// Returns the path of the checkpoint that is being replaced, until the new one is at the destination.
+    /// Returns the temporary path of the checkpoint that is being replaced.
     pub fn old(&self) -> AnchoredPath {
         self.beside("old")
     }
@@ -108,7 +109,7 @@ impl Destination {
         self.beside(&format!("{kind}{}", unique()))
     }
 
-    /// Renames to a unique name of this kind. Returns `None` where `path` does not exist (any more).
+    /// Renames `path` to a unique name with the prefix `kind`. Returns `None` if `path` does not exist.
     pub fn rename_away(&self, path: &AnchoredPath, kind: &str) -> Result<Option<AnchoredPath>> {
         let to = self.unique(kind);
         match path.rename(&to) {
@@ -117,7 +118,7 @@ impl Destination {
         }
     }
 
-    /// Renames to a trash name, then deletes as much as possible; the next run deletes the rest.
+    /// Renames `path` to a trash name, and then deletes as much of it as possible. The next run deletes the rest.
     pub fn discard(&self, path: &AnchoredPath) -> Result<()> {
         if let Some(trash) = self.rename_away(path, TRASH)? {
             let _ = trash.remove_all();
@@ -125,14 +126,14 @@ impl Destination {
         Ok(())
     }
 
-    /// Deletes the files that killed processes of this user have left under names with these prefixes.
+    /// Deletes files with these prefixes that killed processes of this user have left.
     pub fn sweep(&self, kinds: &[&str]) {
         let prefixes: Vec<OsString> = kinds.iter().map(|kind| self.beside(kind).file_name().to_owned()).collect();
         for name in self.folder.names().unwrap_or_default() {
             let is = |prefix: &OsString| name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
             let found = self.folder.join(&name);
             if prefixes.iter().any(is) && found.is_own() {
-                // Renamed first, so that no process renames a half-deleted folder to the partial folder.
+                // The folder is renamed first, so that no process renames a half-deleted folder to the partial folder.
                 let _ = self.discard(&found);
             }
         }
@@ -150,21 +151,21 @@ impl Destination {
         self.reserve.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Returns how long the file system may answer from a cache.
+    /// Returns how long the file system may return cached names.
     pub fn cached_for(&self) -> Duration {
         let caches = *self.caches.get_or_init(|| filesystem::caches_names(&self.parent));
         if caches { self.pace.cached_for } else { Duration::ZERO }
     }
 
-    /// Waits until the names beside the destination agree with the listing of the folder. Fails with `Stopped`.
+    /// Waits until the cached names of this destination agree with the listing of its folder. Fails with `Stopped`.
     pub fn refresh(&self, stop: &Stop) -> Result<()> {
-        // NFS asks the server for the names in a folder that is opened.
+        // When a folder is opened, NFS asks the server for the names in it.
         let _ = self.folder.open_folder();
         if self.cached_for().is_zero() {
             return Ok(());
         }
         let are_as_listed = || {
-            // A folder that cannot be listed contradicts nothing.
+            // If the folder cannot be listed, there is nothing to compare.
             let Ok(listed) = self.folder.names() else { return true };
             let is_listed = |path: &AnchoredPath| listed.iter().any(|name| name == path.file_name());
             self.names().iter().all(|path| path.exists() == is_listed(path))
@@ -184,15 +185,15 @@ impl Destination {
         [self.target(), self.partial(), self.old()]
     }
 
-    /// Makes the file system look up the names beside the destination.
+    /// Makes the file system look up the names of this destination again.
     pub fn look_up(&self) {
         let paths = self.names();
         let names: Vec<&OsStr> = paths.iter().map(AnchoredPath::file_name).collect();
         let _ = uncached::refresh_names(&self.folder, &names, self.unique(TRASH).file_name());
     }
 
-    /// Repeats `look` until it returns true, for as long as the file system may answer from a cache. `what` is reported
-    /// as `waiting for WHAT`. Fails with `Stopped` and the errors of `look`.
+    /// Repeats `look` until it returns true, or until the file system can no longer return cached names. `what` is the
+    /// text of the wait report, `waiting for ...`. Fails with `Stopped` and the errors of `look`.
     pub fn confirm(&self, stop: &Stop, what: &str, mut look: impl FnMut() -> Result<bool>) -> Result<bool> {
         let mut nap = self.pace.nap();
         let wait = Wait::begin(self.reporter.notices(self.cached_for()));
@@ -212,14 +213,14 @@ impl Destination {
     }
 }
 
-/// Returns a name that no other process makes, on this node or another.
+/// Returns a name that no other process generates, on this node or on another node.
 pub(super) fn unique() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
     blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
 }
 
-/// Returns whether an error means that a name does not exist (any more).
+/// Returns whether an error means that a name does not exist.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::StaleNetworkFileHandle)
 }
@@ -234,15 +235,15 @@ pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     is_hidden()
 }
 
-/// Reads the beginning of a file that other processes write.
+/// Reads at most `most` bytes from the start of a file that other processes write.
 pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     uncached::open(path)?.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// The identity of a file or folder, independent of its name. Inode numbers are reused, so the time of birth is
-/// compared as well if the file system has it.
+/// The identity of a file or folder, independent of its name. Inode numbers are reused, so the birth time is compared
+/// as well if the file system records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FileIdentity(u64, u64, Option<SystemTime>);
 

@@ -1,20 +1,20 @@
-//! Journals: record the finished byte ranges, so that they survive the process.
+//! Journals: record the finished byte ranges, so that the record outlives the process.
 //!
-//! Each process has its own journal and only appends to it. A record is one line: the ranges finished since the record
-//! before, as JSON, and the CRC-32 of the JSON. The data is on disk before the record is written. Without syncing, the
-//! record names the boot of the node, because a node that goes down loses the data that was not written back. Entries
-//! that contradict the files are invalidated by a record in another journal. [`recovery`](super::recovery) reads all
-//! journals.
+//! Each process has its own journal and only appends to it. A journal record is one line: the ranges finished since the
+//! previous record, as JSON, and the CRC-32 of the JSON. The data is on disk before its record is written. Without
+//! syncing, the record names the boot of the node instead, because a node that crashes loses data that was not written
+//! back. If files contradict an entry, a record in another journal invalidates the entry. [`recovery`](super::recovery)
+//! reads all journals.
 //!
 //! ```text
 //!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
 //!                |  range      |           |    |    |             |                              CRC-32
 //!                file          |           |    |    |             values lost by casts
-//!                              |           |    len  CRC-32 of a part of a span
+//!                              |           |    len  CRC-32 of a checksum part
 //!                              digest      offset
 //! ```
 //!
-//! Counts bytes. Invariant: a record is read back completely or not at all, and nothing after a damaged record is read.
+//! Unit: bytes. Invariant: a record is either read completely or ignored, and nothing after a damaged record is read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -32,18 +32,19 @@ use crate::storage::AnchoredPath;
 /// The suffix of a journal's name.
 pub(super) const EXTENSION: &str = "journal";
 
-/// The number of entries and span parts that justify a record, however recent the last one: about 10 MB of text.
+/// The number of entries and checksum parts at which a record is written immediately: about 10 MB of text.
 const MAX_ITEMS: usize = 1 << 18;
 
-/// The maximum length of joined neighbours: this much is done again if one byte of it is wrong.
+/// The maximum length of adjacent ranges joined into one entry. If one byte of an entry is wrong, the entire entry is
+/// written again.
 const MAX_JOINED_BYTES: u64 = 64 << 20;
 
-/// The work finished since the last record.
+/// The work finished since the previous journal record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct JournalRecord {
     #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
     pub entries: Vec<FinishedRange>,
-    /// The indices of carried files.
+    /// The indices of sidecar files that were copied.
     #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<u32>,
     #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
@@ -57,7 +58,7 @@ impl JournalRecord {
         self.doubts.extend(later.doubts);
     }
 
-    /// Returns the parts of spans that are not summed up, with the file of each.
+    /// Returns the parts of checksums that are not combined yet, with the file of each part.
     pub fn sums(&self) -> impl Iterator<Item = (u32, ChecksumPart)> + '_ {
         self.entries.iter().flat_map(|entry| entry.checksum_parts.iter().map(|part| (entry.file, *part)))
     }
@@ -66,7 +67,7 @@ impl JournalRecord {
         self.entries.is_empty() && self.carried.is_empty() && self.doubts.is_empty()
     }
 
-    /// Sorts the entries and joins neighbours.
+    /// Sorts the entries, and joins adjacent entries.
     pub fn compact(&mut self, files: &[OutputFile]) {
         self.entries.sort_unstable_by_key(|entry| (entry.file, entry.range.start));
         self.entries.dedup_by(|next, entry| {
@@ -85,13 +86,13 @@ impl JournalRecord {
         debug_assert!(self.is_possible(files, usize::MAX), "readers would take it for damaged: {self:?}");
     }
 
-    /// Returns whether the record is large enough to be written at once.
+    /// Returns whether the record is so large that it should be written immediately.
     pub fn is_full(&self) -> bool {
         self.entries.len() >= MAX_ITEMS
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns whether the record is valid for these files and this number of carried files.
+    /// Returns whether the record is valid for these output files and for `carried` sidecar files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
@@ -111,8 +112,8 @@ impl JournalRecord {
     }
 }
 
-/// An entry that does not count because the files contradict it. Journal names are unique, so repeated work is not
-/// invalidated with it.
+/// An entry that is ignored because the file contradicts it. Journal names are unique, so the record of repeated work
+/// stays valid.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
 pub struct InvalidatedEntry {
@@ -134,7 +135,7 @@ impl From<InvalidatedEntry> for (String, u32, u64) {
     }
 }
 
-/// Records invalidated entries, in a journal beside the journal of this process.
+/// Records invalidated entries, in a new journal in the folder of this process's journal.
 ///
 /// # Errors
 /// `Io` if the journal cannot be written.
@@ -149,8 +150,8 @@ pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) 
     Ok(())
 }
 
-/// Returns the boot on which a record is valid; `None` if its data is synced, so that it is valid on all boots. An
-/// empty name matches no boot.
+/// Returns the boot on which a record is valid. Returns `None` if the data is synced, because the record is then valid
+/// on every boot. An empty name matches no boot.
 pub(super) fn boot_of(sync: bool) -> Option<String> {
     (!sync).then(|| this_boot().unwrap_or_default())
 }
@@ -160,7 +161,7 @@ pub(super) fn boot_of(sync: bool) -> Option<String> {
 pub(super) struct Journal {
     path: AnchoredPath,
     file: File,
-    /// The length of all complete records.
+    /// The total length of all complete records.
     len: u64,
 }
 
@@ -168,14 +169,14 @@ impl Journal {
     /// Creates a journal. Fails with `Io` if it exists.
     pub fn create(path: &AnchoredPath) -> Result<Self> {
         let file = path.create_new(0o666).map_err(Error::io("create", path))?;
-        // The next run finds the journal only if its name is in the folder.
+        // The next run finds the journal only if the folder entry of the journal is on disk.
         let folder = path.folder();
         folder.sync().map_err(Error::io("sync", &folder))?;
         Ok(Self { path: path.clone(), file, len: 0 })
     }
 
-    /// Writes a record, in one call; if that fails, the next record overwrites it. The data of the record must be
-    /// written, and on disk unless the record is limited to one `boot`.
+    /// Appends a record, in one write. If the write fails, the next record overwrites it. The data that the record
+    /// describes must be written already. It must also be on disk, unless the record is valid on one `boot` only.
     pub fn append(&mut self, record: &JournalRecord, boot: Option<String>) -> Result<()> {
         let is_synced = boot.is_none();
         let line = to_line(record, boot);
@@ -203,7 +204,7 @@ fn to_line(record: &JournalRecord, boot: Option<String>) -> Vec<u8> {
     line
 }
 
-/// Returns the record of a line, and the boot on which it is valid; `None` if the line is damaged.
+/// Parses a line. Returns the record and the boot on which it is valid, or `None` if the line is damaged.
 pub(super) fn of_line(line: &[u8]) -> Option<(JournalRecord, Option<String>)> {
     let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
     let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;

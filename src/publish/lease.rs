@@ -1,12 +1,13 @@
 //! Leases: show which process works on a part, whether that process is alive, and whether this process still holds its
 //! own part.
 //!
-//! A lease is a file that one process links to its name, or creates with `O_EXCL`: the file system decides which
-//! process holds it. The holder rewrites a record of fixed length every other second, through the handle that created
-//! the file, so it never creates the file again. The next generation takes over a dead lease. On the holder's node
-//! `/proc` shows whether the process is alive. On other nodes a lease that does not change for 20 seconds of the
-//! watcher's own clock is dead. Clocks of two nodes are never compared; locks and file times are not used either,
-//! because network file systems do not implement them reliably.
+//! A lease is a file. A process creates it by a hard link or with `O_EXCL`, so the file system decides which process
+//! holds it. The holder rewrites a record of fixed length every two seconds. It writes through the file handle that
+//! created the file, so it never creates the file a second time. If the holder is dead, another process creates the
+//! next generation of the lease. On the holder's node, `/proc` shows whether the holder is alive. On other nodes, a
+//! lease is dead if it does not change for 20 seconds of the watcher's own clock. Clocks of two nodes are never
+//! compared. File locks and file times are not used either, because network file systems do not implement them
+//! reliably.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -81,22 +82,22 @@ impl FromStr for LeaseName {
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
-        // The last generation is invalid: no process could take it over. `+1` and `01` parse as numbers and are refused
-        // as well.
+        // The last generation is invalid, because no process could create the next one. `+1` and `01` parse as numbers
+        // but are rejected as well.
         if name.generation < u32::MAX && name.file() == text { Ok(name) } else { Err(()) }
     }
 }
 
-/// The progress of the process with the work of its lease.
+/// The progress of the lease holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum LeasePhase {
     Working,
     /// The work is finished, and the process waits for others.
     Finished,
-    /// The process gave the lease up before the work was finished.
+    /// The process released the lease before the work was finished.
     Stopped,
-    /// The process gave the lease up after the work was finished.
+    /// The process released the lease after the work was finished.
     Left,
 }
 
@@ -119,10 +120,10 @@ pub(super) struct LeaseRecord {
     pub beat: u64,
     pub phase: LeasePhase,
     pub done_bytes: u64,
-    /// The error that ended the process of a part.
+    /// The error because of which the process ended. Only the lease of a part has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
-    /// The process of the session that was gone first. A record has either this or a failure.
+    /// The first process of the session that ended. A record has either this or a failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone: Option<PeerFailure>,
 }
@@ -130,7 +131,7 @@ pub(super) struct LeaseRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
     pub reason: String,
-    /// A digest of the name of the launch, if the launcher sets one.
+    /// A digest of the launch name, if the launcher sets a name.
     run: Option<String>,
 }
 
@@ -145,10 +146,10 @@ fn digest(run: &str) -> String {
     blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
 }
 
-/// The maximum length of a reason; longer ones are cut. One byte takes at most six bytes in JSON.
+/// The maximum length of a reason; a longer reason is cut. JSON escapes need at most six bytes for one byte.
 const MAX_REASON_BYTES: usize = 400;
 
-/// The length of every record, so that a shorter record overwrites a longer one completely.
+/// The length of every record. The length is fixed, so that a short record overwrites a longer one completely.
 pub(super) const RECORD_BYTES: usize = 4096;
 
 impl LeaseRecord {
@@ -160,12 +161,12 @@ impl LeaseRecord {
     }
 }
 
-/// A lease that was read.
+/// A lease file as this process has read it.
 #[derive(Clone, Debug)]
 pub(super) struct SeenLease {
     pub name: LeaseName,
     pub bytes: Vec<u8>,
-    /// The record; `None` while it is incomplete.
+    /// The record; `None` while the file is incomplete.
     pub record: Option<LeaseRecord>,
 }
 
@@ -185,7 +186,8 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     let mut found = Vec::new();
     for name in latest_leases(folder)? {
         found.extend(match read_lease(folder, name)? {
-            // A hidden lease has to be watched, because a process holds it. A lease that is gone was retracted.
+            // A lease that is listed but not found has a holder, so it has to be watched. A lease that is no longer
+            // listed was removed by its holder.
             None if is_hidden(folder, &name.file())? => {
                 let hidden = SeenLease { name, bytes: Vec::new(), record: None };
                 Some(read_lease(folder, name)?.unwrap_or(hidden))
@@ -197,7 +199,7 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     Ok(found)
 }
 
-/// Reads a lease. Returns `None` if it does not exist (any more).
+/// Reads a lease. Returns `None` if it does not exist.
 pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
     match read_at_most(&folder.join(name.file()), RECORD_BYTES as u64) {
         Err(error) if is_gone(&error) => Ok(None),
@@ -205,7 +207,7 @@ pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<O
     }
 }
 
-/// A lease that this process holds. Dropping it records that the lease is given up.
+/// A lease that this process holds. Dropping it records that the process has released it.
 #[derive(Debug)]
 pub(super) struct Lease {
     path: AnchoredPath,
@@ -222,7 +224,7 @@ struct SharedLease {
 }
 
 impl Lease {
-    /// Takes a lease. Returns `None` if another process was faster, or the folder is gone.
+    /// Acquires a lease. Returns `None` if another process was faster or the folder no longer exists.
     pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
         let record = LeaseRecord {
@@ -242,17 +244,17 @@ impl Lease {
         Ok(Some(Self { path, shared: Arc::new(SharedLease { file, record, given_up, done_bytes }), heart: None }))
     }
 
-    /// Updates the lease, which shows others that this process is alive.
+    /// Rewrites the lease, so that other processes see that this process is alive.
     pub fn beat(&self) -> Result<()> {
         self.shared.beat().map_err(Error::io("write", &self.path))
     }
 
-    /// Starts the heartbeat, which calls `look` at each beat.
+    /// Starts a heartbeat thread, which rewrites the lease and calls `look` at each interval.
     pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let beat = move || {
             while shared.sleep(every) {
-                // A lease that cannot be written looks dead to others, which is correct.
+                // If the lease cannot be written, other processes consider it dead, which is correct.
                 let _ = shared.beat();
                 look();
             }
@@ -270,12 +272,12 @@ impl Lease {
         self.shared.write(|record| record.phase = LeasePhase::Finished).map_err(Error::io("write", &self.path))
     }
 
-    /// Records why this process is about to give the lease up, if the file can be written.
+    /// Records why this process is about to release the lease, if the file can be written.
     pub fn fail(&self, reason: &str, run: Option<&str>) {
         let _ = self.shared.write(|record| record.failure = Some(Failure::new(reason, run)));
     }
 
-    /// Returns a function that records which process is gone, if the file can be written.
+    /// Returns a function that records which process has ended, if the file can be written.
     pub fn note(&self) -> impl Fn(PeerFailure) + Send + 'static + use<> {
         let shared = Arc::clone(&self.shared);
         move |PeerFailure { rank, why }| {
@@ -284,22 +286,23 @@ impl Lease {
         }
     }
 
-    /// Removes the lease, as if it had never been taken.
+    /// Removes the lease, as if this process had never acquired it.
     pub fn retract(self) {
         let _ = self.path.remove_file();
     }
 }
 
-/// Returns whether the error means that another process holds the name, or the folder is gone.
+/// Returns whether the error means that another process has created the lease, or that the folder no longer exists.
 fn is_lost(error: &io::Error) -> bool {
     is_gone(error) || error.kind() == io::ErrorKind::AlreadyExists
 }
 
-/// Creates a lease that names its process from the first moment: if its process were killed, others would have to watch
-/// an empty lease. On a file system without links the lease is empty for a short moment.
+/// Creates a lease that already contains the name of its process. If the process were killed while its lease was empty,
+/// other processes would have to watch the empty lease. On a file system without hard links the lease is empty for a
+/// short moment.
 fn create(path: &AnchoredPath, record: &LeaseRecord, role: LeaseRole) -> io::Result<File> {
     let tmp = path.with_file_name(format!(".lease-{}", unique()));
-    // Other nodes see the record only after the server has it.
+    // Other nodes see the record only after the server has received it.
     let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
     let file = tmp.create_new(0o666)?;
     let linked = write(&file).and_then(|()| {
@@ -347,11 +350,11 @@ impl SharedLease {
         change(&mut record);
         record.done_bytes = self.done_bytes.load(Ordering::Relaxed);
         self.file.write_all_at(&record.to_bytes(), 0)?;
-        // Other nodes see the record only after the server has it.
+        // Other nodes see the record only after the server has received it.
         self.file.sync_data()
     }
 
-    /// Sleeps. Returns false once the lease is given up.
+    /// Sleeps for this time. Returns false once the lease is released.
     fn sleep(&self, time: Duration) -> bool {
         let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.given_up.wait_timeout_while(record, time, |record| !record.phase.is_over());
@@ -363,7 +366,7 @@ impl SharedLease {
 pub(super) enum LeaseState {
     Alive,
     Dead,
-    /// Unknown yet: the lease has to be watched.
+    /// It is not known yet whether the process is alive, so the lease has to be watched.
     Unsure,
 }
 
@@ -384,7 +387,8 @@ struct Watched {
     has_changed: bool,
 }
 
-/// The maximum time between two looks that counts as watched: a file system may hang, and a watcher may be suspended.
+/// The maximum time between two checks of a lease that counts as watched. The time between two checks can be longer if
+/// the file system hangs or the watching process is suspended.
 const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 
 impl LeaseWatch {
@@ -392,7 +396,7 @@ impl LeaseWatch {
         Self { here: Process::this(), pace, watched: HashMap::new() }
     }
 
-    /// Returns how long a lease was watched without a change.
+    /// Returns for how long a lease has been watched without a change.
     pub fn unchanged(&self, name: LeaseName) -> Duration {
         self.watched.get(&name).map_or(Duration::ZERO, |last| last.unchanged)
     }
@@ -421,9 +425,10 @@ impl LeaseWatch {
     }
 }
 
-/// The leases that existed when this process took its own, and that were dead or unsure. A lease that changes later
-/// belongs to this run. A lease that stays the same belongs to an earlier run, whose part is about to be restarted,
-/// unless it records that its process failed in this launch.
+/// The leases that existed when this process acquired its own lease, and whose processes were dead or in an unknown
+/// state. If such a lease changes later, its process belongs to this run. If the lease does not change, it is from an
+/// earlier run and its part is expected to start again, unless the lease records that its process failed in this
+/// launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,
@@ -445,7 +450,7 @@ impl StaleLeases {
     }
 }
 
-/// The reason why a process must not continue its work.
+/// The reason why a process must stop its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeaseLost {
     TakenOver,
@@ -453,7 +458,7 @@ pub(super) enum LeaseLost {
 }
 
 /// The part of the work that this process holds, until another process takes it over. A process that was suspended, or
-/// cut off from the file system, has to look to find out.
+/// cut off from the file system, has to check whether it still holds its part.
 #[derive(Debug)]
 pub(super) struct WorkLease {
     pub destination: PathBuf,
@@ -468,8 +473,8 @@ pub(super) struct WorkLease {
 }
 
 impl WorkLease {
-    /// Returns whether another process has taken over, or the folder is gone. Reads only names, because every process
-    /// looks every other second.
+    /// Returns the reason if another process has taken over the part, or if the folder no longer exists. Reads only
+    /// file names, because every process checks this every two seconds.
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
             // Opening the folder makes network file systems ask the server.
@@ -488,7 +493,8 @@ impl WorkLease {
         }
     }
 
-    /// Returns whether a lease belongs to a process that came later and divides the same output in another way.
+    /// Returns whether a lease belongs to a process that arrived later and has divided the same output into another
+    /// number of parts.
     pub fn is_of_rival(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }
@@ -498,7 +504,7 @@ impl WorkLease {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);
-        // A process that has not beaten yet may still find out that it must not stay.
+        // A process that has not rewritten its lease yet may still find out that it must give up.
         Ok(record.is_some_and(|record| record.beat > 0))
     }
 
@@ -507,7 +513,7 @@ impl WorkLease {
         Error::usage(message, hint)
     }
 
-    /// Returns the message and the hint of the error.
+    /// Returns the message and the hint of the error for a lost lease.
     pub fn message(&self, lost: LeaseLost) -> (String, String) {
         let Part { index, of } = self.part;
         let (destination, partial) = (self.destination.display(), self.partial.display());

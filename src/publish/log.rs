@@ -1,11 +1,11 @@
-//! The log of a run: the remaining work, the finished work, and the records of its journal.
+//! The log of a run: the remaining work, the finished work, and the records of this process's journal.
 //!
-//! Strips are finished one by one, and their sources are checked one window at a time. A finished strip waits here
-//! until its window has been checked, then until the next record. A record is written every ten seconds, when the run
-//! stops, and at its end if other processes need it. A missing record only repeats work; no record claims work that was
-//! not done.
+//! Write blocks are finished one by one, but their sources are checked one window at a time. A finished write block
+//! waits here until its window has been checked, and then until the next journal record. A journal record is written
+//! every ten seconds, when the run is stopped, and at the end of the run if other processes need it. If a record is
+//! missing, work is repeated; no record contains work that was not done.
 //!
-//! Counts bytes. Invariant: data that is recorded as synced has been synced.
+//! Unit: bytes. Invariant: data that is recorded as synced has been synced.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -18,15 +18,15 @@ use crate::error::Result;
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Outputs, Stop, WorkLog, add_cast_losses};
 use crate::storage::AnchoredPath;
 
-/// The time between records: the work that a killed run has to repeat.
+/// The time between two journal records. A killed run has to repeat at most the work of this time.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// The choice whether the end of a run is recorded.
+/// The choice whether the end of a run is recorded in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
-    /// Publishing follows immediately, so no record is needed.
+    /// No record: publishing follows immediately.
     Nothing,
-    /// Other processes need the record, or much work remains before the result is published.
+    /// A record: other processes need it, or much work remains before the result is published.
     Record,
 }
 
@@ -43,19 +43,19 @@ pub struct Log<'a> {
 }
 
 struct LogState {
-    /// The content of the next record.
+    /// The content of the next journal record.
     next: JournalRecord,
-    /// The parts of spans in all records, if this run writes the entire output.
+    /// The checksum parts of all journal records, if this run writes the entire output.
     sums: Vec<(u32, ChecksumPart)>,
-    /// The values that casts lost in all of this run.
+    /// The values that casts lost in this entire run.
     lost: CastLosses,
     journal: Option<Journal>,
     recorded: Instant,
 }
 
 impl<'a> Log<'a> {
-    /// Creates the log of a run that has `todo` of these files to write. Its first record creates the journal at
-    /// `path`.
+    /// Creates the log of a run that has the ranges `todo` of these files left to write. The first record creates the
+    /// journal at `path`.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
         let (next, sums, lost) = Default::default();
@@ -64,7 +64,7 @@ impl<'a> Log<'a> {
         Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
     }
 
-    /// Records that a carried file has been copied.
+    /// Records that a sidecar file has been copied.
     pub fn carried(&self, number: u32) {
         self.window().carried.push(number);
     }
@@ -77,7 +77,7 @@ impl<'a> Log<'a> {
         self.state.lock().expect("no panic while the lock is held")
     }
 
-    /// Moves the content of the window into the next record.
+    /// Moves the finished work of the window into the next record.
     fn close_window(&self) -> MutexGuard<'_, LogState> {
         let mut record = std::mem::take(&mut *self.window());
         record.compact(self.files);
@@ -99,7 +99,7 @@ impl<'a> Log<'a> {
         self.write(state, outputs)
     }
 
-    /// Writes the next record; its data is on disk already if it is synced.
+    /// Writes the next record. With syncing, the data is already on disk.
     fn write(&self, state: &mut LogState, outputs: &Outputs) -> Result<()> {
         state.recorded = Instant::now();
         if state.next.is_empty() {
@@ -166,7 +166,7 @@ impl WorkLog for Log<'_> {
         if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
     }
 
-    /// Records the checked work. Work that cannot be recorded is repeated by the next run.
+    /// Records the work whose sources have been checked. The next run repeats work that could not be recorded.
     fn stop(&self, outputs: &Outputs) {
         let mut state = self.state();
         let _ = self.record(&mut state, outputs);

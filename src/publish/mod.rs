@@ -1,32 +1,32 @@
-//! Publishing: the destination appears only when the output is complete, however many processes write it and whichever
-//! of them die. PyTorch's counterpart is the rename of `.metadata.tmp` at the end of `FileSystemWriter`.
+//! Publishing: the destination appears only when the output is complete, even if many processes write the output and
+//! some of them die. PyTorch's counterpart is the rename of `.metadata.tmp` at the end of `FileSystemWriter`.
 //!
-//! The output is written to `.NAME.dtshard-partial` beside the destination, on the same file system. One or many
-//! processes may write it, each with a `lease` on its part; no process leads. `acquire` decides whether a process may
-//! work. Finished byte ranges are recorded in a [`journal`] per process, so that later runs do not repeat them. A
-//! process that has finished its part `wait`s for the others; the process that seals renames the output to the
-//! destination, which is the only `commit`.
+//! The output is written to `.NAME.dtshard-partial`, in the folder of the destination and therefore on the same file
+//! system. One or many processes write it. Each process holds a `lease` on its part, and no process is the leader.
+//! `acquire` decides whether a process may work. Each process records its finished byte ranges in its own [`journal`],
+//! so that later runs do not repeat them. A process that has finished its part `wait`s for the others. The process that
+//! seals the output renames it to the destination; this rename is the only `commit`.
 //!
 //! ```text
 //! .NAME.dtshard-partial/
-//!     plan.json                what is being written
-//!     about.json               the same for people: options and source files
+//!     plan.json                the plan: which output is written
+//!     about.json               the plan, readable for users: options and source files
 //!     part-2-of-4.0.lease      which process works on part 2, generation 0
 //!     seal.0.lease             which process seals
-//!     work-1f0c96a2b7d4/       has the id of the plan in its name, which no other folder ever has
+//!     work-1f0c96a2b7d4/       its name contains the id of the plan, which no other folder ever has
 //!         data/                    the output
-//!         part-2-of-4.0.journal    what the process with that lease has finished
+//!         part-2-of-4.0.journal    the byte ranges that the process with that lease has finished
 //! ```
 //!
 //! ```text
-//! absent -- make --> partial -- all parts finished --> sealed -- rename --> published -- tidy --> absent
+//! absent - create -> partial -- all parts finished --> sealed -- rename --> published -- clean up --> absent
 //!    ^                  |  ^                             |
-//!    |                  |  +--- a dead holder's next generation takes over
-//!    +---- throw away (--restart; nothing recorded) ----+
+//!    |                  |  +--- another process takes over, with the next generation of the lease
+//!    +--- delete (--restart, or nothing recorded) -------+
 //! ```
 //!
-//! Invariant: all decisions are made by links, creation with `O_EXCL` and renames, the only operations that are atomic
-//! on a network file system.
+//! Invariant: all decisions are made by hard links, creation with `O_EXCL`, and renames, because only these operations
+//! are atomic on a network file system.
 
 mod acquire;
 mod cleanup;
@@ -66,39 +66,39 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// The kind of output that is published.
+/// The kind of output: a folder or a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationKind {
     /// The data folder becomes the destination.
     Folder,
-    /// The one file in the data folder becomes the destination.
+    /// The only file in the data folder becomes the destination.
     File,
 }
 
-/// The intent of a process at a destination, and its options for existing files.
+/// The intention of a process at a destination, and its options for existing files.
 #[derive(Clone, Debug)]
 pub struct Claim {
-    /// True to replace an existing destination, which `replace_check` has to accept.
+    /// True if an existing destination is to be replaced; `replace_check` has to accept the replacement.
     pub overwrite: bool,
     pub replace_check: ReplaceCheck,
-    /// True to delete the output of an earlier run.
+    /// True if the output of an earlier run is to be deleted.
     pub restart: bool,
-    /// True to continue the output of an earlier run.
+    /// True if the output of an earlier run is to be continued.
     pub resume: bool,
     pub part: Part,
-    /// The name that a launcher gave to all processes of one launch.
+    /// The name of the launch: the launcher gives the same name to all processes that it starts together.
     pub run: Option<String>,
     /// True if the output is synced, so that it survives the loss of the node.
     pub sync: bool,
     /// True if the other parts run at the same time, so that this process can wait for them.
     pub parts_wait: bool,
-    /// Reports what this process waits for.
+    /// Reports which process or event this process waits for.
     pub reporter: WaitReporter,
 }
 
 impl Claim {
-    /// Returns whether a finished destination is accepted. A part that does not wait for others may start after all
-    /// work is done, because its share was empty or because it is restarted.
+    /// Returns whether an existing, finished destination is accepted. A part that does not wait for others may start
+    /// when all work is finished already, because its share is empty or because it is restarted.
     fn takes_what_is_done(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
@@ -133,29 +133,30 @@ pub enum Preflight {
     Resumes,
     /// The run would do nothing: the destination exists and was made from the same plan.
     Done,
-    /// Only a run that watches the leases can decide. It would most likely fail with this error.
+    /// Unknown, because only a run that watches the leases can decide. The run would most likely fail with this error.
     Unsure(Error),
 }
 
 /// The time limits and intervals of publishing.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
-    /// The interval between two beats of a lease.
+    /// The interval between two heartbeats of a lease.
     beat: Duration,
-    /// The time after which an unchanged lease is dead, seen from another node.
+    /// The time after which an unchanged lease counts as dead for a process on another node.
     dead_after: Duration,
-    /// The time after which an unchanged lease is dead although its process exists.
+    /// The time after which an unchanged lease counts as dead even if its process exists.
     stuck_after: Duration,
-    /// The time after which a part that has not started is given up.
+    /// The time after which this process stops waiting for a part that has not started.
     start_within: Duration,
-    /// The time from the end of a process until its part is given up: the same cause may be about to end this process
-    /// as well, or the process may be restarted.
+    /// The time from the end of a process until other processes stop waiting for its part. Within this time the same
+    /// cause may end the other processes as well, or the process may be restarted.
     stopped_after: Duration,
-    /// The time from the end of all parts until a process other than the first one seals.
+    /// The time after which a process other than the first one seals, measured from the moment at which all parts are
+    /// finished.
     seal_after: Duration,
-    /// The time for which a network file system may answer from a cache.
+    /// The time for which a network file system may return cached names.
     cached_for: Duration,
-    /// The delay between two looks at the other processes: the first one, and the maximum.
+    /// The delay between two checks of the other processes: the initial delay, and the maximum.
     look: (Duration, Duration),
 }
 
@@ -171,7 +172,7 @@ const PACE: Pace = Pace {
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// The limits for tests that kill a process before its lease names it, or wait for a process that never starts.
+/// Limits for tests that kill a process before it has written its lease, or that wait for a process that never starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
@@ -184,8 +185,8 @@ fn pace() -> Pace {
     if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
-/// A delay between looks that doubles each time: a small job ends soon, and many processes that wait for long do not
-/// overload a metadata server.
+/// A delay between two checks that doubles each time. A small job ends soon, so the delay is short at first; many
+/// processes that wait for a long time must not overload a metadata server.
 struct Backoff {
     next: Duration,
     longest: Duration,
@@ -205,7 +206,8 @@ impl Backoff {
     }
 }
 
-/// A destination that is being written. Dropped unpublished, it leaves the output for a resumed run, or nothing.
+/// A destination that is being written. If it is dropped before it is published, the output is kept for a resumed run,
+/// or deleted if nothing was recorded.
 #[derive(Debug)]
 pub struct Staging {
     destination: Destination,
@@ -220,11 +222,11 @@ pub struct Staging {
     work: AnchoredPath,
     data: AnchoredPath,
     journal: AnchoredPath,
-    /// The lease, until this value is dropped.
+    /// The lease; `None` only while this value is dropped.
     lease: Option<Lease>,
     lost: Arc<OnceLock<LeaseLost>>,
     watch: Mutex<LeaseWatch>,
-    /// The identity of the output, known once it is complete.
+    /// The identity of the output; empty until the output is complete.
     identity: OnceLock<FileIdentity>,
     /// The file or folder that this process moved away from the destination.
     replaced: Mutex<Option<FileIdentity>>,
@@ -233,14 +235,15 @@ pub struct Staging {
     settled: Mutex<BTreeSet<u32>>,
     /// The time at which this process began to wait for the others.
     waiting: OnceLock<Instant>,
-    /// True once the partial folder has been missing, unpublished, for longer than any cache lasts.
+    /// True once the partial folder has been missing for longer than any cache lasts, although the output was not
+    /// published.
     is_gone: AtomicBool,
     is_published: AtomicBool,
 }
 
 impl Staging {
-    /// Claims a part of the work on `path`. Waits if other processes have to be watched to find out whether they are
-    /// alive.
+    /// Claims a part of the work on `path`. If it is not known whether other processes are alive, waits and watches
+    /// their leases.
     ///
     /// # Errors
     /// `Usage` if the destination exists and may not be replaced, or if another run works or worked on it; `Stopped`;
@@ -255,7 +258,7 @@ impl Staging {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
-    /// Returns what [`Staging::begin`] would do, as far as a single look can determine. Changes nothing.
+    /// Returns what [`Staging::begin`] would do, as far as a single check shows. Changes nothing.
     ///
     /// # Errors
     /// The errors of [`Staging::begin`]; `Usage` if other processes would have to be watched.
@@ -263,25 +266,25 @@ impl Staging {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
 
-    /// Returns the folder to write into.
+    /// Returns the folder to write the output to.
     #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.data
     }
 
-    /// Returns the folder with the journals of all parts, `*.journal`.
+    /// Returns the folder that contains the journals of all parts, `*.journal`.
     #[must_use]
     pub fn journals(&self) -> &AnchoredPath {
         &self.work
     }
 
-    /// Returns the folder that is left beside the destination for a resumed run.
+    /// Returns the partial folder, which stays in the folder of the destination until a resumed run.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
     }
 
-    /// Returns the path of the journal that only this process writes. Close the journal before this value is dropped.
+    /// Returns the path of this process's own journal. Close the journal before this value is dropped.
     #[must_use]
     pub fn journal(&self) -> &AnchoredPath {
         &self.journal
@@ -293,7 +296,8 @@ impl Staging {
         self.claim.resume || !self.claim.part.is_alone()
     }
 
-    /// Returns the counter of the bytes that this process has finished; others see its value at the next beat.
+    /// Returns the counter of the bytes that this process has finished. The next heartbeat shows its value to other
+    /// processes.
     #[must_use]
     pub fn done_bytes(&self) -> &AtomicU64 {
         self.lease().done_bytes()
@@ -302,7 +306,7 @@ impl Staging {
     /// Checks that this process still holds its part.
     ///
     /// # Errors
-    /// `Usage` if another process has taken this part over, or the partial folder is gone.
+    /// `Usage` if another process has taken over this part, or the partial folder no longer exists.
     pub fn check(&self) -> Result<()> {
         self.lost.get().map_or(Ok(()), |lost| Err(self.holding.error(*lost)))
     }
@@ -321,8 +325,8 @@ impl Staging {
         self.lease().finish()
     }
 
-    /// Records why this part will not finish, for the processes that wait for it. A part stopped by a signal records
-    /// nothing: it may be restarted.
+    /// Records why this part will not finish, for the processes that wait for it. A part that was stopped by a signal
+    /// records nothing, because it may be restarted.
     pub fn tell(&self, error: &Error) {
         if !matches!(error, Error::Stopped(_)) {
             self.lease().fail(&error.to_string(), self.claim.run.as_deref());
@@ -333,7 +337,7 @@ impl Staging {
         self.lease.as_ref().expect("it is there until this is dropped")
     }
 
-    /// Returns the partial folder, if it is still the one that this process works in.
+    /// Returns the partial folder if it is still the folder in which this process works.
     fn find(&self) -> Result<Option<Partial>> {
         Ok(match FoundPartial::at(&self.partial, self.shape)? {
             FoundPartial::Partial(found) if found.plan.id == self.id => Some(found),
@@ -346,16 +350,17 @@ impl Drop for Staging {
     fn drop(&mut self) {
         self.destination.release();
         let is_published = self.is_published.load(Ordering::Relaxed);
-        // Checked again: a suspended process may have been resumed just now, before its next beat.
+        // Checked again, because a suspended process may have been resumed just now, before its next heartbeat.
         let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));
         if !is_published && !self.is_kept() && is_ours() {
             let _ = self.destination.rename_away(&self.partial, TRASH);
         }
-        // The lease is held until here, so that the trash contains it. Network file systems keep a deleted file for as
-        // long as it is open.
+        // The lease is released only here, so that its file is in the trash folder. Network file systems keep a deleted
+        // file for as long as it is open.
         drop(self.lease.take());
-        // A temporary folder beside a partial folder belongs to a slower process; if that process is alive, it makes
-        // another one. Deleting trash may take long; a process that is to be resumed leaves it to the next run.
+        // If a temporary folder exists next to a partial folder, a slower process created it; that process creates
+        // another one if it is alive. Deleting the trash may take long, so a process that is to be resumed leaves this
+        // to the next run.
         let is_kept = self.is_kept() && !is_published;
         self.destination.sweep(if is_kept { &[TMP] } else { &[TMP, TRASH] });
     }

@@ -1,7 +1,7 @@
-//! The partial folder: its creation, its plan, its leases, and whether its output has been published.
+//! The partial folder: how it is created, its plan, its leases, and whether its output has been published.
 //!
-//! Invariant: the folder appears complete, by one rename. Its plan and its data folder are never made again, so output
-//! that has disappeared has been published.
+//! Invariant: the folder appears complete, by one rename. Its plan and its data folder are created only once.
+//! Therefore, if the output is missing, it has been published.
 
 use std::io::{self, Write};
 
@@ -15,7 +15,7 @@ use crate::exec::plan_description::PlanDescription;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
-/// The folder in the work folder that holds the output.
+/// The name of the folder in the work folder that contains the output.
 pub(super) const DATA: &str = "data";
 const PLAN: &str = "plan.json";
 const ABOUT: &str = "about.json";
@@ -24,17 +24,17 @@ const ABOUT: &str = "about.json";
 const MAX_PLAN_BYTES: u64 = 1 << 16;
 const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
-/// The content of `plan.json`: the output to write. It never changes.
+/// The content of `plan.json`: which output to write. It never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PlanFile {
     pub version: String,
     /// The fingerprint of the plan, in hexadecimal digits.
     pub fingerprint: String,
-    /// The launch that made the folder, if the launcher sets a name.
+    /// The name of the launch that created the folder, if the launcher sets a name.
     pub run: Option<String>,
-    /// The number of parts of the process that made the folder.
+    /// The number of parts, as given to the process that created the folder.
     pub parts: u32,
-    /// A random id: no other folder has ever had it.
+    /// A random id that no other folder has ever had.
     pub id: String,
 }
 
@@ -49,8 +49,9 @@ impl PlanFile {
         }
     }
 
-    /// Returns the name of the folder of the output and the journals, in the partial folder. It contains the id, so a
-    /// process that slept while the partial folder was deleted and made again cannot write into the new one.
+    /// Returns the name of the folder in the partial folder that contains the output and the journals. The name
+    /// contains the id. Therefore a process that was suspended while the partial folder was deleted and created again
+    /// cannot write into the new folder.
     pub fn work(&self) -> String {
         format!("work-{}", self.id)
     }
@@ -70,7 +71,7 @@ impl PlanFile {
         difference.unwrap_or_else(|| "it has another source or other options".to_owned())
     }
 
-    /// Reads the plan. Returns `None` if there is no valid plan (any more).
+    /// Reads the plan. Returns `None` if there is no valid plan.
     fn read(folder: &AnchoredPath) -> io::Result<Option<Self>> {
         let is_id = |id: &str| id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
         match read_at_most(&folder.join(PLAN), MAX_PLAN_BYTES) {
@@ -82,8 +83,8 @@ impl PlanFile {
 }
 
 impl Destination {
-    /// Makes the partial folder, with its plan and an empty data folder. Returns false if another process was faster,
-    /// or deleted the temporary folder as a leftover.
+    /// Creates the partial folder, with its plan and an empty data folder. Returns false if another process was faster,
+    /// or has deleted the temporary folder because it looked like a leftover.
     pub fn make(&self, plan: &PlanFile, about: &PlanDescription, sync: bool) -> Result<bool> {
         let tmp = self.unique(TMP);
         tmp.create_folder().map_err(Error::io("create", &self.partial()))?;
@@ -115,7 +116,7 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     let work = tmp.join(plan.work());
     work.create_folder()?;
     work.join(DATA).create_folder()?;
-    // Not synced: nothing depends on it.
+    // This file is not synced, because nothing depends on it.
     tmp.join(ABOUT).create_new(0o666)?.write_all(&serde_json::to_vec_pretty(about)?)?;
     let mut file = tmp.join(PLAN).create_new(0o666)?;
     file.write_all(&serde_json::to_vec_pretty(plan)?)?;
@@ -127,12 +128,13 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     Ok(())
 }
 
-/// The object at the name of the partial folder.
+/// The object at the path of the partial folder.
 pub(super) enum FoundPartial {
     Nothing,
-    /// A file, or a folder without a plan: another version or another program made it.
+    /// A file, or a folder without a valid plan: another version of dtshard or another program created it.
     Junk,
-    /// A listed name cannot be opened: it is being deleted, or the file system answers from a cache.
+    /// A name that is listed but cannot be opened: the folder is being deleted, or the file system returns a cached
+    /// name.
     Unclear,
     Partial(Partial),
 }
@@ -169,13 +171,13 @@ impl FoundPartial {
         if !metadata.is_dir() {
             return Ok(Self::Junk);
         }
-        // A rename replaces an empty folder.
+        // An empty folder is ignored, because a rename replaces it.
         if folder.names()?.is_empty() {
             return Ok(Self::Nothing);
         }
         let without = |name: &str| {
             if FileIdentity::of(folder) != before {
-                // Another folder has taken the name.
+                // Another folder now has this name.
                 return Ok(Self::Nothing);
             }
             Ok(if is_hidden(folder, name)? { Self::Unclear } else { Self::Junk })
@@ -185,12 +187,12 @@ impl FoundPartial {
         if !work.exists() {
             return without(&plan.work());
         }
-        // In this order: once a lease on sealing exists, only publishing moves the output away.
+        // The order matters: once a seal lease exists, only publishing moves the output away.
         let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
         let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == LeaseRole::Seal);
         let (mut leases, mut is_away) = look()?;
         if is_away && !has_sealer(&leases) {
-            // The output does not exist yet, or was sealed and published after the leases were read.
+            // The output does not exist yet, or it was sealed and published after the leases were read.
             (leases, is_away) = look()?;
         }
         let is_published = is_away && has_sealer(&leases);
@@ -202,7 +204,8 @@ impl FoundPartial {
     }
 }
 
-/// Returns the path that is renamed to the destination, if it exists.
+/// Returns the path of the output in the work folder, which is later renamed to the destination. Returns `None` if it
+/// does not exist.
 pub(super) fn output(work: &AnchoredPath, shape: DestinationKind) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
     let found = match shape {

@@ -1,7 +1,8 @@
-//! The plan of a result, as the extended attribute `user.dtshard.plan`: identifies the result of a finished run.
+//! The extended attribute `user.dtshard.plan` of the output: records the plan from which the output was made, so that a
+//! later run recognizes a finished output.
 //!
-//! Some file systems have no attributes, and some copies drop them. Invariant: the attribute proves that the result is
-//! from the same plan; a missing attribute proves nothing.
+//! Some file systems have no extended attributes, and some copying tools drop them. Invariant: the attribute proves
+//! that the output was made from this plan; a missing attribute proves nothing.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -12,7 +13,8 @@ use crate::exec::fingerprint::Fingerprint;
 
 const NAME: &str = "user.dtshard.plan";
 
-/// Writes the attribute, if possible. Called before the rename, so that the destination has it from its first moment.
+/// Writes the attribute, if possible. Called before the rename, so that the destination has the attribute from the
+/// start.
 pub(super) fn write(output: impl AsFd, fingerprint: Fingerprint) {
     let _ = rustix::fs::fsetxattr(output, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
 }

@@ -1,9 +1,9 @@
 //! Presence: shows which processes of a run are alive, by leases in a folder that all processes see.
 //!
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
-//! all others. The others watch process 0, which copies into its own lease which process is gone, and why: the number
-//! of files to read grows with the number of processes and not with its square. Invariant: the first failure is kept,
-//! because later failures follow from it.
+//! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
+//! that process and the reason into its own lease. Therefore the number of files to read grows with the number of
+//! processes, not with its square. Invariant: the first failure is kept, because later failures are its consequences.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,24 +20,24 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// The interval between two beats of a lease, and between two looks at the other processes.
+/// The interval between two heartbeats of a lease, and between two checks of the other processes.
 const BEAT: Duration = Duration::from_secs(1);
 const HURRIED_BEAT: Duration = Duration::from_millis(100);
 
-/// The limit in tests after which a process that exists and does not update its lease is given up.
+/// The limit in tests after which a process that exists but does not update its lease counts as dead.
 const HURRIED_STUCK: Duration = Duration::from_secs(15);
 
 fn beat() -> Duration {
     if cfg!(test) { HURRIED_BEAT } else { fault::wait_time(BEAT, HURRIED_BEAT) }
 }
 
-/// Returns the time after which a process that exists and does not update its lease is given up.
+/// Returns the time after which a process that exists but does not update its lease counts as dead.
 #[must_use]
 pub fn stuck_after() -> Duration {
     fault::wait_time(pace().stuck_after, HURRIED_STUCK)
 }
 
-/// The lease of a part, as another process sees it.
+/// The lease of a part, as read by another process.
 #[derive(Clone, Debug)]
 pub struct FoundLease {
     pub state: PeerState,
@@ -50,7 +50,7 @@ pub struct FoundLease {
 pub enum PeerState {
     Alive,
     Ended,
-    /// The lease has to be watched before its state is known.
+    /// It is not known yet whether the process is alive, so the lease has to be watched.
     Unsure,
 }
 
@@ -71,7 +71,7 @@ impl Observer {
     /// Returns the generation of the latest lease of each part.
     ///
     /// # Errors
-    /// `Io` where the folder cannot be listed.
+    /// `Io` if the folder cannot be listed.
     pub fn generations(&self) -> Result<BTreeMap<u32, u32>> {
         let names = latest_leases(&self.folder).map_err(Error::io("list", &self.folder))?;
         let generation = |name: LeaseName| match name.role {
@@ -81,7 +81,7 @@ impl Observer {
         Ok(names.filter_map(generation).collect())
     }
 
-    /// Returns the state of a lease, `None` if the lease does not exist.
+    /// Returns the state of a lease, or `None` if the lease does not exist.
     ///
     /// # Errors
     /// `Io` if the lease cannot be read.
@@ -105,11 +105,11 @@ impl Observer {
         LeaseName { role: LeaseRole::Part(Part { index, of: self.of }), generation }
     }
 
-    /// Returns why the process that holds a lease is gone; `None` if it is present, or has left after all work was
-    /// done.
+    /// Returns why the lease holder has ended. Returns `None` if it is present, or if it left after all work was
+    /// finished.
     fn gone(&mut self, index: u32, generation: u32) -> Option<PeerFailure> {
         let name = self.name(index, generation);
-        // If a network file system fails for a moment, the next look decides.
+        // If a network file system fails for a moment, the next check decides.
         let seen = read_lease(&self.folder, name).ok()??;
         let state = self.watch.state(&seen, Instant::now());
         let because = |why: &str| Some(PeerFailure { rank: index, why: why.into() });
@@ -125,7 +125,7 @@ impl Observer {
         }
     }
 
-    /// Returns whether the process that holds a lease has left.
+    /// Returns whether the lease holder has left the run.
     fn has_left(&self, index: u32, generation: u32) -> bool {
         let seen = read_lease(&self.folder, self.name(index, generation));
         let record = seen.ok().flatten().and_then(|seen| seen.record);
@@ -133,7 +133,7 @@ impl Observer {
     }
 }
 
-/// Returns whether a process that holds a lease in a folder may still be working.
+/// Returns whether a folder contains a lease whose process may still be working.
 #[must_use]
 pub fn is_in_use(folder: &AnchoredPath) -> bool {
     const DAY: Duration = Duration::from_hours(24);
@@ -143,19 +143,19 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
         let is_over = record
             .as_ref()
             .is_some_and(|record| record.phase.is_over() || record.process.is_alive(&here) == Some(false));
-        // A live process on another node rewrites its lease continuously.
+        // A live process on another node rewrites its lease at short intervals.
         let modified = folder.join(format!("{name}.lease")).metadata().and_then(|metadata| metadata.modified());
         let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
         !is_over && !is_old
     };
     match latest_leases(folder) {
         Ok(mut names) => names.any(is_alive),
-        // A folder that cannot be listed may be in use.
+        // If the folder cannot be listed, it may be in use.
         Err(error) => !is_gone(&error),
     }
 }
 
-/// The lease of this process.
+/// The lease of this process, and a watch on the other processes.
 #[derive(Debug)]
 pub struct Presence {
     folder: AnchoredPath,
@@ -166,7 +166,7 @@ pub struct Presence {
     members: Arc<Mutex<Members>>,
 }
 
-/// The processes of the session, by the generations of their leases; empty before the session exists.
+/// The processes of the session, identified by the generations of their leases. Empty until the session exists.
 #[derive(Debug)]
 struct Members {
     observer: Observer,
@@ -174,7 +174,7 @@ struct Members {
 }
 
 impl Presence {
-    /// Takes the lease of a part. Returns `None` if another process was faster.
+    /// Acquires the lease of a part. Returns `None` if another process was faster.
     ///
     /// # Errors
     /// `Io` if the lease cannot be written.
@@ -212,7 +212,7 @@ impl Presence {
         self.generation
     }
 
-    /// Watches these processes from now on, by the generations of their leases.
+    /// Starts watching the processes whose leases have these generations.
     pub fn watch(&self, generations: Vec<u32>) {
         lock(&self.members).generations = generations;
     }
@@ -220,13 +220,13 @@ impl Presence {
     /// Checks that all processes are present.
     ///
     /// # Errors
-    /// `Comm` naming the process that is gone, `Stopped` if a signal stopped it.
+    /// `Comm` naming the process that has ended, `Stopped` if a signal stopped that process.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.first_failure.check(op)
     }
 
-    /// Checks now whether a process that this one waits for is gone, instead of waiting for the next beat. A process
-    /// that has left counts as gone.
+    /// Checks immediately, without waiting for the next heartbeat, whether a process has ended. A process that has left
+    /// the run counts as ended.
     pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;
@@ -235,8 +235,8 @@ impl Presence {
         members.observer.gone(index, generation).or(left)
     }
 
-    /// Returns the process that holds the lease of a part, and how long that lease was watched without a change; `None`
-    /// if the lease cannot be read.
+    /// Returns the process that holds the lease of a part, and for how long the lease has been watched without a
+    /// change. Returns `None` if the lease cannot be read.
     #[must_use]
     pub fn lease_of(&self, index: u32) -> Option<(Process, Duration)> {
         let members = lock(&self.members);
@@ -245,7 +245,7 @@ impl Presence {
         Some((record.process, members.observer.watch.unchanged(name)))
     }
 
-    /// Notifies the other processes that a process is gone: this process or another.
+    /// Notifies the other processes that a process has ended. It may be this process or another one.
     pub(crate) fn give_up(&self, gone: PeerFailure) {
         self.first_failure.seal(gone.clone());
         let first = self.first_failure.gone().cloned().unwrap_or(gone);
@@ -257,7 +257,7 @@ impl Presence {
         self.give_up(PeerFailure::because_of(error, self.part.index));
     }
 
-    /// Leaves the run after the work of this process is complete.
+    /// Leaves the run in an orderly way, after this process has completed its work.
     pub fn leave(&self) {
         let _ = self.lease.finish();
         lock(&self.members).generations.clear();
@@ -265,7 +265,7 @@ impl Presence {
 }
 
 impl Members {
-    /// Returns the first process that is gone, from the view of the process of `part`.
+    /// Returns the first process that has ended, as far as the process of `part` knows.
     fn first_gone(&mut self, part: Part) -> Option<PeerFailure> {
         let watched = if part.index == 0 { 1..self.generations.len() } else { 0..self.generations.len().min(1) };
         let all: Vec<PeerFailure> = watched
@@ -274,7 +274,7 @@ impl Members {
                 self.observer.gone(rank, self.generations[index])
             })
             .collect();
-        // A process that ended without a reason may have ended because of another process.
+        // A process that ended without a reason may have ended as a consequence of the failure of another process.
         let is_dropped = |gone: &&PeerFailure| gone.why == DROPPED.into();
         all.iter().find(|gone| !is_dropped(gone)).or(all.first()).cloned()
     }

@@ -1,10 +1,10 @@
-//! Recovery: combines the journals of all processes, and checks them against the files.
+//! Recovery: combines the journals of all processes, and checks their records against the files.
 //!
-//! Some journals were written by killed processes, or on nodes that went down. A truncated journal is valid up to its
-//! last complete record. Recorded work that cannot be validated is repeated.
+//! Killed processes, or processes on nodes that crashed, wrote some of the journals. A truncated journal is valid up to
+//! its last complete record. If recorded work cannot be validated, it is repeated.
 //!
-//! Counts bytes. Invariant: `done` is within the files, no byte range of it comes from two entries, and `sums` are
-//! within `done`, each in one span.
+//! Unit: bytes. Invariant: `done` is within the files, and no byte range of `done` comes from two entries. Each
+//! checksum part in `sums` is within `done`, and within the byte range of one checksum (a span).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read};
@@ -21,22 +21,24 @@ use crate::exec::digest::{Digest, for_each_block};
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Reporter, Stop, add_cast_losses};
 use crate::storage::{AnchoredPath, uncached};
 
-/// The maximum length of a line. A longer line is damaged: it has more span parts than fit in memory.
+/// The maximum length of a journal line. A longer line counts as damaged, because its checksum parts would not fit in
+/// memory.
 const MAX_LINE_BYTES: u64 = 256 << 20;
 
 /// The completed work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompletedWork {
     pub done: Extents,
-    /// The parts of spans whose sum is not in the file yet, by file, ascending.
+    /// The parts of checksums that are not in the output files yet, by file, ascending.
     pub sums: BTreeMap<u32, Vec<ChecksumPart>>,
     /// The values that casts lost.
     pub lost: CastLosses,
-    /// The indices of carried files.
+    /// The indices of sidecar files that were copied.
     pub carried: BTreeSet<u32>,
-    /// The entries from which `done` was taken.
+    /// The journal entries that make up `done`.
     pub taken: Vec<RecordedRange>,
-    /// Entries that overlap others, for example from a process that was thought to be dead.
+    /// Journal entries that overlap entries in `done`. They exist if, for example, a process seemed dead and its part
+    /// was written twice.
     spare: Vec<RecordedRange>,
 }
 
@@ -50,7 +52,7 @@ pub struct RecordedRange {
 }
 
 impl RecordedRange {
-    /// Returns the number of bytes. No range is empty.
+    /// Returns the length of the range, which is never 0.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.range.end - self.range.start
@@ -62,8 +64,8 @@ impl RecordedRange {
 }
 
 impl CompletedWork {
-    /// Reads every journal of `folder`, for these files and this number of carried files. With `sync`, the completed
-    /// work must be on disk, so records that are valid on one boot only do not count.
+    /// Reads all journals of `folder`, for these output files and `carried` sidecar files. With `sync`, the completed
+    /// work must be on disk, so records that are valid on one boot only are ignored.
     ///
     /// # Errors
     /// `Io` if the folder or a journal cannot be read.
@@ -105,7 +107,7 @@ impl CompletedWork {
                 continue;
             }
             if self.done.overlaps(file, &range) {
-                // Sums and counts belong to an entire entry, so a partial entry cannot use them.
+                // Checksums and cast counts belong to the entire entry, so they cannot be used for a part of it.
                 self.spare.push(taken);
                 continue;
             }
@@ -119,7 +121,7 @@ impl CompletedWork {
         self.carried.extend(record.carried);
     }
 
-    /// Returns how many of the finished bytes each journal contains.
+    /// Returns, for each journal, how many of the finished bytes it contains.
     #[must_use]
     pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
         let mut lengths = HashMap::new();
@@ -129,7 +131,7 @@ impl CompletedWork {
         lengths
     }
 
-    /// Returns the invalidated entries that remove all of these bytes from the completed work, whichever processes have
+    /// Returns all entries that have to be invalidated to remove these bytes from the completed work, whichever process
     /// recorded them.
     #[must_use]
     pub fn doubts(&self, doubted: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
@@ -140,7 +142,7 @@ impl CompletedWork {
     }
 }
 
-/// Returns whether a folder has no records.
+/// Returns whether a folder contains no journal records.
 ///
 /// # Errors
 /// `Io` if the folder cannot be read.
@@ -148,7 +150,7 @@ pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
     journals(folder).map(|journals| journals.is_empty())
 }
 
-/// Returns the journals of a folder by name, so that every process reads them in the same order.
+/// Returns the journals of a folder, sorted by name, so that every process reads them in the same order.
 fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     let mut names = folder.names().map_err(Error::io("list", folder))?;
     names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));

@@ -1,9 +1,10 @@
 //! Sealing: turns the finished ranges of all runs into a checkpoint.
 //!
-//! The remaining writes are the checksums of spans that several runs wrote, or that an interrupted run wrote.
+//! It writes the checksums that are still missing: several runs, or an interrupted run, wrote the data that these
+//! checksums cover.
 //!
-//! Counts bytes. Invariant: sealing twice has the same effect as sealing once, so a run may finish the sealing of
-//! another.
+//! Unit: bytes. Invariant: sealing twice has the same effect as sealing once, so a run may finish the sealing that
+//! another run began.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::ErrorKind;
@@ -19,13 +20,13 @@ use crate::exec::sidecar_files::{SidecarFile, is_copied, len_of};
 use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
 
-/// Returns whether everything is finished.
+/// Returns whether all output files and sidecar files are finished.
 #[must_use]
 pub fn is_complete(known: &CompletedWork, files: &[OutputFile], carried: usize) -> bool {
     known.done == Extents::of_files(files) && known.carried.len() == carried
 }
 
-/// Writes checksums into the files in `folder`, whose data is complete. `known` was read from `journals`.
+/// Writes the missing checksums into the files in `folder`, whose data is complete. `known` was read from `journals`.
 ///
 /// # Errors
 /// `Usage` if a file has the wrong length, `Malformed` if journals contradict each other, `Io`.
@@ -61,7 +62,7 @@ pub fn seal(
     outputs.close()
 }
 
-/// Returns whether all files in `folder` have their expected lengths.
+/// Returns whether all files in `folder` have the expected length.
 ///
 /// # Errors
 /// `Io` if a file cannot be examined.
@@ -74,8 +75,8 @@ pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[SidecarFi
     Ok(misfits_of_all(folder, files)?.is_empty())
 }
 
-/// Checks that `folder` contains exactly the files of the result: regular files of this user, each with one link.
-/// Another user who may write to the folder can have put a file there.
+/// Checks that `folder` contains only the files of the result, and that each of them is a regular file of this user
+/// with one link. If another user may write to the folder, that user can have put a file there.
 ///
 /// # Errors
 /// `Usage` naming an unexpected file, `Io`.
@@ -84,13 +85,13 @@ pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Side
     let parents = all().flat_map(|path| path.ancestors().skip(1)).collect();
     let checked = ExpectedNames { files: all().collect(), parents }.check(folder, Path::new(""));
     match checked {
-        // Another process that has sealed the same output was faster.
+        // Another process that sealed the same output was faster.
         Err(Error::Storage(StorageError::Io { source, .. })) if source.kind() == ErrorKind::NotFound => Ok(()),
         checked => checked,
     }
 }
 
-/// The names of a result, relative to its folder.
+/// The expected names in the result, relative to its folder.
 struct ExpectedNames<'a> {
     files: HashSet<&'a Path>,
     parents: HashSet<&'a Path>,
@@ -108,7 +109,7 @@ impl ExpectedNames<'_> {
                     "move it away, then continue with options::resume",
                 )
             };
-            // A link and a file of another user are errors.
+            // A symbolic link, or a file of another user, is an error.
             let Some(metadata) = path.own_metadata().map_err(Error::io("look at", &path))? else { return Ok(()) };
             if metadata.is_dir() {
                 let is_expected = self.parents.contains(relative.as_path());
@@ -132,12 +133,12 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
     misfits(folder, files, &all)
 }
 
-/// Returns the files among these whose lengths are wrong, and what was found instead.
+/// Returns the files among `these` that have the wrong length, each with a description of what was found.
 ///
 /// # Errors
 /// `Io` if a file cannot be examined.
 pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
-    // Keeps the folders open, which every look would open again otherwise.
+    // Keeps the folders open. Otherwise each check would open them again.
     let held = folder.as_anchor().unwrap_or_else(|_| folder.clone());
     let look = |index: &u32| -> Result<Option<(u32, String)>> {
         let file = &files[*index as usize];
@@ -147,7 +148,7 @@ pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Re
         };
         Ok(Some((*index, found)))
     };
-    // Runs in parallel, because a network file system takes some time for each file.
+    // The files are checked in parallel, because a network file system needs some time for each file.
     let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
     found.into_iter().filter_map(Result::transpose).collect()
 }

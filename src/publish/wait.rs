@@ -1,9 +1,9 @@
 //! Waiting for the other parts, and for the process that publishes.
 //!
-//! A process that has finished its part reads the leases of the others repeatedly, until the checkpoint is published,
-//! until all parts are finished and no process seals, or until some parts will not finish. Every wait is bounded: a
-//! part that has not started is given up after five minutes, a part whose process is dead after two seconds, during
-//! which it may be restarted.
+//! A process that has finished its part reads the leases of the others repeatedly. It stops when the checkpoint is
+//! published, when all parts are finished and no process seals, or when some parts will not finish. Every wait is
+//! bounded. A process waits at most five minutes for a part to start. If the process of a part is dead, other processes
+//! wait two more seconds, because it may be restarted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
@@ -25,9 +25,9 @@ use crate::name_list::numbered;
 pub enum OtherState {
     NotStarted,
     Working,
-    /// The part is finished. Its process may have left.
+    /// The part is finished. Its process may have left the run.
     Finished,
-    /// The process is gone, or makes no progress any more, and the part was not finished.
+    /// The process has ended or makes no progress any more, and the part is not finished.
     Stopped,
 }
 
@@ -36,36 +36,36 @@ pub enum OtherState {
 pub struct OtherPart {
     pub part: Part,
     pub state: OtherState,
-    /// The bytes finished in this run.
+    /// The number of bytes finished in this run.
     pub done_bytes: u64,
     /// The name of the part's journal; `None` if no process of this run has worked on the part.
     pub journal: Option<String>,
-    /// The error that ended the part's last process.
+    /// The error because of which the part's last process ended.
     pub failure: Option<String>,
 }
 
-/// The end of a wait.
+/// The reason why a wait ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
     /// The destination exists.
     Published,
-    /// All parts are finished, and no live process seals.
+    /// All parts are finished, but no live process seals.
     NobodySeals,
     /// These parts will not finish.
     Without(MissingParts),
 }
 
-/// Parts that will not finish. They may have recorded all of their work.
+/// Parts that will not finish. All of their work may be recorded nevertheless.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingParts {
     pub parts: Vec<u32>,
     has_started: bool,
 }
 
-/// The maximum time from the first to the last step of publishing, as other processes see it.
+/// The maximum time from the first to the last step of publishing, as observed by other processes.
 const PUBLISHING: Duration = Duration::from_secs(1);
 
-/// The decision after a look at the other parts.
+/// The decision after a check of the other parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     Wait,
@@ -73,7 +73,7 @@ pub(super) enum Decision {
     GiveUp(MissingParts),
 }
 
-/// Decides by the states of the other parts. `is_sealing` is true if a live process seals.
+/// Decides from the states of the other parts. `is_sealing` is true if a live process is sealing.
 pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     let of_state = |state: OtherState| -> Vec<u32> {
         others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
@@ -92,12 +92,12 @@ pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     }
 }
 
-/// Measures for how long consecutive looks have found the same condition.
+/// Measures for how long a condition has been true in all checks.
 #[derive(Default)]
 struct UnchangedSince(Option<Instant>);
 
 impl UnchangedSince {
-    /// Records one more look. Returns for how long the condition has held.
+    /// Records the result of one more check. Returns for how long the condition has been true.
     fn note(&mut self, is_so: bool) -> Duration {
         if !is_so {
             self.0 = None;
@@ -108,7 +108,7 @@ impl UnchangedSince {
 }
 
 impl Staging {
-    /// Returns the other parts, according to their leases.
+    /// Returns the state of each other part, as its lease shows it.
     ///
     /// # Errors
     /// `Io` if the leases cannot be read.
@@ -120,13 +120,13 @@ impl Staging {
     /// is finished.
     ///
     /// # Errors
-    /// `Usage` if the partial folder is gone; `Stopped`; `Io`.
+    /// `Usage` if the partial folder no longer exists; `Stopped`; `Io`.
     pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[OtherPart])) -> Result<Waited> {
         let begun = *self.waiting.get_or_init(Instant::now);
         let [mut gone, mut done, mut stopped] = [(); 3].map(|()| UnchangedSince::default());
         let mut nap = self.pace.nap();
         loop {
-            // A missing partial folder is no reason to stop: publishing removes it.
+            // A missing partial folder is no reason to stop, because publishing removes the folder.
             stop.check_signal()?;
             self.destination.refresh(stop)?;
             let found = self.find()?;
@@ -140,7 +140,7 @@ impl Staging {
                 let stopped_for = stopped.note(matches!(&decision, Decision::GiveUp(missing) if missing.has_started));
                 match decision {
                     Decision::Wait => {}
-                    // The first part seals if it is alive, because it reports the totals.
+                    // If the process of the first part is alive, it seals, because it reports the totals.
                     Decision::Seal => {
                         if self.claim.part.index == 0 || done.note(true) >= self.pace.seal_after {
                             return Ok(Waited::NobodySeals);
@@ -158,7 +158,7 @@ impl Staging {
                     }
                 }
             } else if !self.has_landed() {
-                // Network file systems may show one rename before the other.
+                // Network file systems may show the second of two renames before the first.
                 if gone.note(true) >= self.pace.dead_after && self.is_gone_for_good(stop, || self.has_landed())? {
                     return Err(self.holding.error(LeaseLost::Gone));
                 }
@@ -173,12 +173,12 @@ impl Staging {
         }
     }
 
-    /// Counts parts as finished: all of their work is recorded.
+    /// Treats these parts as finished, because all of their work is recorded.
     pub fn mark_finished(&self, missing: MissingParts) {
         self.finished().extend(missing.parts);
     }
 
-    /// Returns the error that the output cannot be completed without these parts.
+    /// Returns the error for an output that cannot be completed because these parts are missing.
     #[must_use]
     pub fn without(&self, missing: &MissingParts) -> Error {
         let (parts, destination) = (&missing.parts, self.destination.path.display());
@@ -187,7 +187,7 @@ impl Staging {
             format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
-        // The launcher may have chosen the number of parts, so the user may not know it.
+        // If a launcher chose the number of parts, the user may not know it.
         let alone = if self.claim.run.is_some() {
             "; use options::part 0 options::parts 1 to do all of the work in one process"
         } else {
@@ -227,8 +227,8 @@ impl Staging {
         )
     }
 
-    /// Returns whether another process has published the output at the destination. The publishing process then removes
-    /// the partial folder; if that process has died, this one removes it.
+    /// Returns whether another process has published the output at the destination. That process then removes the
+    /// partial folder. If that process has died, this process removes the folder.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || plan_xattr::is(&self.destination.path, self.fingerprint);
@@ -243,11 +243,11 @@ impl Staging {
                 Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
                 found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
             };
-            // The sealing process is between its steps, or this node has not seen all of them.
+            // The sealing process is between two steps, or this node does not see all of its steps yet.
             let is_late = is_stopped || begun.elapsed() >= PUBLISHING;
             if is_out && (is_left || is_late || is_sealer_dead) && is_marked() {
                 if is_sealer_dead {
-                    // If this fails, the next run repeats it.
+                    // If this cleanup fails, the next run repeats it.
                     let _ = self.tidy(self.claim.sync);
                 }
                 self.see_published();
@@ -260,13 +260,13 @@ impl Staging {
         }
     }
 
-    /// Records that another process has published: this process removes the leftovers.
+    /// Records that another process has published, so that this process removes the leftovers.
     pub fn see_published(&self) {
         self.is_published.store(true, Ordering::Relaxed);
     }
 
-    /// Repeats a look at files that other processes have written until it returns true, for as long as the file system
-    /// may answer from a cache.
+    /// Repeats `look`, which checks files that other processes have written, until it returns true or until the file
+    /// system can no longer return cached names.
     ///
     /// # Errors
     /// `Stopped`, and the errors of `look`.
@@ -275,8 +275,8 @@ impl Staging {
         self.destination.confirm(stop, &what, look)
     }
 
-    /// Returns whether the partial folder and the output have been missing for longer than caches last, so that another
-    /// program must have removed them.
+    /// Returns whether the partial folder and the output have been missing for longer than caches last. In that case
+    /// another program must have removed them.
     fn is_gone_for_good(&self, stop: &Stop, has_landed: impl Fn() -> bool) -> Result<bool> {
         if self.is_gone.load(Ordering::Relaxed) || self.destination.cached_for().is_zero() {
             return Ok(true);
@@ -318,7 +318,7 @@ impl Staging {
             let seen = leases.get(&LeaseRole::Part(part)).copied();
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
-            // The journal contains the work of an earlier run.
+            // The journal then contains the work of an earlier run.
             let now = seen.filter(|seen| !self.stale.contains(seen));
             if state != OtherState::Working && settled.contains(&index) {
                 state = OtherState::Finished;

@@ -1,16 +1,18 @@
-//! Paths below a folder that is held open, on which no link is followed.
+//! Paths below an open folder, the anchor. No symbolic link below the anchor is followed.
 //!
-//! Other users may be able to write to the folder of a destination. A user who can plant a link there, or in a work
-//! folder that the umask leaves writable to a group, must not be able to choose the files that this process overwrites
-//! or deletes. So every name below the anchor is opened by itself, with `O_NOFOLLOW`, and folders and files must belong
-//! to this user: to the owner of a file that this process has just created in the anchor. On NFS with root_squash, on
-//! CIFS and on mounts that map ids, that owner is not the user id of the process.
+//! Other users may be able to write to the folder of a destination. Such a user can create a link there, or in a work
+//! folder that the umask leaves writable for a group. This link must not determine which files this process overwrites
+//! or deletes. Therefore every name below the anchor is opened separately, with `O_NOFOLLOW`. Folders and files must
+//! also belong to this user. The user id is read from a file that this process has just created in the anchor, because
+//! the owner of new files is not the user id of the process on NFS with root_squash, on CIFS, and on mounts that map
+//! ids.
 //!
-//! The anchor itself may be reached through links, which are resolved once. The names below it are looked up again by
-//! each operation: a folder that was renamed away, or published, is not found under its old name and is not written to.
+//! The anchor itself may be reached through links, which are resolved once. Each operation looks up the names below the
+//! anchor again. Therefore a folder that was renamed, or published, is not found under its old name, and nothing is
+//! written to it.
 //!
 //! Invariant: no operation follows a link below the anchor, waits for the other end of a pipe, or writes to a file that
-//! has another name elsewhere.
+//! has another hard link.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata};
@@ -26,37 +28,38 @@ use rustix::io::Errno;
 
 use crate::error::Untrusted;
 
-/// A file or folder below a folder that is held open.
+/// The path of a file or folder below an anchor.
 #[derive(Clone, Debug)]
 pub struct AnchoredPath {
     anchor: Arc<Anchor>,
-    /// Path relative to the anchor; empty for the anchor itself.
+    /// The path relative to the anchor; empty for the anchor itself.
     below: PathBuf,
-    /// The plain path, for messages.
+    /// The complete path, for messages.
     path: PathBuf,
 }
 
 #[derive(Debug)]
 struct Anchor {
     path: PathBuf,
-    /// Opened on first use.
+    /// The open folder. It is opened on first use.
     folder: OnceLock<OwnedFd>,
-    /// The user that files and folders below must belong to, determined on first use. `None` accepts every owner.
+    /// The user to whom files and folders below the anchor must belong, determined on first use. `None` accepts every
+    /// owner.
     owner: Arc<OnceLock<Option<u32>>>,
 }
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 
 impl AnchoredPath {
-    /// Returns the folder at `path` as an anchor; it may be reached through links and need not exist yet. An empty path
-    /// is the current folder.
+    /// Returns the folder at `path` as an anchor. The folder may be reached through links, and need not exist yet. An
+    /// empty path means the current folder.
     #[must_use]
     pub fn new(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::default() })
     }
 
-    /// Returns a path as [`new`](Self::new) does, for reading only. It accepts every owner, since only a new file shows
-    /// which user owns new files, and it creates none.
+    /// Returns an anchor like [`new`](Self::new), for reading only. It accepts every owner: only a new file shows which
+    /// user owns new files, and reading creates no file.
     #[must_use]
     pub fn read_only(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::new(None.into()) })
@@ -66,17 +69,18 @@ impl AnchoredPath {
         Self { path: anchor.display_path().to_path_buf(), anchor: Arc::new(anchor), below: PathBuf::new() }
     }
 
-    /// Returns a path with this folder as its anchor: its descriptor stays on the folder that is at this path now.
+    /// Returns a path whose anchor is this folder. The anchor's descriptor keeps referring to the folder that is at
+    /// this path now.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotFound`] if the folder does not exist, and an error that holds an [`Untrusted`] if a name on
-    /// the way is a link or belongs to another user. Every operation has these errors.
+    /// [`io::ErrorKind::NotFound`] if the folder does not exist, and an error that contains an [`Untrusted`]
+    /// if a name in the path is a link or belongs to another user. Every operation has these errors.
     pub fn as_anchor(&self) -> io::Result<Self> {
         let folder = self.open_folder()?;
         Ok(Self::at(Anchor { path: self.path.clone(), folder: folder.into(), owner: Arc::clone(&self.anchor.owner) }))
     }
 
-    /// Returns this path with an anchor that is opened again: another process may have replaced the folder.
+    /// Returns this path with an anchor that is opened again, because another process may have replaced the folder.
     #[must_use]
     pub fn reopened(&self) -> Self {
         let Anchor { path, owner, .. } = &*self.anchor;
@@ -84,7 +88,7 @@ impl AnchoredPath {
         Self { anchor: Arc::new(anchor), ..self.clone() }
     }
 
-    /// Returns the path of `names` below this one. They must be relative and contain no `..`.
+    /// Returns the path `names` below this path. `names` must be relative and contain no `..`.
     #[must_use]
     pub fn join(&self, names: impl AsRef<Path>) -> Self {
         self.with_relative_path(self.below.join(names))
@@ -92,7 +96,7 @@ impl AnchoredPath {
 
     fn with_relative_path(&self, below: PathBuf) -> Self {
         let anchor = Arc::clone(&self.anchor);
-        // Joining nothing would add a slash.
+        // Joining an empty path would add a slash.
         let path = if below.as_os_str().is_empty() { anchor.display_path().into() } else { anchor.path.join(&below) };
         Self { anchor, below, path }
     }
@@ -103,13 +107,13 @@ impl AnchoredPath {
         self.with_relative_path(self.below.with_file_name(name))
     }
 
-    /// Returns the parent folder; for the anchor, the anchor.
+    /// Returns the parent folder. For the anchor, returns the anchor.
     #[must_use]
     pub fn folder(&self) -> Self {
         self.with_relative_path(self.below.parent().unwrap_or(Path::new("")).to_path_buf())
     }
 
-    /// Returns the plain path, for messages and for reading.
+    /// Returns the complete path, for messages and for reading.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -126,12 +130,13 @@ impl AnchoredPath {
         self.below.file_name().unwrap_or_default()
     }
 
-    /// Returns the metadata of the file, or of the link itself. Any user may own it.
+    /// Returns the metadata of the file. If the file is a link, returns the metadata of the link itself. Any user may
+    /// own it.
     pub fn metadata(&self) -> io::Result<Metadata> {
         self.open_handle()?.metadata()
     }
 
-    /// Opens a handle for metadata; a link is not followed.
+    /// Opens a handle for reading metadata. A link is not followed.
     pub(super) fn open_handle(&self) -> io::Result<File> {
         self.in_folder(|folder, name| {
             let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -139,8 +144,8 @@ impl AnchoredPath {
         })
     }
 
-    /// Returns the metadata of a file, folder or link that this user owns; `None` if there is none. Any user may own
-    /// the anchor.
+    /// Returns the metadata of a file, folder or link that this user owns. Returns `None` if the path does not exist.
+    /// The anchor may have any owner.
     pub fn own_entry(&self) -> io::Result<Option<Metadata>> {
         let metadata = match self.metadata() {
             Err(error) if matches!(error.kind(), NotFound | StaleNetworkFileHandle) => return Ok(None),
@@ -155,13 +160,14 @@ impl AnchoredPath {
         }
     }
 
-    /// Returns whether this user owns a file, folder or link at this path.
+    /// Returns whether this path is a file, folder or link that this user owns.
     #[must_use]
     pub fn is_own(&self) -> bool {
         matches!(self.own_entry(), Ok(Some(_)))
     }
 
-    /// Returns the metadata of a file or folder that this user owns; `None` if there is none. A link is an error.
+    /// Returns the metadata of a file or folder that this user owns. Returns `None` if the path does not exist. A link
+    /// is an error.
     pub fn own_metadata(&self) -> io::Result<Option<Metadata>> {
         match self.own_entry()? {
             Some(metadata) if metadata.is_symlink() => Err(self.link_error()),
@@ -174,7 +180,7 @@ impl AnchoredPath {
         refused.expect_err("refused() returns an error")
     }
 
-    /// Returns whether there is a file, folder or link at this path.
+    /// Returns whether a file, folder or link exists at this path.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.metadata().is_ok()
@@ -185,12 +191,12 @@ impl AnchoredPath {
         Ok(names(self.open_folder()?)?)
     }
 
-    /// Creates this folder; its parent must exist.
+    /// Creates this folder. The parent folder must exist.
     pub fn create_folder(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(rustix::fs::mkdirat(folder, name, Mode::from_raw_mode(0o777))?))
     }
 
-    /// Creates the missing folders on the way from this folder to a path below it, that path included.
+    /// Creates the missing folders from this folder down to the path `below`, including the last name of `below`.
     pub fn create_folders(&self, below: &Path) -> io::Result<()> {
         let mut folder = self.clone();
         for name in below {
@@ -203,11 +209,11 @@ impl AnchoredPath {
         Ok(())
     }
 
-    /// Creates this folder and the folders above it, as far as they do not exist. Follows links above the anchor only.
+    /// Creates this folder and its parent folders if they do not exist. Follows links only above the anchor.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotFound`] if another process removes one of them at the same time; an error that contains an
-    /// [`Untrusted`] if a name below the anchor is a link or belongs to another user.
+    /// [`io::ErrorKind::NotFound`] if another process deletes one of the folders at the same time; an error
+    /// that contains an [`Untrusted`] if a name below the anchor is a link or belongs to another user.
     pub fn create_with_parents(&self) -> io::Result<()> {
         std::fs::create_dir_all(self.anchor.display_path())?;
         self.with_relative_path(PathBuf::new()).create_folders(&self.below)?;
@@ -219,8 +225,8 @@ impl AnchoredPath {
         self.open_file(OFlags::RDONLY, Mode::empty())
     }
 
-    /// Opens a regular file for writing, without truncating it; with [`OFlags::CREATE`] in `more`, creates a missing
-    /// file.
+    /// Opens a regular file for writing, without truncating it. With [`OFlags::CREATE`] in `more`, creates the file if
+    /// it does not exist.
     pub fn open_to_write(&self, more: OFlags) -> io::Result<File> {
         let file = self.open_file(OFlags::WRONLY | more, Mode::from_raw_mode(0o666))?;
         match file.metadata()?.nlink() {
@@ -229,12 +235,12 @@ impl AnchoredPath {
         }
     }
 
-    /// Creates a file; fails if the path exists.
+    /// Creates a file. Fails if the path exists.
     pub fn create_new(&self, mode: u32) -> io::Result<File> {
         self.open_file(OFlags::RDWR | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(mode))
     }
 
-    /// Creates a file, after deleting this user's file or link at this path.
+    /// Creates a file. If a file or link of this user exists at this path, deletes it first.
     pub fn replace_with_new(&self, mode: u32) -> io::Result<File> {
         if self.own_entry()?.is_some() {
             self.remove_file()?;
@@ -245,7 +251,7 @@ impl AnchoredPath {
     fn open_file(&self, flags: OFlags, mode: Mode) -> io::Result<File> {
         let not_regular = || io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
         self.in_folder(|folder, name| {
-            // Opening a pipe waits for its other end without O_NONBLOCK, which regular files ignore.
+            // Without `O_NONBLOCK`, opening a pipe waits for its other end. For regular files the flag has no effect.
             let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let file = match rustix::fs::openat(folder, name, flags, mode) {
                 Err(Errno::NXIO) => return Err(not_regular()),
@@ -268,21 +274,22 @@ impl AnchoredPath {
         self.with_both(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
     }
 
-    /// Renames to another path; replaces a file there.
+    /// Renames this path to another path. Replaces a file there.
     pub fn rename(&self, to: &Self) -> io::Result<()> {
         self.with_both(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
     }
 
-    /// Renames to a path that must not exist, except as an empty folder.
+    /// Renames this path to a path that must not exist, or that is an empty folder.
     pub fn rename_new(&self, to: &Self) -> io::Result<()> {
         let flags = RenameFlags::NOREPLACE;
         let renamed =
             self.with_both(to, |folder, name, other, new| rustix::fs::renameat_with(folder, name, other, new, flags));
         let is_folder = |path: &Self| path.metadata().is_ok_and(|metadata| metadata.is_dir());
         match renamed.as_ref().err().and_then(Errno::from_io_error) {
-            // The target is an empty folder: plain rename replaces it, and fails if it has been filled since.
+            // The target is an empty folder. An ordinary rename replaces it, and fails if the folder is no longer
+            // empty.
             Some(Errno::EXIST) if is_folder(to) && is_folder(self) => self.rename(to),
-            // Not every file system supports the flag.
+            // Some file systems do not support the flag.
             Some(Errno::INVAL | Errno::NOSYS) if !to.exists() => self.rename(to),
             Some(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
             _ => renamed,
@@ -299,7 +306,7 @@ impl AnchoredPath {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
     }
 
-    /// Deletes a file, a link, or a folder with its content, as far as possible.
+    /// Deletes a file, a link, or a folder with its content. If a part cannot be deleted, deletes the rest.
     pub fn remove_all(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
     }
@@ -325,7 +332,7 @@ impl AnchoredPath {
         self.in_folder(|folder, name| self.descend(folder, name, &self.path))
     }
 
-    /// Calls `act` with the last names of two paths and their open folders.
+    /// Calls `act` with the last names of two paths and with their open parent folders.
     fn with_both(
         &self,
         other: &Self,
@@ -334,7 +341,7 @@ impl AnchoredPath {
         self.in_folder(|folder, name| other.in_folder(|other, new| Ok(act(folder, name, other, new)?)))
     }
 
-    /// Calls `act` with the last name of the path and its open folder.
+    /// Calls `act` with the last name of this path and with its open parent folder.
     fn in_folder<T>(&self, act: impl FnOnce(BorrowedFd<'_>, &OsStr) -> io::Result<T>) -> io::Result<T> {
         let anchor = self.anchor.folder()?;
         if self.below.components().any(|name| !matches!(name, Component::Normal(_))) {
@@ -350,7 +357,7 @@ impl AnchoredPath {
         act(folder.as_ref().unwrap_or(anchor).as_fd(), name)
     }
 
-    /// Opens a folder below the anchor, which must belong to this user; the anchor may belong to any user.
+    /// Opens a folder below the anchor. The folder must belong to this user; the anchor may have any owner.
     fn descend(&self, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Result<OwnedFd> {
         let opened = rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
         let opened = File::from(opened.map_err(|error| refused(error, folder, name, path))?);
@@ -400,7 +407,7 @@ impl From<&AnchoredPath> for PathBuf {
     }
 }
 
-/// Returns the error for a name that could not be opened; it is [`Untrusted::Link`] if the name is a link.
+/// Returns the error for a name that could not be opened. If the name is a link, the error is [`Untrusted::Link`].
 fn refused(error: Errno, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Error {
     if !matches!(error, Errno::LOOP | Errno::NOTDIR | Errno::MLINK) {
         return error.into();
@@ -416,7 +423,7 @@ fn refused(error: Errno, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> i
 
 fn owner_of_new_files(folder: BorrowedFd<'_>) -> io::Result<u32> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
-    // An unnamed file leaves nothing behind, but not every file system supports such files.
+    // An unnamed file leaves no file behind, but some file systems do not support unnamed files.
     if let Ok(probe) = rustix::fs::openat(folder, ".", flags | OFlags::TMPFILE, Mode::RUSR) {
         return Ok(File::from(probe).metadata()?.uid());
     }
@@ -446,7 +453,7 @@ fn names(folder: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
 
 fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
     let removed = rustix::fs::unlinkat(folder, name, AtFlags::empty());
-    // unlink of a folder fails with EPERM on POSIX, with EISDIR on Linux.
+    // If the path is a folder, `unlink` fails with EPERM on POSIX and with EISDIR on Linux.
     let Err(error @ (Errno::ISDIR | Errno::PERM)) = removed else { return removed };
     let flags = FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let inner = match rustix::fs::openat(folder, name, flags, Mode::empty()) {
@@ -455,7 +462,7 @@ fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
     };
     for name in names(&inner)? {
         match remove_all(inner.as_fd(), &name) {
-            // Another process is deleting it as well.
+            // Another process is deleting the same folder.
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
@@ -507,7 +514,7 @@ mod tests {
         }
         assert!(file.metadata().unwrap().is_symlink());
         assert!(folder.own_metadata().is_err() && anchor.join("nothing").own_metadata().unwrap().is_none());
-        // Only the link is deleted or replaced.
+        // Only the link itself is deleted or replaced.
         folder.remove_all().unwrap();
         file.replace_with_new(0o600).unwrap();
         assert!(!folder.exists() && file.metadata().unwrap().is_file());
@@ -542,7 +549,7 @@ mod tests {
         anchor.join("mine").hard_link(&anchor.join("planted")).unwrap();
         let error = anchor.join("planted").open_to_write(OFlags::empty()).unwrap_err();
         assert!(matches!(untrusted_of(&error), Some(Untrusted::Names { names: 2, .. })), "{error}");
-        // It can still be read and replaced.
+        // The file can still be read and replaced.
         anchor.join("planted").open().unwrap();
         anchor.join("planted").replace_with_new(0o600).unwrap();
         assert_eq!(fs::read(root.path().join("mine")).unwrap(), b"mine");

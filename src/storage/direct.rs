@@ -1,9 +1,9 @@
-//! Reads and writes past the page cache (`O_DIRECT`): data that is used once does not evict cached data of others, and
-//! written data is on the device when the call returns. Counts bytes.
+//! Reads and writes that bypass the page cache (`O_DIRECT`). Data that is used only once then does not evict cached
+//! data of other programs, and written data is on the device when the call returns. Unit: bytes.
 //!
-//! Such transfers must begin and end at block boundaries, in the file and in memory. Reads go through an aligned buffer
-//! of each thread; writes come from a [`Buffer`] whose addresses are aligned as the file offsets. If a file system
-//! refuses direct transfers, callers use ordinary reads and writes.
+//! Such a transfer must begin and end at block boundaries, in the file and in memory. Reads go through an aligned
+//! buffer, which each thread has. Writes come from a [`Buffer`], whose addresses have the same alignment as the file
+//! offsets. If a file system does not support direct transfers, callers use ordinary reads and writes.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -12,18 +12,18 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-/// A multiple of every block size in use.
+/// A number that is a multiple of every block size in use.
 pub const ALIGNMENT: u64 = 4096;
 
-/// Size of a thread's buffer for direct reads.
+/// The length of a thread's buffer for direct reads.
 pub const BOUNCE_BYTES: u64 = 1 << 20;
 
 thread_local! {
     static BOUNCE: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
 }
 
-/// Memory whose addresses are congruent to file offsets modulo [`ALIGNMENT`], so that whole blocks of the file are
-/// whole blocks of memory.
+/// Memory whose addresses are equal to file offsets modulo [`ALIGNMENT`]. Therefore whole blocks of the file are whole
+/// blocks of the memory.
 #[derive(Debug)]
 pub struct Buffer(Vec<u8>);
 
@@ -34,14 +34,14 @@ impl Buffer {
         Self(Vec::new())
     }
 
-    /// Returns memory for `len` bytes of a file from `offset` on; the caller overwrites all of them. The buffer grows
-    /// to the longest `len` so far, plus alignment, and no further, because the memory bound counts on it.
-    /// `Vec::resize` alone does not guarantee that.
+    /// Returns memory for `len` bytes of a file at `offset`. The caller overwrites all of these bytes. The buffer grows
+    /// only to the longest `len` so far, plus alignment, because the memory limit relies on this. `Vec::resize` alone
+    /// does not guarantee it.
     pub fn prepare(&mut self, offset: u64, len: usize) -> &mut [u8] {
         let alignment = to_usize(ALIGNMENT);
         let capacity = len + 2 * alignment;
         if self.0.len() < capacity {
-            // A new allocation does not copy the old content.
+            // The buffer is freed first, so that the new allocation does not copy the old content.
             self.0 = Vec::new();
             self.0.reserve_exact(capacity);
             self.0.resize(capacity, 0);
@@ -50,8 +50,8 @@ impl Buffer {
         &mut self.0[start..start + len]
     }
 
-    /// Moves `len` bytes that were prepared for offset `from` of one file to the position for offset `to` of another.
-    /// The buffer must have been prepared for that length.
+    /// Moves `len` bytes inside the buffer: from the position for offset `from` of one file, to the position for offset
+    /// `to` of another file. The buffer must have been prepared for `len` bytes.
     pub fn move_to(&mut self, from: u64, to: u64, len: usize) -> &mut [u8] {
         let (old, new) = (self.start(from), self.start(to));
         if old != new {
@@ -71,7 +71,8 @@ impl Default for Buffer {
     }
 }
 
-/// Returns the whole blocks in a range of a file, relative to the start of the range; empty if there is none.
+/// Returns the whole blocks inside a range of a file, relative to the start of the range. The result is empty if there
+/// is no whole block.
 #[must_use]
 pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
     let start = to_usize(offset.next_multiple_of(ALIGNMENT) - offset).min(len);
@@ -79,21 +80,21 @@ pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
     start..len.saturating_sub(ragged).max(start)
 }
 
-/// Converts a number that is smaller than a buffer.
+/// Converts a number that is smaller than the length of a buffer.
 fn to_usize(number: u64) -> usize {
     usize::try_from(number).expect("a small number")
 }
 
-/// Opens a file for direct transfers; `None` if its file system does not support them.
+/// Opens a file for direct transfers. Returns `None` if the file system does not support them.
 pub fn open(path: &Path, options: &mut OpenOptions) -> Option<File> {
     let flag = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).ok()?;
     options.custom_flags(flag).open(path).ok()
 }
 
-/// Fills `target` from `offset` on.
+/// Fills `target` with bytes of the file, starting at `offset`.
 ///
 /// # Errors
-/// Errors of reading; `UnexpectedEof` if the file ends first.
+/// The errors of reading; `UnexpectedEof` if the file ends before `target` is full.
 pub fn read_exact_at(file: &File, target: &mut [u8], offset: u64) -> io::Result<()> {
     BOUNCE.with_borrow_mut(|bounce| {
         let bounce = bounce.prepare(0, to_usize(BOUNCE_BYTES));
@@ -121,12 +122,12 @@ mod tests {
 
     #[test]
     fn unaligned_ranges_are_read() {
-        // The working folder is on a disk; /tmp may not be.
+        // The working folder is on a disk, but /tmp may be in memory.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = folder.path().join("f");
         let content: Vec<u8> = (0..3_000_001_u32).flat_map(|n| u8::try_from(n % 251)).collect();
         std::fs::write(&path, &content).unwrap();
-        // Nothing to test on a file system without direct reads.
+        // A file system without direct reads cannot be tested.
         let Some(file) = open(&path, OpenOptions::new().read(true)) else { return };
         for (offset, len) in [(0, 1), (0, 3_000_001), (4095, 2), (4096, 4096), (1_234_567, 1_048_577), (3_000_000, 1)] {
             let mut target = vec![0; len];

@@ -1,23 +1,23 @@
-//! Errors of the file system, and files that are not trusted.
+//! Errors of the file system, and errors for files that are not trusted.
 
 use std::io;
 use std::path::PathBuf;
 
-/// A failure of an operation on a file or folder.
+/// A failed operation on a file or folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum StorageError {
-    /// The operating system refuses the operation.
+    /// The operating system reported an error for the operation.
     #[error("cannot {action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
 
-    /// The file or folder may belong to somebody else.
+    /// The file or folder may belong to another user.
     #[error("{found}")]
     Untrusted { found: Untrusted, hint: String },
 }
 
-/// A file or folder that is neither written to nor deleted, because another user may have put it there.
+/// A file or folder that dtshard neither writes to nor deletes, because another user may have put it there.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
@@ -34,8 +34,8 @@ pub enum Untrusted {
 }
 
 impl StorageError {
-    /// Returns a function that adds the action and the path to an error of the operating system. An [`Untrusted`] within
-    /// that error names its path itself.
+    /// Returns a function that adds the action and the path to an error of the operating system. If that error contains
+    /// an [`Untrusted`], the path in the [`Untrusted`] is used.
     pub(crate) fn of(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| match source.downcast::<Untrusted>() {
@@ -44,7 +44,7 @@ impl StorageError {
         }
     }
 
-    /// Returns what the reader can do next.
+    /// Returns what the user can do next.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {

@@ -1,7 +1,8 @@
-//! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. Counts bytes.
+//! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. Unit: bytes.
 //!
-//! Mapping a file on a network file system costs a round trip per page and has been measured 10 to 50 times slower than
-//! reading it, so the file system type (statfs(2)) decides how to read, unless the user chooses.
+//! Mapping a file on a network file system costs a round trip for each page; in measurements it was 10 to 50 times
+//! slower than reading the file. Therefore, unless the user chooses, the type of the file system (statfs(2)) determines
+//! how files are read.
 
 use std::fs::File;
 use std::io;
@@ -14,19 +15,19 @@ use super::direct::ALIGNMENT;
 use super::mapping;
 use crate::error::{Error, Result};
 
-/// Way to read source bytes.
+/// The method for reading source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
-    /// Maps files and copies from the mapping: best on local file systems.
+    /// Files are mapped, and bytes are copied from the mapping: best on local file systems.
     Mmap,
-    /// Positional reads into buffers: best over a network.
+    /// Positional reads into buffers: best on network file systems.
     Read,
-    /// Positional reads past the page cache: for sources that are read once.
+    /// Positional reads that bypass the page cache: for sources that are read only once.
     Direct,
 }
 
-/// File systems on which mapping is slow or unsafe, by their magic numbers (statfs(2)). FUSE includes sshfs, gcsfuse,
-/// s3fs and similar ones.
+/// The magic numbers (statfs(2)) of file systems on which mapping is slow or unsafe. FUSE includes sshfs, gcsfuse, s3fs
+/// and similar file systems.
 const REMOTE: &[u64] = &[
     0x6969,      // NFS
     0x0BD0_0BD0, // Lustre
@@ -53,7 +54,7 @@ pub fn preferred_io(path: &Path) -> Result<IoMode> {
     Ok(if is_remote || !mapping::catches_lost_pages() { IoMode::Read } else { IoMode::Mmap })
 }
 
-/// Returns whether the file system of `path` is a network file system, whose names this node may cache.
+/// Returns whether the file system of `path` is a network file system. In that case this node may cache file names.
 #[must_use]
 pub fn caches_names(path: &Path) -> bool {
     statfs_of(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
@@ -64,22 +65,24 @@ fn statfs_of(path: &Path) -> Result<StatFs> {
 }
 
 fn magic_of(info: &StatFs) -> u64 {
-    // The width and sign of this type differ by architecture; all magic numbers fit 32 bits.
+    // The width and the sign of this type depend on the architecture. All magic numbers fit in 32 bits.
     #[expect(clippy::cast_sign_loss)]
     let magic = (info.f_type as u64) & 0xFFFF_FFFF;
     magic
 }
 
-/// File systems that write whole blocks in place, past the page cache, from several threads at a time. File systems
-/// that copy on write or checksum their blocks do it badly, and network file systems each differently.
+/// The magic numbers of file systems that write whole blocks in place, bypassing the page cache, from several threads
+/// at the same time. File systems that copy on write or compute checksums of blocks are slow at this, and each network
+/// file system behaves differently.
 const IN_PLACE: &[u64] = &[
     0xEF53,      // ext4
     0x5846_5342, // XFS
 ];
 
-/// Returns whether large results that must be on disk are best written past the page cache on the file system of
-/// `path`. False if its blocks are larger than [`ALIGNMENT`], at which write blocks end: two write blocks would share a
-/// file block, and cached bytes written for one of them could overwrite newer direct writes of the other.
+/// Returns whether large results that must be on disk should be written without the page cache on the file system of
+/// `path`. Returns false if the blocks of the file system are larger than [`ALIGNMENT`]. Write blocks end at multiples
+/// of [`ALIGNMENT`], so two write blocks would share a file block, and cached bytes of one write block could overwrite
+/// newer direct writes of the other.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -87,7 +90,7 @@ pub fn suits_direct_writes(path: &Path) -> Result<bool> {
     Ok(is_written_in_place(&statfs_of(path)?))
 }
 
-/// Returns the same as [`suits_direct_writes`], for a folder that is reached without following links.
+/// Returns the same as [`suits_direct_writes`], for a folder that is opened without following links.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -108,8 +111,8 @@ pub fn nearest_folder(path: &Path) -> &Path {
     above.into_iter().find(|above| above.symlink_metadata().is_ok()).unwrap_or(Path::new("."))
 }
 
-/// Returns the bytes that an unprivileged user can still write to the file system of `path`; `u64::MAX` if the file
-/// system does not count blocks, as ramfs.
+/// Returns the number of bytes that an unprivileged user can still write to the file system of `path`. Returns
+/// `u64::MAX` if the file system does not count blocks, such as ramfs.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -119,16 +122,16 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
     Ok(if info.f_blocks == 0 { u64::MAX } else { info.f_bavail.saturating_mul(info.f_frsize) })
 }
 
-/// Writes a range of a file's dirty pages to disk and waits. It makes a later fsync short, but does not replace it.
+/// Writes the dirty pages of a range of a file to disk, and waits. A later fsync is then short, but still necessary.
 ///
 /// # Errors
-/// Failed writes; no later call on this descriptor reports them again (sync_file_range(2)).
+/// The errors of failed writes. Later calls on this descriptor do not report these errors again (sync_file_range(2)).
 pub fn write_back(file: &File, offset: u64, len: u64) -> io::Result<()> {
     sync_range(file, offset, len, WAIT)
 }
 
-/// Starts to write a range of a file's dirty pages to disk, so that a later [`write_back`] is short. A failed write is
-/// reported to that later call.
+/// Starts to write the dirty pages of a range of a file to disk, so that a later [`write_back`] is short. That later
+/// call also reports failed writes.
 pub fn start_write_back(file: &File, offset: u64, len: u64) {
     let _ = sync_range(file, offset, len, 0);
 }
@@ -138,15 +141,16 @@ const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT
 #[cfg(not(target_os = "linux"))]
 const WAIT: u32 = 0;
 
-/// Closes a written file. Network file systems and quotas report failed writes here, which dropping a [`File`] ignores.
-/// Never retried: Linux has released the descriptor even if this fails.
+/// Closes a written file. Some network file systems, and file systems with quotas, report failed writes only here;
+/// dropping a [`File`] would ignore the error. Closing is never retried, because Linux releases the descriptor even if
+/// closing fails.
 ///
 /// # Errors
-/// Errors of writes that the file system reports late.
+/// The errors of writes that the file system reports late.
 pub fn close(file: File) -> io::Result<()> {
     use std::os::fd::IntoRawFd;
 
-    // SAFETY: `into_raw_fd` gave up ownership of the descriptor, so nothing else uses or closes it.
+    // SAFETY: `into_raw_fd` gave up ownership of the descriptor, so nothing else uses or closes the descriptor.
     #[expect(unsafe_code)]
     let closed = unsafe { rustix::io::try_close(file.into_raw_fd()) };
     Ok(closed?)
@@ -158,27 +162,28 @@ fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
 
     let flags = libc::SYNC_FILE_RANGE_WRITE | wait;
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return Ok(()) };
-    // SAFETY: the descriptor is open for the whole call and no memory is passed.
+    // SAFETY: the descriptor is open during the whole call, and no memory is passed.
     #[expect(unsafe_code)]
     let done = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
     if done == 0 {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // If a file system does not support the call, fsync does all the work.
+    // If a file system does not support this call, a later fsync does all the work.
     let is_unknown =
         [libc::ENOSYS, libc::EINVAL, libc::ESPIPE, libc::EOPNOTSUPP].map(Some).contains(&error.raw_os_error());
     if is_unknown { Ok(()) } else { Err(error) }
 }
 
-/// Other systems have no such call; fsync does all the work.
+/// Does nothing, because other systems have no such call. A later fsync does all the work.
 #[cfg(not(target_os = "linux"))]
 fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the number of descriptors that the source files of one checkpoint may have at once: a quarter of the soft
-/// limit. Two checkpoints may be open for a comparison, and output files, threads and the terminal need the rest.
+/// Returns the number of descriptors that the source files of one checkpoint may use at the same time: a quarter of the
+/// soft limit. Two checkpoints may be open for a comparison, and output files, threads and the terminal need
+/// descriptors as well.
 #[must_use]
 pub fn open_file_budget() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;

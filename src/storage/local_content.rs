@@ -1,8 +1,8 @@
-//! The bytes of a file that this process can read if only other processes see the whole file. Counts bytes.
+//! The bytes that this process can read of a file that only other processes see completely. Unit: bytes.
 //!
-//! Such a file has a mirror (see [`crate::metadata_mirror`]): a sparse file of equal length with all bytes that are not
-//! tensor data, and holes elsewhere. Invariant: a hole is never read as data. Reading bytes that the mirror does not
-//! have is an error that names the processes that see the file.
+//! Such a file has a mirror (see [`crate::metadata_mirror`]): a sparse file of equal length, which contains all bytes
+//! that are not tensor data, and holes elsewhere. Invariant: a hole is never read as data. Reading bytes that the
+//! mirror does not contain is an error, which names the processes that see the file.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use super::{FileId, FileRange};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::name_processes;
 
-/// Ranges of a file: ascending, separate, none empty.
+/// Ranges of a file: ascending, not adjacent, and not empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ranges(Vec<Range<u64>>);
 
@@ -38,7 +38,7 @@ impl Ranges {
         self.0.iter().cloned()
     }
 
-    /// Returns whether all bytes of a range are in the set.
+    /// Returns whether the set contains all bytes of a range.
     #[must_use]
     pub fn contains(&self, range: &Range<u64>) -> bool {
         let behind = self.0.partition_point(|known| known.start <= range.start);
@@ -52,39 +52,39 @@ impl Ranges {
     }
 }
 
-/// Description of a file with a mirror.
+/// The mirror of a file, and which ranks see the file.
 #[derive(Clone, Debug)]
 pub struct LocalContent {
-    /// Bytes that the mirror has.
+    /// The ranges that the mirror contains.
     pub available: Arc<Ranges>,
-    /// Ranks that see the file, ascending.
+    /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// Latest time of change that any rank reports; replicas may have different times.
+    /// The latest modification time that any rank reports. It may differ between replicas of the file.
     pub modified: (i64, i64),
 }
 
 /// The mirrored files, by their paths in the mirror.
 pub type MirroredFiles = HashMap<PathBuf, LocalContent>;
 
-/// The file that a mirrored file stands for, as this process sees it.
+/// The original of a mirrored file, as this process sees it.
 #[derive(Clone, Debug)]
 pub struct LocalFile {
-    /// Path under which the user knows it.
+    /// The path by which the user knows the file.
     pub path: PathBuf,
-    /// Time of change that this process sees; `None` if it does not see the file.
+    /// The modification time that this process sees; `None` if this process does not see the file.
     pub own_modified: Option<(i64, i64)>,
 }
 
-/// Action before each read of a file.
+/// An action before each read of a file.
 #[derive(Clone, Debug)]
 pub(super) enum ReadCheck {
-    /// Records the range that is read.
+    /// Records the range that is about to be read.
     Record(FileId, ReadLog),
-    /// Fails if the range is not available.
+    /// Fails if the range is not available in the mirror.
     Limit(LocalContent),
 }
 
-/// Ranges that have been read.
+/// The ranges that have been read.
 pub(super) type ReadLog = Arc<Mutex<Vec<FileRange>>>;
 
 impl ReadCheck {

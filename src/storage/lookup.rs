@@ -1,11 +1,11 @@
-//! Lookups of paths: what exists at a path, and the entries of a folder.
+//! Path lookups: what exists at a path, and the entries of a folder.
 //!
-//! Only ENOENT and ENOTDIR mean that nothing is there. After any other failure (EIO, ESTALE, EACCES, ETIMEDOUT) the
-//! file may exist, and treating it as absent would silently lose its tensors, so that is an error. The functions of the
-//! standard library that treat every failure as absence are disallowed elsewhere (clippy.toml).
+//! Only ENOENT and ENOTDIR mean that a path does not exist. After any other failure (EIO, ESTALE, EACCES, ETIMEDOUT)
+//! the file may exist. Treating it as absent would silently lose its tensors, so these failures are errors. Some
+//! functions of the standard library treat every failure as absence; other modules must not use them (clippy.toml).
 //!
-//! A dangling link is an error as well, because its name shows that something should be there: a hub cache links to
-//! blobs, and may have lost one.
+//! A dangling link is an error as well, because its name shows that a file should exist. For example, a hub cache
+//! contains links to blobs, and a blob may be lost.
 
 use std::ffi::OsString;
 use std::fs::{self, FileType, Metadata};
@@ -17,7 +17,7 @@ use rustix::fs::{Dir, Mode, OFlags};
 
 use crate::error::{Error, FormatError, Result, StorageError};
 
-/// The type of the file at a path, after links are followed.
+/// The type of the file at a path. Links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     File,
@@ -40,10 +40,10 @@ impl From<FileType> for FileKind {
     }
 }
 
-/// Returns the kind of file at a path, after links are followed; `None` if there is nothing.
+/// Returns the type of the file at a path, following links. Returns `None` if the path does not exist.
 ///
 /// # Errors
-/// `Io` if the file system cannot answer.
+/// `Io` if the file system reports another failure.
 pub fn kind_of(path: &Path) -> Result<Option<FileKind>> {
     if let Some(metadata) = metadata_of(path)? {
         return Ok(Some(metadata.file_type().into()));
@@ -52,27 +52,27 @@ pub fn kind_of(path: &Path) -> Result<Option<FileKind>> {
     Ok(own.map(|own| if own.is_symlink() { FileKind::Dangling } else { own.into() }))
 }
 
-/// Returns the metadata of the file at a path, after links are followed; `None` if there is nothing, and for a dangling
-/// link.
+/// Returns the metadata of the file at a path, following links. Returns `None` if the path does not exist or is a
+/// dangling link.
 ///
 /// # Errors
-/// `Io` if the file system cannot answer.
+/// `Io` if the file system reports another failure.
 pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
     unless_absent(path, fs::metadata(path))
 }
 
-/// Returns whether the path is a file.
+/// Returns whether the path is a file or a link to a file.
 ///
 /// # Errors
-/// `Io` if the file system cannot answer, `Missing` for a dangling link.
+/// `Io` if the file system reports another failure, `Missing` for a dangling link.
 pub fn is_file(path: &Path) -> Result<bool> {
     Ok(kind_of_target(path)? == Some(FileKind::File))
 }
 
-/// Returns whether the path is a folder.
+/// Returns whether the path is a folder or a link to a folder.
 ///
 /// # Errors
-/// Errors of [`is_file`].
+/// The errors of [`is_file`].
 pub fn is_folder(path: &Path) -> Result<bool> {
     Ok(kind_of_target(path)? == Some(FileKind::Folder))
 }
@@ -80,7 +80,7 @@ pub fn is_folder(path: &Path) -> Result<bool> {
 /// Returns whether the path exists.
 ///
 /// # Errors
-/// Errors of [`is_file`].
+/// The errors of [`is_file`].
 pub fn exists(path: &Path) -> Result<bool> {
     Ok(kind_of_target(path)?.is_some())
 }
@@ -92,10 +92,10 @@ fn kind_of_target(path: &Path) -> Result<Option<FileKind>> {
     }
 }
 
-/// Returns the path without links and `..`; `None` if there is nothing.
+/// Returns the path without links and without `..`. Returns `None` if the path does not exist.
 ///
 /// # Errors
-/// `Io` if the file system cannot answer.
+/// `Io` if the file system reports another failure.
 pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
     unless_absent(path, path.canonicalize())
 }
@@ -103,18 +103,18 @@ pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
 /// An entry of a folder.
 #[derive(Clone, Debug)]
 pub struct FolderEntry {
-    /// Name of the entry.
+    /// The name of the entry.
     pub name: OsString,
-    /// Path of the entry.
+    /// The path of the entry.
     pub path: PathBuf,
     file_type: rustix::fs::FileType,
 }
 
 impl FolderEntry {
-    /// Returns the kind of the entry, after links are followed.
+    /// Returns the type of the entry, following links.
     ///
     /// # Errors
-    /// `Io` if the file system cannot answer, or if the entry was deleted since its folder was listed.
+    /// `Io` if the file system reports a failure, or if the entry was deleted after its folder was listed.
     pub fn kind(&self) -> Result<FileKind> {
         match self.file_type {
             rustix::fs::FileType::RegularFile => Ok(FileKind::File),
@@ -129,7 +129,7 @@ impl FolderEntry {
     /// Returns whether the entry itself is a link.
     ///
     /// # Errors
-    /// Errors of [`Self::kind`].
+    /// The errors of [`Self::kind`].
     pub fn is_link(&self) -> Result<bool> {
         if self.file_type != rustix::fs::FileType::Unknown {
             return Ok(self.file_type == rustix::fs::FileType::Symlink);
@@ -138,18 +138,18 @@ impl FolderEntry {
         Ok(own.file_type().is_symlink())
     }
 
-    /// Returns whether the entry leads to a file.
+    /// Returns whether the entry is a file or a link to a file.
     ///
     /// # Errors
-    /// Errors of [`Self::kind`], and `Missing` for a dangling link.
+    /// The errors of [`Self::kind`], and `Missing` for a dangling link.
     pub fn is_file(&self) -> Result<bool> {
         Ok(self.kind_of_target()? == FileKind::File)
     }
 
-    /// Returns whether the entry leads to a folder.
+    /// Returns whether the entry is a folder or a link to a folder.
     ///
     /// # Errors
-    /// Errors of [`Self::is_file`].
+    /// The errors of [`Self::is_file`].
     pub fn is_folder(&self) -> Result<bool> {
         Ok(self.kind_of_target()? == FileKind::Folder)
     }
@@ -165,9 +165,9 @@ impl FolderEntry {
 /// Lists a folder, sorted by name.
 ///
 /// # Errors
-/// `Io` naming the folder, also if only a part of it could be read.
+/// `Io` naming the folder, even if a part of the folder could be read.
 pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
-    // The iterator of the standard library panics if closing the folder fails.
+    // The standard library's iterator panics if closing the folder fails.
     let read = || -> rustix::io::Result<Vec<FolderEntry>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let at = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
@@ -188,11 +188,11 @@ pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
     Ok(listed)
 }
 
-/// Returns the metadata of a file that is to be read. A pipe or device is an error: opening a pipe would wait for its
-/// writer.
+/// Returns the metadata of a file that is about to be read. A pipe or a device is an error, because opening a pipe
+/// would wait for its writer.
 ///
 /// # Errors
-/// `Io` if there is no file, `Missing` if a link to it dangles.
+/// `Io` if the file does not exist, `Missing` if it is a dangling link.
 pub fn regular_file(path: &Path) -> Result<Metadata> {
     let metadata = fs::metadata(path).map_err(refused("open", path))?;
     if metadata.is_file() {
@@ -211,7 +211,7 @@ pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> E
             let words = format!("{source}, behind a link to {}", target.display());
             Error::io(action, path)(io::Error::new(source.kind(), words))
         }
-        // Not a link.
+        // The path is not a link.
         Err(_) => Error::io(action, path)(source),
     }
 }

@@ -1,12 +1,12 @@
-//! Mapped source files whose unreadable pages become errors. Counts bytes.
+//! Mapped source files. An unreadable page of a mapping becomes an error. Unit: bytes.
 //!
-//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. If
-//! the program has installed the signal handler of this module, the handler replaces the page by a page of zeros and
-//! marks the mapping as failed, so the thread continues. Every read from a mapping ends with a check of that mark, so
-//! that the zeros are never used.
+//! If a page of a mapping cannot be read, the system raises SIGBUS. The reason is that the file has been truncated, or
+//! that its disk fails. If the program has installed the signal handler of this module, the handler replaces the page
+//! by a page of zeros and marks the mapping as failed, so that the thread continues. Every read from a mapping ends
+//! with a check of this mark, so that the zeros are never used.
 //!
-//! Invariant: the handler follows pointers to regions without a lock, so a region is never freed; the next mapping
-//! reuses it.
+//! Invariant: a region is never freed, because the handler follows pointers to regions without a lock. The next mapping
+//! reuses a region.
 
 #![expect(unsafe_code, reason = "files are mapped, and a signal handler is installed through libc")]
 
@@ -27,24 +27,25 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file. Bytes that the file has lost since then fail when they are read.
+    /// Maps the first `len` bytes of a file. If the file becomes shorter later, reading the lost bytes is an error.
     ///
     /// # Errors
-    /// Errors of mmap(2).
+    /// The errors of mmap(2).
     pub fn new(file: &File, len: usize) -> io::Result<Self> {
-        // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
-        // changed bytes are caught by the identity check before publishing, a shorter file by the SIGBUS handler.
+        // SAFETY: the mapping is read-only and private to this process. Another process may still change the file. The
+        // identity check before publishing detects changed bytes, and the SIGBUS handler detects a shorter file.
         let map = unsafe { MmapOptions::new().len(len).map(file) }?;
-        // Only a hint: write blocks are read front to back.
+        // This is only a hint: write blocks read their sources from front to back.
         let _ = map.advise(Advice::Sequential);
         let start = map.as_ptr().addr();
         Ok(Self { region: MappedAddresses::register(start..start + map.len()), map })
     }
 
-    /// Calls `read` with a range of the bytes; `None` if some page of the mapping could not be read, now or before.
+    /// Calls `read` with a range of the bytes. Returns `None` if any page of the mapping was unreadable, now or
+    /// earlier.
     pub fn read<T>(&self, range: Range<usize>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let value = read(&self.map[range]);
-        // The mark is set before the page is replaced, so a thread that has read zeros sees the mark.
+        // The handler sets the mark before it replaces the page, so a thread that has read zeros sees the mark.
         fence(Ordering::SeqCst);
         (!self.region.has_failed.load(Ordering::SeqCst)).then_some(value)
     }
@@ -52,22 +53,22 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Before the memory is unmapped, because the next mapping may get the same addresses.
+        // The region is released before the memory is unmapped, because the next mapping may get the same addresses.
         self.region.release();
     }
 }
 
-/// The addresses of a mapping, for the signal handler.
+/// The addresses of a mapping, which the signal handler reads.
 #[derive(Debug, Default)]
 struct MappedAddresses {
-    /// 0 while no mapping uses the region.
+    /// The first address; 0 while no mapping uses the region.
     start: AtomicUsize,
     end: AtomicUsize,
     has_failed: AtomicBool,
     next: Option<&'static Self>,
 }
 
-/// The first of all regions.
+/// The first region in the list of all regions.
 static REGIONS: AtomicPtr<MappedAddresses> = AtomicPtr::new(ptr::null_mut());
 
 /// Regions that no mapping uses.
@@ -77,7 +78,8 @@ impl MappedAddresses {
     fn register(addresses: Range<usize>) -> &'static Self {
         let mut unused = UNUSED.lock().expect("no panic while the lock is held");
         let region = unused.pop().unwrap_or_else(|| {
-            // SAFETY: regions are leaked, so a pointer to one is always valid; they change only through atomics.
+            // SAFETY: regions are leaked, so a pointer to a region is always valid. Regions change only through
+            // atomics.
             let next = unsafe { REGIONS.load(Ordering::Acquire).as_ref() };
             let region = Box::leak(Box::new(Self { next, ..Self::default() }));
             REGIONS.store(region, Ordering::Release);
@@ -100,26 +102,26 @@ impl MappedAddresses {
     }
 }
 
-/// The previous action of SIGBUS.
+/// The action that SIGBUS had before this module's handler was installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether unreadable pages are errors, instead of ending the process.
+/// Returns whether an unreadable page is an error, instead of ending the process.
 pub(super) fn catches_lost_pages() -> bool {
     IS_INSTALLED.load(Ordering::SeqCst)
 }
 
-/// Installs a handler for SIGBUS in this process, so that an unreadable page of a mapped file is an error.
+/// Installs a handler for SIGBUS in this process, so that an unreadable page of a mapped file becomes an error.
 ///
-/// The system raises SIGBUS for such a page, which ends a process: the file has been truncated meanwhile, or its disk
-/// fails. The previous action is taken for a SIGBUS that does not concern a file mapped here. Without this handler,
-/// files are mapped only if the caller asks for it.
+/// The system raises SIGBUS for such a page if the file has been truncated or its disk fails. Without a handler, SIGBUS
+/// ends the process. If a SIGBUS does not concern a file mapped here, the previous action is restored and runs. Without
+/// this handler, files are mapped only if the caller asks for it.
 ///
 /// # Errors
-/// Errors of sigaction(2).
+/// The errors of sigaction(2).
 pub fn catch_lost_pages() -> io::Result<()> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().expect("no panic while the lock is held");
@@ -148,21 +150,21 @@ pub fn catch_lost_pages() -> io::Result<()> {
 
 extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     // SAFETY: the kernel passes valid information to a handler with SA_SIGINFO; regions are never freed; the replaced
-    // page is one of our own read-only mappings that could not be read; sigaction(2) may be called in a handler.
+    // page is an unreadable page of one of our own read-only mappings; sigaction(2) may be called in a handler.
     unsafe {
         let address = (*info).si_addr().addr();
         if mark(address) && put_zeros_at(address) {
             return;
         }
-        // This SIGBUS does not concern a mapped file. The access is repeated after the handler, and then has its
-        // previous effect.
+        // This SIGBUS does not concern a mapped file. The access is repeated after the handler returns, and then the
+        // previous action runs.
         if let Some(previous) = PREVIOUS.get() {
             libc::sigaction(libc::SIGBUS, previous, ptr::null_mut());
         }
     }
 }
 
-/// Marks the mapping that contains this address; returns false if there is none.
+/// Marks the mapping that contains this address as failed. Returns false if no mapping contains it.
 fn mark(address: usize) -> bool {
     let mut found = false;
     // SAFETY: regions are never freed.
@@ -177,7 +179,7 @@ fn mark(address: usize) -> bool {
     found
 }
 
-/// Replaces the page of this address by a readable page of zeros.
+/// Replaces the page that contains this address by a readable page of zeros.
 ///
 /// # Safety
 /// The page must be part of a mapping that is only read.
@@ -185,7 +187,7 @@ unsafe fn put_zeros_at(address: usize) -> bool {
     let page_bytes = PAGE_BYTES.load(Ordering::SeqCst);
     let page = ptr::without_provenance_mut::<libc::c_void>(address - address % page_bytes);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: the caller guarantees a read-only mapping; the mapping keeps its length.
+    // SAFETY: the caller guarantees a read-only mapping, and the length of the mapping does not change.
     unsafe { libc::mmap(page, page_bytes, libc::PROT_READ, flags, -1, 0) != libc::MAP_FAILED }
 }
 

@@ -1,25 +1,25 @@
-//! Memory use of this process. Counts bytes.
+//! The memory use of this process. Unit: bytes.
 //!
-//! The kernel's figures are more exact than the sum of all parts of a catalog, because they include the overhead of the
-//! allocator.
+//! The numbers of the kernel are more exact than the sum of all parts of a catalog, because they include the overhead
+//! of the allocator.
 
-/// Bytes of anonymous memory, which excludes the pages of mapped files.
+/// The size of anonymous memory, which does not include the pages of mapped files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnonymousMemory {
-    /// Current size.
+    /// The current size.
     pub now: u64,
-    /// Largest size so far.
+    /// The largest size so far.
     pub peak: u64,
 }
 
-/// Returns the memory use; `None` if the system does not report it. The peak is the peak of all memory minus the
-/// current pages of files, so it is exact as long as no source was mapped.
+/// Returns the memory use. Returns `None` if the system does not report it. The peak is the peak of all memory minus
+/// the current pages of files. Therefore it is exact only if no source was mapped.
 #[must_use]
 pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// Parses the fields of proc_pid_status(5), which are in kB of 1024 bytes.
+/// Parses the fields of proc_pid_status(5), whose unit is 1024 bytes.
 fn parse(status: &str) -> Option<AnonymousMemory> {
     let field = |name: &str| {
         let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;

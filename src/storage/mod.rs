@@ -1,8 +1,8 @@
-//! Files of a source checkpoint: positional reads whose errors name the file.
+//! The files of a source checkpoint: positional reads whose errors name the file.
 //!
-//! Counts bytes. A file is opened on first use and closed again when too many are open, so that a checkpoint of 16,384
-//! rank files works under a limit of 1,024 descriptors. The identity of a file (device, inode, size, modification time)
-//! is recorded when it is added and checked again before a result is published.
+//! Unit: bytes. A file is opened on first use. If too many files are open, a file is closed again, so that a checkpoint
+//! of 16,384 rank files can be read with a limit of 1,024 descriptors. The identity of a file (device, inode, size,
+//! modification time) is recorded when the file is added, and checked again before a result is published.
 
 mod anchored;
 pub mod direct;
@@ -36,22 +36,22 @@ use crate::error::{Error, Result, StorageError};
 use local_content::{ReadCheck, ReadLog};
 use open_files::OpenFiles;
 
-/// Index of a file within [`Files`].
+/// The index of a file in [`Files`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
-/// A range of a file: `[offset, offset + len)`, in bytes.
+/// A range of bytes of a file: `[offset, offset + len)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileRange {
     /// The file.
     pub file: FileId,
-    /// Offset of the first byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// Length in bytes.
+    /// The length. Unit: bytes.
     pub len: u64,
 }
 
-/// Identity of a file, which changes when the file is replaced or modified.
+/// The identity of a file. It changes if the file is replaced or modified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -75,25 +75,25 @@ impl Identity {
 struct FileEntry {
     path: PathBuf,
     identity: Identity,
-    /// Description of its mirror, if it has one.
+    /// The mirror of the file, if the file has one.
     mirror: Option<LocalContent>,
-    /// Path of the mirror, if it is read instead of the file.
+    /// The path of the mirror, if the mirror is read instead of the file.
     mirror_path: Option<PathBuf>,
 }
 
-/// The files of one checkpoint, in the order they were added.
+/// The files of one checkpoint, in the order in which they were added.
 #[derive(Debug)]
 pub struct Files {
     entries: Vec<FileEntry>,
     io: IoMode,
     open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
-    /// Mirrored files among those that are added.
+    /// The mirrored files. Only those that are added as well are used.
     mirrors: Arc<MirroredFiles>,
     read_log: Option<ReadLog>,
 }
 
-/// A clone has the same files and recorded identities; open descriptors are not shared.
+/// A clone has the same files and the same recorded identities, but its own descriptors.
 impl Clone for Files {
     fn clone(&self) -> Self {
         let mut files = Self { entries: self.entries.clone(), ..self.without_entries() };
@@ -103,7 +103,7 @@ impl Clone for Files {
 }
 
 impl Files {
-    /// Returns an empty list of files, which are read in this way.
+    /// Returns an empty list of files, which are read as `io` specifies.
     #[must_use]
     pub fn new(io: IoMode) -> Self {
         Self {
@@ -116,13 +116,13 @@ impl Files {
         }
     }
 
-    /// Limits reads of the mirrored files to the bytes that their mirrors have.
+    /// Limits reads of mirrored files to the bytes that their mirrors contain.
     #[must_use]
     pub fn with_mirrored_files(self, mirrors: Arc<MirroredFiles>) -> Self {
         Self { mirrors, ..self }
     }
 
-    /// Records which ranges are read: see [`Files::recorded_reads`].
+    /// Records which ranges are read; [`Files::recorded_reads`] returns them.
     #[must_use]
     pub fn recording_reads(self) -> Self {
         Self { read_log: Some(Arc::default()), ..self }
@@ -134,7 +134,7 @@ impl Files {
         Self { read_log: self.read_log.clone(), ..Self::new(self.io).with_mirrored_files(Arc::clone(&self.mirrors)) }
     }
 
-    /// Returns the ranges that were read from a file, if reads are recorded.
+    /// Returns the ranges that were read from a file. Reads must be recorded.
     #[must_use]
     pub fn recorded_reads(&self, id: FileId) -> Ranges {
         let read_log = self.read_log.as_ref().map(|read_log| read_log.lock().expect("no panic while the lock is held"));
@@ -143,11 +143,11 @@ impl Files {
         own.map(|range| range.offset.min(len)..range.offset.saturating_add(range.len).min(len)).collect()
     }
 
-    /// Replaces mirrored files by the files that this process sees, and uses the user's paths for all of them. `local`
-    /// returns the file for a path in the mirror.
+    /// Replaces mirrored files by the original files that this process sees. From then on, messages contain the user's
+    /// paths for all files. `local` returns the original file for a path in the mirror.
     ///
     /// # Errors
-    /// `Io` if a file that this process saw is gone or has changed.
+    /// `Io` if a file that this process saw no longer exists or has changed.
     pub fn use_local_files(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<LocalFile>) -> Result<()> {
         for entry in &mut self.entries {
             let Some(LocalFile { path, own_modified: seen }) = local(&entry.path) else { continue };
@@ -169,7 +169,7 @@ impl Files {
         Ok(())
     }
 
-    /// Reads a file from a complete copy if this process does not see the file itself.
+    /// Makes this process read a file from a complete copy, if it does not see the file itself.
     ///
     /// # Errors
     /// `Io` if the copy cannot be inspected or has another length.
@@ -182,7 +182,7 @@ impl Files {
         }
         mirror.available = Arc::new(std::iter::once(0..identity.len).filter(|range| !range.is_empty()).collect());
         (entry.identity, entry.mirror_path) = (identity, Some(copy.to_path_buf()));
-        // Positional reads are correct for both file systems if they prefer different ways.
+        // If the two file systems prefer different ways to read, positional reads are correct for both.
         if self.io == IoMode::Mmap && filesystem::preferred_io(copy.parent().unwrap_or(Path::new(".")))? != self.io {
             self.io = IoMode::Read;
         }
@@ -191,7 +191,7 @@ impl Files {
         Ok(())
     }
 
-    /// Returns the ranks that see a file, ascending; `None` if all do.
+    /// Returns the ranks that see a file, ascending. Returns `None` if all ranks see the file.
     #[must_use]
     pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {
         self.entries[id.0 as usize].mirror.as_ref().map(|mirror| &*mirror.seen_by)
@@ -212,11 +212,12 @@ impl Files {
         Ok(id)
     }
 
-    /// Appends the files of another checkpoint, and returns the number to add to their ids. If the two prefer different
-    /// ways to read, both use positional reads, which are correct for every file system.
+    /// Appends the files of another checkpoint. Returns the number that must be added to the ids of these files. If the
+    /// two checkpoints prefer different ways to read, both use positional reads, which are correct for every file
+    /// system.
     ///
     /// # Panics
-    /// At 2^32 files.
+    /// Panics if there are more than 2^32 files.
     pub fn append(&mut self, other: Self) -> u32 {
         let shift = u32::try_from(self.entries.len()).expect("fewer than 2^32 files");
         self.entries.extend(other.entries);
@@ -246,7 +247,7 @@ impl Files {
         mirror.as_ref().map_or(identity.modified, |mirror| mirror.modified)
     }
 
-    /// Returns the range of a whole file.
+    /// Returns the range that contains the whole file.
     #[must_use]
     pub fn whole(&self, id: FileId) -> FileRange {
         FileRange { file: id, offset: 0, len: self.len_bytes(id) }
@@ -257,22 +258,22 @@ impl Files {
         (0..u32::try_from(self.entries.len()).expect("fewer than 2^32 files")).map(FileId)
     }
 
-    /// Returns the bytes that were read from the files so far. Copies from a mapping do not count.
+    /// Returns the number of bytes that were read from the files so far. Bytes copied from a mapping do not count.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
-    /// Returns the way to read.
+    /// Returns how the files are read.
     #[must_use]
     pub fn io(&self) -> IoMode {
         self.io
     }
 
-    /// Returns the open file, and opens it if necessary.
+    /// Returns the open file. Opens the file if it is not open.
     ///
     /// # Errors
-    /// `Io` if it cannot be opened or its identity has changed.
+    /// `Io` if the file cannot be opened or its identity has changed.
     pub fn open(&self, id: FileId) -> Result<Opened<'_>> {
         self.open.get(id, self.descriptors(), || self.open_now(id))
     }
@@ -302,7 +303,7 @@ impl Files {
         })
     }
 
-    /// Returns the descriptors of an open file.
+    /// Returns the number of descriptors that one open file uses.
     fn descriptors(&self) -> usize {
         if self.io == IoMode::Direct { 2 } else { 1 }
     }
@@ -312,10 +313,10 @@ impl Files {
         self.open.grow(self.entries.len(), self.descriptors());
     }
 
-    /// Reads `len` bytes at `offset`. The length is checked against the file before memory is allocated.
+    /// Reads `len` bytes at `offset`. Compares the length with the file before it allocates memory.
     ///
     /// # Errors
-    /// Errors of [`OpenFile::read_exact_at`].
+    /// The errors of [`OpenFile::read_exact_at`].
     pub fn read(&self, id: FileId, offset: u64, len: u64) -> Result<Vec<u8>> {
         let file = self.open(id)?;
         if offset.checked_add(len).is_none_or(|end| end > file.len) {
@@ -326,10 +327,10 @@ impl Files {
         Ok(buffer)
     }
 
-    /// Checks that the identity of every file is unchanged. Other processes check the files that only they see.
+    /// Checks that the identity of every file is unchanged. If only other processes see a file, they check it.
     ///
     /// # Errors
-    /// `Io` naming the first file that changed.
+    /// `Io` naming the first file that has changed.
     pub fn check_unchanged(&self) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.mirror_path.is_none()) {
             let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("look at", &entry.path))?;

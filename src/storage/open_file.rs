@@ -1,4 +1,4 @@
-//! An open file, read by positional reads or through a mapping. Counts bytes.
+//! An open file, which is read by positional reads or through a mapping. Unit: bytes.
 
 use std::fs::File;
 use std::io;
@@ -12,22 +12,22 @@ use super::mapping::Mapping;
 use super::{changed, direct};
 use crate::error::{Error, Result, StorageError};
 
-/// One open file, mapped on demand.
+/// One open file. It is mapped when it is first read through the mapping.
 #[derive(Debug)]
 pub struct OpenFile {
-    /// Path for messages.
+    /// The path, for messages.
     pub(super) path: PathBuf,
     /// The descriptor for ordinary reads.
     pub(super) file: File,
-    /// A second descriptor for reads past the page cache, if that is requested and possible.
+    /// A second descriptor, for reads that bypass the page cache; `None` if they are not requested or not possible.
     pub(super) direct: Option<File>,
-    /// Recorded length.
+    /// The recorded length.
     pub(super) len: u64,
-    /// `None` if it cannot be mapped.
+    /// The mapping; `None` if the file cannot be mapped.
     pub(super) map: OnceLock<Option<Mapping>>,
-    /// See [`super::Files::bytes_read`].
+    /// The counter of [`super::Files::bytes_read`].
     pub(super) bytes_read: Arc<AtomicU64>,
-    /// Recorder or limit of reads, if there is one.
+    /// The action before each read: record the range, or limit it to the available bytes.
     pub(super) read_check: Option<ReadCheck>,
 }
 
@@ -50,14 +50,14 @@ impl OpenFile {
         &self.path
     }
 
-    /// Fills `buffer` from `offset` on.
+    /// Fills `buffer` with bytes of the file, starting at `offset`.
     ///
     /// # Errors
-    /// `Malformed` if the file ends first, `Io` if the read fails or the file has become shorter.
+    /// `Malformed` if the file ends before `buffer` is full, `Io` if the read fails or the file has become shorter.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
         self.check_read(offset, buffer.len() as u64)?;
         self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
-        // A file system may open a file for direct reads and still refuse to read it.
+        // A file system may open a file for direct reads, and still reject the reads.
         let direct = self.direct.as_ref().map(|file| direct::read_exact_at(file, buffer, offset));
         let read = match direct {
             Some(Err(error)) if error.kind() == io::ErrorKind::InvalidInput => None,
@@ -75,10 +75,10 @@ impl OpenFile {
     }
 
     /// Calls `read` with the bytes `[offset, offset + len)` of the mapped file. Returns `None` if the file cannot be
-    /// mapped, for example under a limit on address space; the caller must then read it.
+    /// mapped, for example because address space is limited. The caller must then use [`Self::read_exact_at`].
     ///
     /// # Errors
-    /// `Malformed` if the file is shorter; `Io` if it has become shorter, or if its pages cannot be read.
+    /// `Malformed` if the file is too short; `Io` if the file has become shorter, or if its pages cannot be read.
     pub fn mapped<T>(&self, offset: u64, len: u64, read: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(self.too_short(offset, len));
@@ -94,7 +94,7 @@ impl OpenFile {
         map.read(start..start + len, read).map(Some).ok_or_else(|| self.unreadable_page())
     }
 
-    /// Returns the error for a page of the mapping that raised SIGBUS.
+    /// Returns the error for a page of the mapping for which the system raised SIGBUS.
     fn unreadable_page(&self) -> Error {
         match self.file.metadata() {
             Ok(metadata) if metadata.len() < self.len => changed(&self.path),

@@ -1,8 +1,9 @@
-//! The open files of a checkpoint, as many as the limit on descriptors allows. Counts files.
+//! The open files of a checkpoint: as many as the limit on descriptors allows. Unit: files.
 //!
-//! A reference count or a lock around each file would make threads that copy small tensors wait for each other for
-//! longer than they copy. So the first files, half of the budget, stay open once they are opened, and using one of them
-//! takes no lock. The other files share the other half: opening one closes the one that was opened first.
+//! With a reference count or a lock for each file, threads that copy small tensors would wait for each other longer
+//! than they copy. Therefore half of the budget is reserved for the first files, which stay open once they are opened;
+//! using one of them needs no lock. The other files share the other half: if it is full, opening a file closes the file
+//! that was opened first.
 //!
 
 use std::collections::{HashMap, VecDeque};
@@ -12,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::{FileId, OpenFile, filesystem};
 use crate::error::Result;
 
-/// The open files of one list of files.
+/// The open files of one checkpoint.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
     /// The first files, which stay open.
@@ -20,7 +21,7 @@ pub(super) struct OpenFiles {
     others: Mutex<CachedFiles>,
 }
 
-/// The other open files, the latest last.
+/// The other open files. The file that was opened last is at the end.
 #[derive(Debug, Default)]
 struct CachedFiles {
     files: HashMap<u32, Arc<OpenFile>>,
@@ -34,7 +35,7 @@ pub enum Opened<'a> {
 }
 
 impl Opened<'_> {
-    /// Returns a handle that may be kept.
+    /// Returns a handle that can be kept.
     #[must_use]
     pub fn to_arc(&self) -> Arc<OpenFile> {
         match self {
@@ -56,7 +57,7 @@ impl Deref for Opened<'_> {
 }
 
 impl OpenFiles {
-    /// Sizes the table for `files` files in all, with this number of descriptors each.
+    /// Adapts the table to `files` files in total, with `descriptors` descriptors for each.
     pub fn grow(&mut self, files: usize, descriptors: usize) {
         let permanent = files.min(filesystem::open_file_budget() / descriptors / 2);
         if permanent > self.permanent.len() {
@@ -64,7 +65,7 @@ impl OpenFiles {
         }
     }
 
-    /// Returns the file with this id; calls `open` if it is not open.
+    /// Returns the file with this id. Calls `open` if the file is not open.
     pub fn get(&self, id: FileId, descriptors: usize, open: impl FnOnce() -> Result<OpenFile>) -> Result<Opened<'_>> {
         if let Some(place) = self.permanent.get(id.0 as usize) {
             let file = match place.get() {
@@ -81,8 +82,8 @@ impl OpenFiles {
             return Ok(Opened::Cached(Arc::clone(file)));
         }
         let file = Arc::new(open()?);
-        // First in, first out: work goes through the files in order, so the oldest one is no longer needed. A file
-        // still in use stays open through its other `Arc`.
+        // First in, first out: the work proceeds through the files in order, so the oldest file is no longer needed. A
+        // file that is still in use stays open through its other `Arc`.
         let budget = (filesystem::open_file_budget() / descriptors).saturating_sub(self.permanent.len());
         if others.order.len() >= budget.max(1)
             && let Some(oldest) = others.order.pop_front()
@@ -111,7 +112,7 @@ mod tests {
             std::fs::write(&path, [name]).unwrap();
             files.add(&path).unwrap();
         }
-        // Budget for two permanent files and two others.
+        // The budget allows two permanent files and two other files.
         let descriptors = filesystem::open_file_budget() / 4;
         let mut open = OpenFiles::default();
         open.grow(5, descriptors);

@@ -1,8 +1,9 @@
 //! File lookups that a network file system must not answer from its cache.
 //!
-//! A node caches, for up to a minute, which names a folder has and has not, and the lengths of files. A folder list is
-//! as new as the opening of the folder. NFS drops the cached names of a folder that is opened, or changed from this
-//! node. FUSE caches each name for its own time, and looks it up again only where a rename may replace it.
+//! A node caches, for up to a minute, which names exist in a folder, which do not, and the lengths of files. The list
+//! of a folder is as new as the moment at which the folder was opened. NFS drops the cached names of a folder when this
+//! node opens or changes the folder. FUSE caches each name for its own time, and looks the name up again only if a
+//! rename may replace it.
 
 use std::ffi::OsStr;
 use std::fs::{File, Metadata};
@@ -12,11 +13,11 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 
 use super::AnchoredPath;
 
-/// Makes the file system look up these names of a folder. `probe` is a name that no other process uses.
+/// Makes the file system look up these names of a folder again. `probe` is a name that no other process uses.
 ///
-/// Creates and deletes the file `probe`, which makes NFS ask its server. In between renames it to each name with a
-/// slash at its end. That always fails with ENOTDIR, as only folders can have such names, but only after FUSE has
-/// looked the name up.
+/// Creates and deletes the file `probe`, which makes NFS ask its server. Between the two steps, tries to rename the
+/// file `probe` to each name with a slash at its end. The rename always fails with ENOTDIR, because only folders can
+/// have such a name. But before it fails, FUSE looks up the name.
 pub fn refresh_names(folder: &AnchoredPath, names: &[&OsStr], probe: &OsStr) -> io::Result<()> {
     let folder = folder.open_folder()?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
@@ -29,18 +30,18 @@ pub fn refresh_names(folder: &AnchoredPath, names: &[&OsStr], probe: &OsStr) -> 
     Ok(rustix::fs::unlinkat(&folder, probe, AtFlags::empty())?)
 }
 
-/// Opens a file that others write, to read it as it is now.
+/// Opens a file that other processes write, so that its current content is read.
 pub fn open(path: &AnchoredPath) -> io::Result<File> {
     let file = path.open()?;
     drop_cache(&file);
     Ok(file)
 }
 
-/// Returns the current metadata of a file that others write. A link is not followed.
+/// Returns the current metadata of a file that other processes write. A link is not followed.
 pub fn metadata(path: &AnchoredPath) -> io::Result<Metadata> {
     let file = match path.open_handle() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // NFS looks the name up again once the folder is opened.
+            // After the folder is opened, NFS looks the name up again.
             let _ = path.folder().open_folder();
             path.open_handle()?
         }
@@ -50,16 +51,16 @@ pub fn metadata(path: &AnchoredPath) -> io::Result<Metadata> {
     file.metadata()
 }
 
-/// Makes the kernel drop its cached bytes of a file, and refresh its length.
+/// Makes the kernel drop its cached bytes of a file and refresh the length of the file.
 fn drop_cache(file: &File) {
-    // Only this node changes files on its block devices.
+    // Only this node changes the files on its block devices, so their cached bytes are current.
     #[cfg(target_os = "linux")]
     if !refresh_length(file) {
         let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
     }
 }
 
-/// Makes the kernel refresh the length of a file. Returns true if it is on a block device.
+/// Makes the kernel refresh the length of a file. Returns true if the file is on a block device.
 #[cfg(target_os = "linux")]
 fn refresh_length(file: &File) -> bool {
     use rustix::fs::{StatxFlags, statx};

@@ -1,6 +1,7 @@
-//! C functions with bodies in Rust. The caller gets a code, and results in the places that its pointers name.
+//! C functions with bodies in Rust. A function returns a code, and writes results to the places to which the caller's
+//! pointers point.
 
-/// Declares functions of a library, whose bodies return `Result<(), Code>`, with the `Code` that is in scope.
+/// Declares functions of a library. The bodies return `Result<(), Code>`; `Code` is the type with this name in scope.
 macro_rules! entries {
     ($($(#[$about:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
         $(
@@ -19,10 +20,10 @@ pub fn code<Code: Default>(body: impl FnOnce() -> Result<(), Code>) -> Code {
     body().err().unwrap_or_default()
 }
 
-/// The error if a pointer for a result is null.
+/// The error for a null pointer to a result.
 pub struct NoPlace;
 
-/// Writes a result to the place that the caller's pointer names.
+/// Writes a result to the place to which the caller's pointer points.
 pub fn put<T>(place: *mut T, value: T) -> Result<(), NoPlace> {
     if place.is_null() || !place.is_aligned() {
         return Err(NoPlace);

@@ -1,4 +1,5 @@
-//! Fault injection in one process: `GPU_STAND_IN_FAULT=NAME`, or `NAME:3` for the third time that the point is reached.
+//! Fault injection in one process: `GPU_STAND_IN_FAULT=NAME`. `NAME:3` injects the fault when its point is reached for
+//! the third time.
 
 use std::process;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,10 +10,12 @@ use crate::machine::Machine;
 pub enum Fault {
     /// The process is killed when it initialises the driver.
     DiesLoading,
-    /// The process is killed, or its NCCL fails, when the other ranks have received its description and wait for it.
+    /// The process is killed, or its NCCL fails, after the other ranks have received its description, while they wait
+    /// for it.
     DiesMeeting,
     FailsMeeting,
-    /// The process is killed, or its NCCL fails, in a group of operations, when it has sent its messages and taken none.
+    /// The process is killed, or its NCCL fails, in a group of operations, after it has sent its messages and before it
+    /// takes any.
     DiesInGroup,
     FailsInGroup,
     /// An allocation of device or pinned memory fails.
@@ -30,10 +33,10 @@ const NAMES: [(&str, Fault); 7] = [
     ("refuses-pinned", Fault::RefusesPinned),
 ];
 
-/// A fault, and the number of the time at which it happens.
+/// A fault, and the number of the visit at which it happens.
 pub type Planned = (Fault, usize);
 
-/// Parses the variable.
+/// Parses the value of the variable.
 pub fn planned(text: &str) -> Option<Planned> {
     let (name, time) = text.split_once(':').unwrap_or((text, "1"));
     let fault = NAMES.iter().find(|(known, _)| *known == name)?.1;
@@ -41,7 +44,7 @@ pub fn planned(text: &str) -> Option<Planned> {
 }
 
 impl Fault {
-    /// Counts a visit of the point, and returns whether the fault happens now.
+    /// Counts a visit of the fault's point. Returns whether the fault happens now.
     pub fn happens(self) -> bool {
         static COME_BY: AtomicUsize = AtomicUsize::new(0);
         match Machine::start().settings.fault {

@@ -1,11 +1,11 @@
-// The kernels of dtshard as C++ for the host. Blocks and threads are loops that run one thread after the other, so errors of
-// parallel threads are not found. Every access is checked before it is made.
+// The kernels of dtshard, compiled as C++ for the host. Blocks and threads are loops that run one thread after the
+// other, so errors in the synchronization of threads are not found. Every access is checked before it is made.
 
 #include <setjmp.h>
 
 typedef unsigned long long Address;
 
-// An allocation: the address that programs see, and the address of its bytes.
+// An allocation: the address that programs see, and the address of the bytes in host memory.
 struct Allocation {
     Address seen, real, bytes;
 };
@@ -20,11 +20,11 @@ struct Index {
     unsigned int x;
 };
 
-// Thread-local, because streams are threads.
+// These variables are thread-local, because streams are threads.
 thread_local Index threadIdx, blockIdx, blockDim;
 thread_local const Allocation *first, *end, *last;
 thread_local Illegal illegal;
-// The jump target of a launch with an illegal access.
+// The place where a launch continues after an illegal access.
 thread_local jmp_buf end_of_launch;
 
 struct alignas(16) uint4 {
@@ -34,7 +34,7 @@ struct alignas(16) uint4 {
 uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 
 bool holds(const Allocation& allocation, Address address, Address bytes) {
-    // Written so that nothing can overflow.
+    // The expressions are written so that no number can overflow.
     Address at = address - allocation.seen;
     return address >= allocation.seen && bytes <= allocation.bytes && at <= allocation.bytes - bytes;
 }
@@ -98,7 +98,7 @@ long long __double_as_longlong(double number) { return same_bits<long long>(numb
 
 namespace {
 
-// All kernels take a table, the number of its jobs, and the units of a block.
+// All kernels have these arguments: a table, the number of its jobs, and the number of units of a block.
 struct Kernel {
     const char* name;
     void (*run)(Address table, unsigned int jobs, unsigned int block_units);
@@ -121,7 +121,7 @@ extern "C" const char* stand_in_kernel(unsigned int number) {
     return number < sizeof(KERNELS) / sizeof(Kernel) ? KERNELS[number].name : nullptr;
 }
 
-// Runs a launch, and returns the illegal access that ended it, or an access of 0 bytes.
+// Runs a launch. Returns the illegal access that ended it, or an access of 0 bytes if the launch was completed.
 extern "C" Illegal stand_in_launch(unsigned int number, const Allocation* allocations, Address count, unsigned int blocks,
                                    unsigned int threads, Address table, unsigned int jobs, unsigned int block_units) {
     first = allocations, end = allocations + count, last = nullptr, illegal = {0, 0};

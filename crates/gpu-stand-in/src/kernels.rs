@@ -1,17 +1,17 @@
-//! The kernels of `dtshard`, by name: `kernels.cpp` includes their source, compiled for the host.
+//! The kernels of `dtshard`, found by name: `kernels.cpp` includes their source, and is compiled for the host.
 //!
-//! They run the same code as on a device, but without parallel threads. As on a device, an access that is not aligned, or
-//! not in one allocation, is illegal.
+//! The code is the same as on a device, but threads do not run in parallel. As on a device, an access is illegal if it
+//! is not aligned, or if it is not inside one allocation.
 
 use std::ffi::{CStr, c_char};
 
 use crate::memory::{Allocation, Heap, Illegal};
 
-/// A kernel, by its number in `kernels.cpp`.
+/// A kernel, identified by its number in `kernels.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel(u32);
 
-/// The sizes of the arguments of each kernel: the table, the number of jobs, and the units of a block.
+/// The sizes of the arguments of each kernel: the table, the number of jobs, and the number of units of a block.
 pub const ARGUMENTS: [usize; 3] = [8, 4, 4];
 
 /// The arguments of a launch.
@@ -35,6 +35,8 @@ struct Access {
 unsafe extern "C" {
     safe fn stand_in_kernel(number: u32) -> *const c_char;
 
+    /// Runs a kernel on the host.
+    ///
     /// # Safety
     /// There is a kernel with this number, and the list has this many allocations.
     fn stand_in_launch(
@@ -49,7 +51,7 @@ unsafe extern "C" {
     ) -> Access;
 }
 
-/// Replacements for the case that there was no C++ compiler.
+/// Replacements that are used if there was no C++ compiler.
 #[cfg(no_kernels)]
 mod none {
     use super::{Access, Allocation, c_char};
@@ -91,7 +93,7 @@ impl Kernel {
             |nth: usize| launch.arguments[nth].iter().rev().fold(0, |value: u64, byte| value << 8 | u64::from(*byte));
         let word = |nth| u32::try_from(argument(nth)).unwrap_or(u32::MAX);
         let allocations = launch.heap.allocations();
-        // SAFETY: the kernel was found by its name, and the list has this many allocations.
+        // SAFETY: the kernel was found by its name, and the list has as many allocations as the count says.
         let access = unsafe {
             let (first, count) = (allocations.as_ptr(), allocations.len() as u64);
             stand_in_launch(self.0, first, count, launch.blocks, launch.threads, argument(0), word(1), word(2))
@@ -120,7 +122,7 @@ mod tests {
     fn illegal_access_of_a_kernel_is_an_error() {
         let heap = Heap::new(1 << 16);
         let table = heap.allocate(64).unwrap();
-        // A record has more bytes, and none crosses the end of the address space.
+        // A job is longer than this table, and no job crosses the end of the address space.
         for table in [table, u64::MAX - 15] {
             let arguments = [table.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec()];
             let launch = Launch { blocks: 1, threads: 1, arguments: &arguments, heap: &heap };

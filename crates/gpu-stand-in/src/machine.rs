@@ -1,7 +1,7 @@
-//! The machine: devices with memory, and the objects of handles.
+//! The machine: its devices and their memory, and the objects that handles identify.
 //!
-//! This is the whole state of the libraries in a process. Handles are looked up in tables, so using a destroyed handle is an
-//! error and not a crash.
+//! This is the entire state of the libraries in a process. Handles are looked up in tables, so using a destroyed handle
+//! is an error and not a crash.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -19,17 +19,17 @@ pub struct Machine {
 }
 
 pub struct Device {
-    /// The number of the device in the machine.
+    /// The index of the device in the machine.
     pub number: usize,
     pub heap: Heap,
-    /// True if work has used invalid memory. As in CUDA, nothing runs after that.
+    /// True after work has accessed invalid memory. As in CUDA, no work runs after that.
     pub faulted: AtomicBool,
 }
 
 #[derive(Default)]
 pub struct Tables {
     last: usize,
-    /// Streams by handle. The handle of a default stream is its device.
+    /// The streams, by handle. The key of a default stream is the index of its device.
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,
@@ -56,7 +56,7 @@ impl Machine {
         })
     }
 
-    /// Returns the machine, if it was started.
+    /// Returns the machine if it has been started.
     pub fn get() -> Option<&'static Self> {
         MACHINE.get()
     }
@@ -101,7 +101,7 @@ impl Device {
 }
 
 impl Tables {
-    /// Returns a handle that no other object has or had.
+    /// Returns a handle that no other object has or has had.
     pub fn handle(&mut self) -> usize {
         self.last += 16;
         0x10_0000 + self.last

@@ -1,13 +1,13 @@
-//! The memory of one device, in bytes.
+//! The memory of one device. Unit: bytes.
 //!
-//! Programs see addresses that cannot be read, and the stand-in has the bytes at another address. So a program that uses a
-//! device address as a host address crashes at once.
+//! The addresses that programs see cannot be read; the stand-in keeps the bytes at other addresses. Therefore a program
+//! that uses a device address as a host address crashes immediately.
 
 use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// The byte that fills memory before it is written and after it is freed.
+/// The byte with which memory is filled before it is written, and after it is freed.
 const POISON: u8 = 0xA5;
 /// The alignment of CUDA's allocations.
 const ALIGNMENT: usize = 256;
@@ -15,7 +15,7 @@ const ALIGNMENT: usize = 256;
 pub struct Heap {
     /// The address that programs see.
     seen: usize,
-    /// The address of the bytes.
+    /// The address of the bytes in host memory.
     real: usize,
     size: usize,
     /// The lengths of allocations, by offset.
@@ -28,12 +28,12 @@ pub struct Heap {
 pub struct Allocation {
     /// The address that programs see.
     pub seen: u64,
-    /// The address of the bytes.
+    /// The address of the bytes in host memory.
     pub real: u64,
     pub bytes: u64,
 }
 
-/// The error if a range is not device memory. The reason is printed when the error is found.
+/// The error for a range that is not device memory. The reason is printed when the error is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Illegal;
 
@@ -47,7 +47,7 @@ impl Heap {
         }
     }
 
-    /// Allocates memory, and returns its address if there is enough space.
+    /// Allocates memory. Returns its address, or `None` if there is not enough space.
     pub fn allocate(&self, bytes: usize) -> Option<u64> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = 0;
@@ -77,7 +77,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Returns the address of the bytes of a range, if it is in one allocation.
+    /// Returns the host address of the bytes of a range. Fails if the range is not inside one allocation.
     pub fn locate(&self, address: u64, bytes: usize) -> Result<*mut u8, Illegal> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let offset = usize::try_from(address).unwrap_or(usize::MAX).wrapping_sub(self.seen);
@@ -105,7 +105,7 @@ impl Heap {
         used.iter().map(allocation).collect()
     }
 
-    /// Returns whether an address belongs to this device, allocated or not.
+    /// Returns whether an address belongs to this device, whether it is allocated or not.
     pub fn has(&self, address: u64) -> bool {
         usize::try_from(address).is_ok_and(|address| (self.seen..self.seen + self.size).contains(&address))
     }

@@ -1,5 +1,5 @@
-//! `libnvrtc`: the functions that `dtshard` uses, as `nvrtc.h` declares them. The [kernels](crate::kernels) are already
-//! compiled, so the generated PTX has only the names of the kernels in the source.
+//! `libnvrtc`: the functions that `dtshard` uses, as `nvrtc.h` declares them. The [kernels](crate::kernels) are
+//! compiled already, so the generated PTX contains only the names of the kernels in the source.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::ptr;
@@ -20,7 +20,7 @@ impl Code {
 
 type Answer<T = ()> = Result<T, Code>;
 
-/// The program that a handle points to.
+/// The program to which a handle points.
 struct Program {
     text: String,
     ptx: CString,
@@ -115,7 +115,7 @@ entries! {
         let place = unsafe { handle.as_mut() }.ok_or(Code::INVALID_PROGRAM)?;
         let program: *mut Program = known(*place)?;
         *place = ptr::null_mut();
-        // SAFETY: `nvrtcCreateProgram` created it, and its only handle is gone.
+        // SAFETY: `nvrtcCreateProgram` created it, and its only handle was set to null.
         drop(unsafe { Box::from_raw(program) });
         Ok(())
     }

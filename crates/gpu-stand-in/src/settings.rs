@@ -1,4 +1,4 @@
-//! Settings of the imitated machine: environment variables, which are read once.
+//! Settings of the imitated machine, from environment variables that are read once.
 
 use std::env;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use crate::fault::{self, Planned};
 /// The settings of the imitated machine.
 #[derive(Debug)]
 pub struct Settings {
-    /// The visible devices, by their number in the machine. `GPU_STAND_IN_DEVICES` (default 1) is the number of devices, and
-    /// `CUDA_VISIBLE_DEVICES` lists the visible ones in order.
+    /// The visible devices, by their index in the machine. `GPU_STAND_IN_DEVICES` (default 1) is the number of devices,
+    /// and `CUDA_VISIBLE_DEVICES` lists the visible devices in order.
     pub devices: Vec<usize>,
-    /// The memory of each device in bytes: `GPU_STAND_IN_MEMORY_MIB` (default 1024).
+    /// The memory of each device, from `GPU_STAND_IN_MEMORY_MIB` (default 1024). Unit: bytes.
     pub memory: usize,
     /// The delay of each work item on a stream: `GPU_STAND_IN_DELAY_US` (default 200).
     pub delay: Duration,
@@ -24,9 +24,9 @@ pub struct Settings {
 /// The reaction of NCCL to a dead peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LostPeers {
-    /// An asynchronous error, as over a network.
+    /// NCCL reports an asynchronous error, as over a network.
     Error,
-    /// No error, as over NVLink and shared memory (`silent`).
+    /// NCCL reports no error (`silent`), as over NVLink and shared memory.
     Silent,
 }
 
@@ -54,7 +54,7 @@ fn number(name: &str, default: usize) -> usize {
     text.parse().unwrap_or_else(|_| panic!("{name} is {text}, which is not a number"))
 }
 
-/// Returns the devices up to the first invalid name, as CUDA reads the variable.
+/// Returns the devices in the list up to the first invalid name, as CUDA does.
 fn visible(physical: usize, names: Option<&str>) -> Vec<usize> {
     let Some(names) = names else { return (0..physical).collect() };
     names.split(',').map_while(|name| name.trim().parse().ok().filter(|device| *device < physical)).collect()

@@ -16,7 +16,7 @@ pub struct Stream {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Work>,
-    /// True if a work item was taken out and is running.
+    /// True while a work item that was taken from the queue is running.
     working: bool,
     closed: bool,
 }
@@ -54,7 +54,7 @@ impl Stream {
         drop(idle.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Lets the thread end when all queued work is done.
+    /// Makes the thread end after all queued work is done.
     pub fn close(&self) {
         self.queue().closed = true;
         self.changed.notify_all();
@@ -79,7 +79,7 @@ impl Queue {
     }
 }
 
-/// An event: counts how often it was recorded, and how many records its stream has passed.
+/// An event: counts how many times it was recorded, and how many of these records its stream has reached.
 #[derive(Default)]
 pub struct Event {
     counts: Mutex<Counts>,
@@ -107,7 +107,7 @@ impl Event {
         });
     }
 
-    /// Lets a stream wait for the latest record.
+    /// Makes a stream wait for the latest record of this event.
     pub fn hold(self: &Arc<Self>, stream: &Stream) {
         let (event, number) = (Arc::clone(self), self.counts().recorded);
         stream.push(move || event.wait_for(number));

@@ -1,8 +1,8 @@
-//! Messages on the sockets between two ranks: a header, followed by as many bytes as it names.
+//! Messages on the socket between two ranks: a header, followed by the number of bytes that the header states.
 
 use std::io::{self, Read, Write};
 
-/// The header of a message. The receiver knows which message it expects; any other one is an error of the program.
+/// The header of a message. The receiver knows which message it expects; any other message is an error of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     pub kind: Kind,
@@ -17,7 +17,7 @@ pub struct Head {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The acknowledgement that the receiver took a message.
+    /// The acknowledgement that the receiver has taken a message.
     Taken,
     Send,
     Broadcast,

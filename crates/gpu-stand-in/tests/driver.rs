@@ -1,4 +1,4 @@
-//! Tests of the driver part: valid calls work, and invalid calls are errors.
+//! Tests of the driver: valid calls work, and invalid calls are errors.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![allow(unsafe_code, reason = "this calls a C library")]
@@ -47,23 +47,23 @@ fn pinned() {
     let stream = Stream::new();
     let mut pinned = ptr::null_mut();
     assert_eq!(driver().cuMemHostAlloc(&raw mut pinned, 16, 0), 0);
-    // SAFETY: it has 16 bytes.
+    // SAFETY: `pinned` has 16 bytes.
     unsafe { pinned.write_bytes(1, 16) };
     let (late, mut data) = (Buffer::new(16), vec![1; 16]);
     let early = Buffer::of(&data, &stream);
     assert_eq!(driver().cuMemcpyHtoDAsync_v2(late.address, pinned, 16, stream.0), 0);
     data.fill(2);
-    // SAFETY: it has 16 bytes; this test is about the stream reading it later.
+    // SAFETY: `pinned` has 16 bytes. This test checks that the stream reads them later.
     unsafe { pinned.write_bytes(2, 16) };
     assert_eq!(driver().cuStreamQuery(stream.0), NOT_READY);
     assert_eq!((early.read(&stream), late.read(&stream)), (vec![1; 16], vec![2; 16]));
 
     assert_eq!(driver().cuMemcpyDtoHAsync_v2(pinned, early.address, 16, stream.0), 0);
-    // SAFETY: it has 16 bytes.
+    // SAFETY: `pinned` has 16 bytes.
     let seen = unsafe { slice::from_raw_parts(pinned, 16) }.to_vec();
     assert_eq!(seen, [2; 16], "the stream reads pinned memory late");
     assert_eq!(stream.synchronize(), 0);
-    // SAFETY: it has 16 bytes.
+    // SAFETY: `pinned` has 16 bytes.
     assert_eq!(unsafe { slice::from_raw_parts(pinned, 16) }, [1; 16]);
     assert_eq!(driver().cuMemFreeHost(pinned), 0);
 }
@@ -86,7 +86,7 @@ fn use_after_free_faults_the_device() {
     assert!(passes_early("freed"));
 }
 
-/// In a process of its own, because nothing works after a fault, as with CUDA.
+/// Runs in its own process, because nothing works after a fault, as with CUDA.
 #[test]
 #[ignore = "a process of a test"]
 fn freed() {
@@ -103,7 +103,7 @@ fn freed() {
     assert_eq!(driver().cuMemAlloc_v2(&mut 0, 8), ILLEGAL_ADDRESS);
 }
 
-/// The box [1..3, 2..5, 1..3] of an array of (4, 6, 4) elements of two bytes.
+/// Copies the box [1..3, 2..5, 1..3] of an array of (4, 6, 4) elements of two bytes.
 #[test]
 fn memcpy_3d_copies_strided_boxes() {
     device();

@@ -1,4 +1,4 @@
-//! Tests of the NCCL part through nccl-rs: several processes with a device each.
+//! Tests of the NCCL functions through nccl-rs, with several processes that have one device each.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![allow(unsafe_code, reason = "this calls a C library")]
@@ -20,7 +20,7 @@ fn patient() -> Wait {
     Wait::up_to(Duration::from_secs(30))
 }
 
-/// Returns the error of queueing operations, or waits for the asynchronous error.
+/// Returns the error of queueing operations. If queueing succeeded, waits for the asynchronous error.
 fn error(communicator: &Communicator, queued: nccl::Result<()>) -> Error {
     let begin = Instant::now();
     let mut status = queued;

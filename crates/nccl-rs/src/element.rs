@@ -4,7 +4,7 @@ use crate::raw::{ncclDataType_t, ncclRedOp_t};
 
 /// The type of elements: `ncclDataType_t`, complete as of NCCL 2.30.
 ///
-/// Only reductions depend on it. Data of any other type can be sent as [`DataType::Uint8`].
+/// Only reductions depend on the type. Data of a type that is not in this list can be sent as [`DataType::Uint8`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DataType {
@@ -28,9 +28,9 @@ pub enum DataType {
     Float64,
     /// `ncclBfloat16`
     Bfloat16,
-    /// `ncclFloat8e4m3`, since NCCL 2.24; reduced on devices of compute capability 9.0 and above.
+    /// `ncclFloat8e4m3`, since NCCL 2.24. Reductions need a device of compute capability 9.0 or above.
     Float8e4m3,
-    /// `ncclFloat8e5m2`, since NCCL 2.24; reduced on devices of compute capability 9.0 and above.
+    /// `ncclFloat8e5m2`, since NCCL 2.24. Reductions need a device of compute capability 9.0 or above.
     Float8e5m2,
 }
 
@@ -90,8 +90,8 @@ impl DataType {
 
 /// A reduction of the elements of all ranks: the built-in values of `ncclRedOp_t`.
 ///
-/// Sums and products of floats depend on the order of ranks, and narrow dtypes are rounded at every step. So all ranks get
-/// the same result, but another machine or algorithm may give a different one.
+/// Sums and products of floats depend on the order of the ranks, and narrow dtypes are rounded at every step. All ranks
+/// get the same result, but another machine or another algorithm may give a different result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RedOp {
@@ -103,7 +103,7 @@ pub enum RedOp {
     Max,
     /// `ncclMin`
     Min,
-    /// `ncclAvg`: the sum divided by the number of ranks; integers are truncated.
+    /// `ncclAvg`: the sum divided by the number of ranks. Averages of integers are truncated.
     Avg,
 }
 

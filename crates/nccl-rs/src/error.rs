@@ -1,4 +1,4 @@
-//! The error type. A message names the NCCL function and has NCCL's text for the error.
+//! The error type. A message names the NCCL function, and contains NCCL's text for the error.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -8,18 +8,18 @@ use crate::raw::ncclResult_t;
 /// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of NCCL, or of loading it.
+/// An error of NCCL, or an error of loading NCCL.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No library could be opened.
     #[error("NCCL cannot be loaded: {}", tried.join("; "))]
     Load {
-        /// The name of each file that was tried, with the reason why it could not be loaded, in that order.
+        /// The files that were tried, in this order: the name of each file, and why it could not be loaded.
         tried: Vec<String>,
     },
 
-    /// The library has no such function: it is too old, or is not NCCL.
+    /// The library does not have the function, because it is too old or is not NCCL.
     #[error("{library} has no {symbol}")]
     Missing {
         /// The file name that was given.
@@ -28,7 +28,8 @@ pub enum Error {
         symbol: &'static str,
     },
 
-    /// A function of NCCL failed. With a non-blocking communicator, this can happen after the call, while waiting for it.
+    /// A function of NCCL failed. With a non-blocking communicator, the error may be reported after the call, during a
+    /// wait.
     #[error("{function}: {text} ({code:?}){}", detail(last.as_deref()))]
     Call {
         /// The function of `nccl.h`.
@@ -37,11 +38,12 @@ pub enum Error {
         code: ncclResult_t,
         /// The text for the code, from `ncclGetErrorString`.
         text: String,
-        /// The last warning that NCCL logged in this process, if there is one, from `ncclGetLastError`. It is mostly the cause.
+        /// The last warning that NCCL logged in this process (`ncclGetLastError`), if there is one. It is usually the
+        /// cause.
         last: Option<String>,
     },
 
-    /// A function was not done within the limit. The communicator is aborted.
+    /// A function was not completed within the limit. The communicator is aborted.
     #[error("{function} is not done after {:.1} s; check that all ranks run", limit.as_secs_f64())]
     Late {
         /// The function of `nccl.h`.
@@ -50,7 +52,7 @@ pub enum Error {
         limit: Duration,
     },
 
-    /// The watch of the [`Wait`](crate::Wait) stopped waiting. The communicator is aborted.
+    /// The watch of the [`Wait`](crate::Wait) ended the wait. The communicator is aborted.
     #[error("{function} was stopped: {why}")]
     GivenUp {
         /// The function of `nccl.h`.

@@ -1,13 +1,14 @@
 //! NCCL, loaded at run time.
 //!
-//! A program that can use GPUs also runs on machines without one. So nothing is linked: [`Library::load`] opens NCCL at run
-//! time, and returns an [`Error`] with the file names that were tried if there is no NCCL. Nothing panics, and there is no
-//! cost before the first call.
+//! A program that can use GPUs also runs on machines without GPUs. Therefore nothing is linked: [`Library::load`] opens
+//! NCCL at run time. If there is no NCCL, it returns an [`Error`] with the file names that were tried. Nothing panics,
+//! and there is no cost before the first call.
 //!
-//! If a peer never joins a collective, NCCL waits forever. So every [`Communicator`] is non-blocking: it is polled up to the
-//! limit of its [`Wait`], whose watch may stop it earlier, and it is aborted if that fails.
+//! If a peer never joins a collective, NCCL waits forever. Therefore every [`Communicator`] is non-blocking. A call
+//! polls the communicator up to the limit of its [`Wait`], and the watch of the [`Wait`] may end the wait earlier. If a
+//! call is not completed, the communicator is aborted.
 //!
-//! There are three layers, each usable by itself:
+//! There are three layers. Each can be used without the layers after it:
 //!
 //! | layer | contents | guarantees |
 //! |---|---|---|
@@ -15,8 +16,8 @@
 //! | [`result`] | one method for each function, with NCCL's error text | every return code is checked |
 //! | [`safe`], re-exported here | [`Library`], [`UniqueId`], [`Communicator`], [`Group`] | sizes and ranks are checked, nothing leaks |
 //!
-//! **Units.** Buffer lengths are in bytes. NCCL counts elements; the safe layer divides by [`DataType::size`], and returns
-//! an error if a buffer is not a whole number of elements.
+//! **Units.** Buffer lengths are in bytes. NCCL counts elements, so the safe layer divides by [`DataType::size`]. It
+//! returns an error if a buffer is not a whole number of elements.
 //!
 //! **CUDA** is not included: the caller implements [`DeviceBuffer`] and [`DeviceStream`] with any CUDA binding.
 //!

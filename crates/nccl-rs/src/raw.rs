@@ -1,14 +1,14 @@
 //! The declarations of `nccl.h`: types, constants, and a table of function pointers.
 //!
-//! Codes are integers and not enums: a newer NCCL may return values that this crate does not know, and an enum with such a
-//! value would be undefined behaviour. Names are those of the header.
+//! Codes are integers and not enums. A newer NCCL may return values that this crate does not know, and an enum with
+//! such a value would be undefined behaviour. Names are the names in the header.
 
 #![allow(non_camel_case_types, non_snake_case, non_upper_case_globals, reason = "the names of nccl.h")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::{fmt, ptr};
 
-/// The return code of functions. It is transparent over the C enum, so codes without a name are valid, too.
+/// The return code of functions. It has the layout of the C enum, and values without a name are valid.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct ncclResult_t(pub c_uint);
@@ -21,7 +21,7 @@ macro_rules! results {
         )*
 
         impl fmt::Debug for ncclResult_t {
-            /// The name in `nccl.h`, or the number.
+            /// Formats the name in `nccl.h`, or the number if there is no name.
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match *self {
                     $($name => f.write_str(stringify!($name)),)*
@@ -59,7 +59,8 @@ pub type cudaStream_t = *mut c_void;
 /// The size of a [`ncclUniqueId`] in bytes.
 pub const NCCL_UNIQUE_ID_BYTES: usize = 128;
 
-/// The id that the ranks of one communicator share: the address and token by which they find each other.
+/// The id that the ranks of one communicator share. It contains the address and the token by which the ranks find each
+/// other.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ncclUniqueId {
@@ -67,7 +68,7 @@ pub struct ncclUniqueId {
     pub internal: [c_char; NCCL_UNIQUE_ID_BYTES],
 }
 
-/// `NCCL_CONFIG_UNDEF_INT`: the value of an option that NCCL chooses.
+/// `NCCL_CONFIG_UNDEF_INT`: the value of an option that NCCL is to choose.
 pub const NCCL_CONFIG_UNDEF_INT: c_int = c_int::MIN;
 
 /// `NCCL_API_MAGIC`.
@@ -75,8 +76,8 @@ pub const NCCL_API_MAGIC: c_uint = 0xcafe_beef;
 
 /// Options of a communicator, as of NCCL 2.18.
 ///
-/// Later versions append options. `size` and `version` describe which options exist: a newer NCCL uses defaults for the
-/// missing ones, and an older NCCL reads the options that it knows (`parseCommConfig` in `src/init.cc`).
+/// Later versions append options. `size` and `version` show which options this struct has. A newer NCCL uses defaults
+/// for the missing options, and an older NCCL reads the options that it knows (`parseCommConfig` in `src/init.cc`).
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ncclConfig_t {
@@ -86,7 +87,7 @@ pub struct ncclConfig_t {
     pub magic: c_uint,
     /// The version of NCCL that declares this struct.
     pub version: c_uint,
-    /// 0: calls return `ncclInProgress` instead of waiting.
+    /// If 0, calls return `ncclInProgress` instead of waiting.
     pub blocking: c_int,
     /// The number of blocks of a cluster.
     pub cgaClusterSize: c_int,
@@ -94,9 +95,9 @@ pub struct ncclConfig_t {
     pub minCTAs: c_int,
     /// The maximum number of blocks of a kernel.
     pub maxCTAs: c_int,
-    /// The name of the network module; NCCL chooses if it is null.
+    /// The name of the network module. If it is null, NCCL chooses a module.
     pub netName: *const c_char,
-    /// 1: communicators that are split off share resources.
+    /// If 1, communicators that are split off this one share its resources.
     pub splitShare: c_int,
 }
 
@@ -117,7 +118,7 @@ impl ncclConfig_t {
 
 macro_rules! table {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
-        /// The functions of NCCL that this crate uses. A function that the library does not have is `None`.
+        /// The functions of NCCL that this crate uses. A field is `None` if the library does not have the function.
         #[derive(Clone, Copy, Debug)]
         pub struct Table {
             $(
@@ -131,8 +132,8 @@ macro_rules! table {
             ///
             /// # Safety
             ///
-            /// A symbol with one of these names in the library must be the function that `nccl.h` declares. The library must
-            /// stay loaded as long as any of the functions may be called.
+            /// A symbol with one of these names in the library must be the function that `nccl.h` declares. The library
+            /// must stay loaded as long as any of the functions may be called.
             #[must_use]
             pub unsafe fn of(library: &libloading::Library) -> Self {
                 Self {

@@ -1,7 +1,8 @@
 //! The functions of NCCL as methods that return a [`Result`] with NCCL's error text.
 //!
-//! Handles and addresses are raw, and counts are elements, as in `nccl.h`. If the library has no such function, the call
-//! returns [`Error::Missing`]. So a program works with older versions if it does not call newer functions.
+//! Handles and addresses are raw, and counts are in elements, as in `nccl.h`. If the library does not have a function,
+//! the call returns [`Error::Missing`]. Therefore a program works with older versions if it does not call newer
+//! functions.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -30,7 +31,7 @@ pub enum Progress {
 pub struct Nccl {
     name: String,
     table: Table,
-    /// The library is never unloaded, because NCCL has threads that outlive communicators.
+    /// The library. It is never unloaded, because NCCL has threads that outlive communicators.
     _library: ManuallyDrop<Library>,
 }
 
@@ -38,8 +39,8 @@ pub struct Nccl {
 macro_rules! call {
     ($nccl:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let function = $nccl.table.$function.ok_or_else(|| $nccl.missing(stringify!($function)))?;
-        // SAFETY: the caller of `load` guarantees that the library is NCCL; the caller of the method guarantees the
-        // arguments, or they are values of this frame.
+        // SAFETY: the caller of `load` guarantees that the library is NCCL. The arguments are guaranteed by the caller
+        // of the method, or they are values of this frame.
         let result = unsafe { function($($argument),*) };
         $nccl.progress(stringify!($function), result)
     }};
@@ -48,15 +49,16 @@ macro_rules! call {
 impl Nccl {
     /// Opens the first of these libraries that can be opened and has `ncclGetVersion`.
     ///
-    /// A name without a slash is searched as `dlopen` does: in `LD_LIBRARY_PATH`, then in the system's library folders.
+    /// A name without a slash is searched as by `dlopen`: in `LD_LIBRARY_PATH`, and then in the library folders of the
+    /// system.
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Load`] with the reason for each name.
+    /// Returns [`Error::Load`] with the reason for each name that could not be opened.
     ///
     /// # Safety
     ///
-    /// A file with one of the names must be NCCL, or follow the declarations of `nccl.h`, because its code is run.
+    /// Each file with one of these names must be NCCL, or follow the declarations of `nccl.h`, because its code is run.
     pub unsafe fn load<N: AsRef<OsStr>>(names: &[N]) -> Result<Self> {
         let mut tried = Vec::new();
         for name in names {
@@ -70,6 +72,8 @@ impl Nccl {
         Err(Error::Load { tried })
     }
 
+    /// Opens one library and finds its functions.
+    ///
     /// # Safety
     ///
     /// The conditions of [`Self::load`] hold.
@@ -77,7 +81,7 @@ impl Nccl {
         let shown = name.to_string_lossy().into_owned();
         // SAFETY: the caller guarantees that the library is NCCL; loading it runs its initialisers.
         let library = unsafe { Library::new(name) }.map_err(|error| {
-            // The message of dlopen is the source of the error, and mostly begins with the name.
+            // The message of dlopen is the source of the error. It usually begins with the file name.
             let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
             if why.starts_with(&shown) { why } else { format!("{shown}: {why}") }
         })?;
@@ -98,7 +102,8 @@ impl Nccl {
         &self.table
     }
 
-    /// Returns the text for a code (`ncclGetErrorString`), or its name in `nccl.h` if there is no such function.
+    /// Returns NCCL's text for a code (`ncclGetErrorString`). If the library does not have this function, returns the
+    /// name of the code in `nccl.h`.
     #[must_use]
     pub fn error_string(&self, code: ncclResult_t) -> String {
         // SAFETY: the function takes any value, and returns null or a constant string.
@@ -106,14 +111,15 @@ impl Nccl {
         text.unwrap_or_else(|| format!("{code:?}"))
     }
 
-    /// Returns the last warning that NCCL logged in this process (`ncclGetLastError`). It may be about something else.
+    /// Returns the last warning that NCCL logged in this process (`ncclGetLastError`). The warning may be about another
+    /// call.
     #[must_use]
     pub fn last_error(&self) -> Option<String> {
         // SAFETY: the function ignores the communicator, and returns null or a buffer that is never freed.
         self.table.ncclGetLastError.and_then(|function| unsafe { text(function(ptr::null_mut())) })
     }
 
-    /// Returns the error of a function that returned this code, with NCCL's text.
+    /// Returns the error for a function that returned this code, with NCCL's text.
     #[must_use]
     pub fn error(&self, function: &'static str, code: ncclResult_t) -> Error {
         Error::Call { function, code, text: self.error_string(code), last: self.last_error() }
@@ -138,21 +144,22 @@ impl Nccl {
         Ok(Version::from_code(code.try_into().unwrap_or_default()))
     }
 
-    /// Creates a unique id (`ncclGetUniqueId`), and opens a port of this process, to which the ranks of one communicator
-    /// connect.
+    /// Creates a unique id (`ncclGetUniqueId`). This opens a port of this process, to which the ranks of one
+    /// communicator connect.
     pub fn unique_id(&self) -> Result<ncclUniqueId> {
         let mut id = ncclUniqueId { internal: [0; NCCL_UNIQUE_ID_BYTES] };
         let _ = call!(self, ncclGetUniqueId(&raw mut id))?;
         Ok(id)
     }
 
-    /// Creates the communicator of a rank (`ncclCommInitRankConfig`), on the CUDA device that is current in this thread.
+    /// Creates the communicator of a rank (`ncclCommInitRankConfig`), on the CUDA device that is current in this
+    /// thread.
     ///
-    /// While it is in progress, a communicator may only be polled or aborted.
+    /// While the creation is in progress, the communicator may only be polled or aborted.
     ///
     /// # Safety
     ///
-    /// Pointers in `config` are null or strings.
+    /// Each pointer in `config` is null or points to a string.
     pub unsafe fn comm_init_rank_config(
         &self,
         ranks: c_int,
@@ -169,14 +176,15 @@ impl Nccl {
         Ok((comm, begun?))
     }
 
-    /// Returns the progress of `function`, which was started before (`ncclCommGetAsyncError`). Also returns errors of the
-    /// network.
+    /// Returns the progress of `function`, which was started before (`ncclCommGetAsyncError`). Network errors are
+    /// returned as well.
     ///
     /// An error names `function`.
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library that is not destroyed or aborted, and no other thread uses it meanwhile.
+    /// `comm` is a communicator of this library, which is neither destroyed nor aborted. No other thread uses it at the
+    /// same time.
     pub unsafe fn comm_get_async_error(&self, comm: ncclComm_t, function: &'static str) -> Result<Progress> {
         let mut code = raw::ncclSuccess;
         let _ = call!(self, ncclCommGetAsyncError(comm, &raw mut code))?;
@@ -216,7 +224,7 @@ impl Nccl {
         Ok(device)
     }
 
-    /// Flushes the queued operations (`ncclCommFinalize`). When that is done, the communicator may be destroyed.
+    /// Completes the queued operations (`ncclCommFinalize`). After that, the communicator may be destroyed.
     ///
     /// # Safety
     ///
@@ -253,12 +261,13 @@ impl Nccl {
         call!(self, ncclGroupEnd())
     }
 
-    /// Sends `count` elements to the rank `peer`, which receives as many of the same type (`ncclSend`).
+    /// Sends `count` elements to the rank `peer`, which must receive the same number of elements of the same type
+    /// (`ncclSend`).
     ///
     /// # Safety
     ///
-    /// The conditions of [`Self::comm_get_async_error`] hold. The buffer has `count` elements, in memory that the device of
-    /// the communicator can access until the work on the stream is done. The stream is a stream of that device.
+    /// The conditions of [`Self::comm_get_async_error`] hold. The buffer contains `count` elements. The device of the
+    /// communicator can access this memory until the work on the stream is done. The stream is a stream of that device.
     pub unsafe fn send(
         &self,
         buffer: *const c_void,
@@ -271,7 +280,8 @@ impl Nccl {
         call!(self, ncclSend(buffer, count, datatype, peer, comm, stream))
     }
 
-    /// Receives `count` elements from the rank `peer`, which sends as many of the same type (`ncclRecv`).
+    /// Receives `count` elements from the rank `peer`, which must send the same number of elements of the same type
+    /// (`ncclRecv`).
     ///
     /// # Safety
     ///
@@ -288,7 +298,8 @@ impl Nccl {
         call!(self, ncclRecv(buffer, count, datatype, peer, comm, stream))
     }
 
-    /// Copies `count` elements of `root` to all ranks (`ncclBroadcast`), in place if both addresses are equal.
+    /// Copies `count` elements of `root` to all ranks (`ncclBroadcast`). The operation is in place if both addresses
+    /// are equal.
     ///
     /// # Safety
     ///
@@ -307,11 +318,12 @@ impl Nccl {
         call!(self, ncclBroadcast(send, recv, count, datatype, root, comm, stream))
     }
 
-    /// Reduces `count` elements over all ranks, to rank `root` (`ncclReduce`). NCCL ignores `recv` of other ranks.
+    /// Reduces `count` elements over all ranks. The rank `root` gets the result (`ncclReduce`). NCCL ignores `recv` on
+    /// other ranks.
     ///
     /// # Safety
     ///
-    /// The conditions of [`Self::send`] hold for both buffers; only the root has `recv`.
+    /// The conditions of [`Self::send`] hold for both buffers. Only the root needs `recv`.
     #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn reduce(
         &self,
@@ -327,7 +339,7 @@ impl Nccl {
         call!(self, ncclReduce(send, recv, count, datatype, op, root, comm, stream))
     }
 
-    /// Gathers `count` elements of each rank, in the order of ranks, to all ranks (`ncclAllGather`).
+    /// Gathers `count` elements of each rank, in rank order. All ranks get the result (`ncclAllGather`).
     ///
     /// # Safety
     ///
@@ -344,7 +356,8 @@ impl Nccl {
         call!(self, ncclAllGather(send, recv, count, datatype, comm, stream))
     }
 
-    /// Reduces `count` elements over all ranks, to all ranks (`ncclAllReduce`), in place if both addresses are equal.
+    /// Reduces `count` elements over all ranks. All ranks get the result (`ncclAllReduce`). The operation is in place
+    /// if both addresses are equal.
     ///
     /// # Safety
     ///
@@ -363,8 +376,8 @@ impl Nccl {
         call!(self, ncclAllReduce(send, recv, count, datatype, op, comm, stream))
     }
 
-    /// Reduces `count` elements for each rank over all ranks, and gives rank r the r-th `count` elements
-    /// (`ncclReduceScatter`).
+    /// Reduces `ranks * count` elements over all ranks, in `ranks` parts of `count` elements. Rank r gets part r of the
+    /// result (`ncclReduceScatter`).
     ///
     /// # Safety
     ///
@@ -384,11 +397,11 @@ impl Nccl {
     }
 }
 
-/// Copies a C string that another thread may change, up to the size of NCCL's buffer.
+/// Copies a C string that another thread may change at the same time. Reads at most the size of NCCL's buffer.
 ///
 /// # Safety
 ///
-/// `text` is null, or one of the first [`LONGEST`] bytes that it points to is 0.
+/// `text` is null, or one of the first [`LONGEST`] bytes at `text` is 0.
 unsafe fn text(text: *const c_char) -> Option<String> {
     /// The size of `ncclLastError` in `src/debug.cc` of NCCL.
     const LONGEST: usize = 1024;

@@ -1,4 +1,4 @@
-//! Versions of NCCL: `NCCL_VERSION_CODE`, whose encoding changed with NCCL 2.9.
+//! Versions of NCCL, as `NCCL_VERSION_CODE`. The encoding of the code changed with NCCL 2.9.
 
 use std::fmt;
 
@@ -19,10 +19,11 @@ impl Version {
         self.0
     }
 
-    /// Returns major, minor and patch, the arguments of `NCCL_VERSION(X, Y, Z)`.
+    /// Returns the major, minor and patch numbers: the arguments of `NCCL_VERSION(X, Y, Z)`.
     #[must_use]
     pub const fn parts(self) -> (u32, u32, u32) {
-        // Up to 2.8 the major number counts thousands: 2.8.4 is 2804, and 2.9.6 is 20906.
+        // Up to NCCL 2.8, the code is 1000 times the major number plus the rest: 2.8.4 is 2804. Since 2.9 the factor is
+        // 10,000: 2.9.6 is 20906.
         let major = if self.0 < 10_000 { 1000 } else { 10_000 };
         (self.0 / major, self.0 % major / 100, self.0 % 100)
     }

@@ -1,7 +1,7 @@
-//! Tests that every communicator must pass, independent of its memory and its network.
+//! Tests that every communicator must pass, whatever its memory and its network are.
 //!
-//! A [`Fleet`] creates the ranks; each case runs one thread per rank, for the ranks in this process. No case waits
-//! longer than [`PATIENCE`].
+//! A [`Fleet`] creates the ranks. Each case runs one thread for each rank of this process. No case takes longer than
+//! [`PATIENCE`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,23 +12,23 @@ use std::time::{Duration, Instant};
 use crate::comm::{Communicator, Traffic};
 use crate::error::{CommError, Error, Result, Stopped};
 
-/// Ranks of one kind, and access to their memory for tests.
+/// Creates the ranks of one communicator, and accesses their memory for tests.
 pub(crate) trait Fleet: Send + Sync + 'static {
     type Rank: Communicator + Send + 'static;
 
-    /// Called in the thread of each rank, on all ranks at the same time.
+    /// Creates a rank. Called in the thread of the rank, on all ranks at the same time.
     fn rank(&self, rank: u32, size: u32) -> Self::Rank;
 
     fn memory(&self, rank: &Self::Rank, bytes: &[u8]) -> <Self::Rank as Communicator>::Memory;
 
     fn bytes(&self, rank: &Self::Rank, memory: &<Self::Rank as Communicator>::Memory) -> Vec<u8>;
 
-    /// Returns which of `size` ranks this process runs. Called at the beginning of each case.
+    /// Returns the ranks that this process runs if there are `size` ranks. Called at the beginning of each case.
     fn ranks(&self, size: u32) -> Vec<u32> {
         (0..size).collect()
     }
 
-    /// Adds the outcomes of ranks that other processes run.
+    /// Combines the outcomes of this process's ranks with the outcomes of other processes' ranks.
     fn share(&self, outcomes: Vec<Option<String>>) -> Vec<Option<String>> {
         outcomes
     }
@@ -47,7 +47,7 @@ pub(crate) fn conforms<F: Fleet>(fleet: F) {
     conform_all(&Arc::new(fleet));
 }
 
-/// Runs [`conforms`] for a fleet that is used afterwards.
+/// Runs all tests of [`conforms`], and keeps the fleet for later use.
 pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     for size in [1, 2, 5] {
         exchanges_in_order(fleet, size);
@@ -117,7 +117,7 @@ pub(crate) fn run<F: Fleet, T: Send + 'static>(
     results
 }
 
-/// Runs a closure as [`run`] does, with the results of the ranks of all processes.
+/// Runs a closure as [`run`] does, and returns the results of the ranks of all processes.
 fn outcomes<F: Fleet>(
     fleet: &Arc<F>,
     size: u32,
@@ -139,14 +139,14 @@ fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + 
 /// Returns bytes that identify the sender, the receiver and the round.
 fn bytes_of(from: u32, to: u32, round: usize, length: usize) -> Vec<u8> {
     let first = from as usize * 83 + to as usize * 31 + round * 7;
-    // The period is prime, so bytes shifted by a round number do not match.
+    // The period is prime, so bytes that are shifted by the round number do not match.
     let pattern: Vec<u8> = (0..251).map(|at| u8::try_from((first + at) % 256).unwrap()).collect();
     let mut bytes = pattern.repeat(length.div_ceil(pattern.len()));
     bytes.truncate(length);
     bytes
 }
 
-/// Returns consecutive ranges with a gap between them, as in a buffer.
+/// Returns consecutive ranges with gaps between them, as in a buffer with alignment.
 fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     let mut end = 3;
     let ranges = lengths.iter().map(|length| {
@@ -157,8 +157,8 @@ fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     (ranges.collect(), end)
 }
 
-/// Runs one all-to-all with lengths from `length(from, to)`; checks all received bytes, and that no other bytes
-/// changed.
+/// Runs one all-to-all, in which rank `from` sends `length(from, to)` bytes to rank `to`. Checks all received bytes,
+/// and that no other bytes have changed.
 fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl Fn(u32, u32) -> usize) -> Result<()> {
     let (this, size) = (rank.rank(), rank.size());
     let length = |from, to| if from == to { 0 } else { length(from, to) };
@@ -180,7 +180,7 @@ fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl
 fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
         for round in 0..30 {
-            // Uneven lengths, with pairs that send nothing, and rounds in which some or all ranks send nothing.
+            // The lengths differ. Some pairs of ranks send nothing, and in some rounds some or all ranks send nothing.
             let length = |from: u32, to: u32| match (from as usize * 5 + to as usize * 3 + round) % 4 {
                 0 => 0,
                 _ if round % 10 == 9 => 0,
@@ -191,7 +191,8 @@ fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Checks that sent and received tensor bytes are counted, without small messages; all-gathers are counted as a ring.
+/// Checks that the communicator counts the tensor bytes that it sends and receives, but not small messages, and that it
+/// counts an all-gather as a ring.
 fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
         let (this, size) = (rank.rank(), rank.size());
@@ -215,7 +216,7 @@ fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// More bytes than a socket buffer holds, in both directions at once.
+/// Sends more bytes than a socket buffer holds, in both directions at the same time.
 fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| {
         let length = |from: u32, to: u32| if (from, to) == (1, 0) { 1 } else { (9 << 20) + 4099 * from as usize + 1 };
@@ -224,8 +225,8 @@ fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     });
 }
 
-/// Runs one all-gather of these lengths; if `turned`, later ranks have earlier ranges. Checks all bytes, and that no
-/// other bytes changed.
+/// Runs one all-gather of these lengths. If `turned` is true, later ranks own earlier ranges. Checks all bytes, and
+/// that no other bytes have changed.
 fn all_gather_once<F: Fleet>(fleet: &F, rank: &F::Rank, turned: bool, lengths: &[usize]) -> Result<()> {
     let mut lengths = lengths.to_vec();
     if turned {
@@ -262,14 +263,14 @@ fn all_gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
         gather(&|_| 1000);
         gather(&|_| (1 << 20) + 1);
         for round in 0..size {
-            // Uneven lengths, some empty, and all bytes from one rank.
+            // The lengths differ, some are 0, and in one case all bytes are from one rank.
             gather(&|rank| (rank + round) % 3 * 1001);
             gather(&|rank| usize::from(rank == round) * ((3 << 20) + 17));
         }
     });
 }
 
-/// Equal lengths without gaps, as the shards of one tensor.
+/// Gathers equal lengths without gaps, as for the shards of one tensor.
 fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     const LENGTH: usize = 70_000;
     run_well(fleet, size, |fleet, rank| {
@@ -284,7 +285,7 @@ fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Far more bytes than a socket buffer holds, from all ranks at once.
+/// Gathers far more bytes than a socket buffer holds, from all ranks at the same time.
 fn all_gathers_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| all_gather_once(fleet, rank, false, &[9 << 20, 0, (20 << 20) + 4099]).unwrap());
 }
@@ -296,7 +297,7 @@ fn gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
             let expected: Vec<_> = (0..rank.size()).map(said).collect();
             assert!(rank.gather(&said(rank.rank())).unwrap() == expected);
         }
-        // A barrier: no rank passes before the last rank arrives.
+        // In a barrier, no rank continues before the last rank arrives.
         let begun = Instant::now();
         let late = Duration::from_millis(150);
         if rank.rank() + 1 == rank.size() {
@@ -313,7 +314,7 @@ fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
         rank.vote(Ok(())).unwrap();
         let last = rank.size() - 1;
         for words in ["no space", ""] {
-            // The first failing rank is named.
+            // The error names the first rank that failed.
             let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
             match rank.vote(mine).unwrap_err() {
                 Error::Comm(CommError { rank, detail, .. }) => {
@@ -365,7 +366,8 @@ enum End {
     Panicked,
 }
 
-/// One of three ranks ends after some rounds, while the others are in the next round.
+/// One of three ranks ends after some rounds, while the others are in the next round. Checks that the others get an
+/// error that names it.
 fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
     let case = format!("{operation:?}, rank {gone} {end:?}");
     let names_it = {
@@ -389,7 +391,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
                 thread::sleep(Duration::from_millis(20));
                 match end {
                     End::Dropped => {}
-                    // A message that looks like the message of a signal is an ordinary message.
+                    // A failure message with the words of a signal message is still an ordinary failure.
                     End::Failed => rank.fail(&Error::usage("stopped by TERM", "")),
                     End::Stopped => {
                         rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }));
@@ -436,7 +438,7 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     }
 }
 
-/// Rank 1 has more or fewer bytes than the other ranks expect.
+/// Rank 1 has more or fewer bytes than the other ranks expect. Checks that the all-gather fails.
 fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
         let results = outcomes(fleet, 3, move |fleet, rank| {

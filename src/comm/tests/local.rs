@@ -3,7 +3,7 @@ use std::sync::Mutex;
 use super::conformance::{Fleet, conforms};
 use crate::comm::Local;
 
-/// Fleets whose ranks are handed out one by one.
+/// Creates fleets of threads, and returns each rank to its thread.
 #[derive(Default)]
 pub(crate) struct Threads(Mutex<Vec<Option<Local>>>);
 

@@ -1,5 +1,5 @@
-//! MPI tests with a process for each rank. `ci/mpi` runs this test binary under mpirun; without a launcher these tests
-//! do nothing.
+//! MPI tests, with one process for each rank. `ci/mpi` runs this test binary under mpirun. Without a launcher, these
+//! tests do nothing.
 //!
 //! A process can initialise MPI only once, so one test runs all cases.
 
@@ -17,10 +17,10 @@ use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
 use crate::error::{Error, Stopped};
 use crate::launch::{launch, process_environment};
 
-/// An operation, and the rank that is killed while the other ranks are in it.
+/// The variable that selects an operation, and the rank that is killed while the other ranks are in this operation.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
 
-/// All processes of the world. Each case has its own tags.
+/// All processes of the MPI world. Each case has its own tags.
 struct Processes {
     world: Mpi,
     case: AtomicI32,
@@ -36,7 +36,7 @@ impl Processes {
         })
     }
 
-    /// Returns this process as a rank of a case, if it takes part.
+    /// Returns this process as a rank of a case, if the case has enough ranks.
     fn of_case(&self, size: u32) -> Option<Mpi> {
         self.ranks(size).pop().map(|rank| self.rank(rank, size))
     }
@@ -91,7 +91,7 @@ fn processes_conform() {
     stops_where_one_is_stopped(&processes);
     refuses_ranges_beyond_the_memory(&processes);
     let cases = conforms_counted(processes);
-    // Written at once, as all processes write to one terminal.
+    // The line is written in one call, because all processes write to one terminal.
     let line = format!("\nrank {rank} of {size} conforms: {cases} cases, by {}\n", Mpi::library());
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
@@ -130,7 +130,7 @@ fn names_a_rank_that_leaves_early(processes: &Processes) {
     }
 }
 
-/// A signal stops one rank while it waits for another rank. Both complete the operation, and all ranks stop after it.
+/// A signal stops one rank while it waits for another rank. Both ranks complete the operation, and then all ranks stop.
 fn stops_where_one_is_stopped(processes: &Processes) {
     for stopped in 0..3 {
         let Some(rank) = processes.of_case(3) else { continue };

@@ -1,4 +1,4 @@
-//! Bounds for the bytes that an exchange sends, computed element by element.
+//! Bounds for the number of bytes that an exchange sends, computed element by element.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -44,13 +44,14 @@ impl Case {
         lacking.sum()
     }
 
-    /// Returns the maximum number of bytes that are sent: each partial value once, and the result to each other rank.
+    /// Returns the maximum number of bytes that ranks may send: each partial value once, and the result once to each
+    /// other rank.
     pub(super) fn max_wire_bytes(&self, todos: &[Extents]) -> u64 {
         let of_tensor = |tensor: &Reserved| {
             let source = self.catalog.tensor(tensor.source);
             let whole = source.partial_values.as_ref().map(|partial_values| partial_values.reduction.full_reduction());
             let itemsize = tensor.dtype().itemsize();
-            // The ranks that need each element, by tile, share and element.
+            // The ranks that need each element, by tile, share and index of the element.
             let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
             for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.file_offset(index) else { continue };

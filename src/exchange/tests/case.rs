@@ -1,4 +1,4 @@
-//! A test checkpoint, and its conversion by one process and by an exchange of several ranks.
+//! A test checkpoint, converted by one process and by an exchange of several ranks.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -32,12 +32,13 @@ impl Case {
         Self::from_terms(specs, transpose, &term)
     }
 
-    /// Builds a case in which casts lose some elements.
+    /// Builds a case in which casts lose the values of some elements.
     pub(crate) fn lossy(specs: &[Spec], transpose: bool) -> Self {
         Self::from_elements(specs, transpose, &lossy_element)
     }
 
-    /// Builds a case in which `term` returns the elements of partial values, by dtype, index and number of the partial value.
+    /// Builds a case from a function `term`, which returns an element of a partial value for a dtype, an element index
+    /// and the index of the partial value.
     pub(super) fn from_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
         let plain = |dtype: Dtype, index| element(index, dtype.itemsize());
         Self::from_elements(specs, transpose, &|dtype, index, partial| {
@@ -45,7 +46,8 @@ impl Case {
         })
     }
 
-    /// Builds a case in which `value` returns all elements, by dtype, index and number of the partial value, if there is one.
+    /// Builds a case from a function `value`, which returns an element for a dtype, an element index and the index of
+    /// the partial value, if there are partial values.
     fn from_elements(specs: &[Spec], transpose: bool, value: &dyn Fn(Dtype, u64, Option<u64>) -> Vec<u8>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
@@ -62,7 +64,7 @@ impl Case {
                 let (_, one) = store_values(shape, *from_dtype, from, transpose, IoMode::Read, &path, &value);
                 let bytes = fs::read(&path).unwrap();
                 for (rank, mut chunk) in one.chunks.iter().enumerate() {
-                    // Each partial value is held by its own ranks.
+                    // Each partial value is stored by its own ranks.
                     let rank = rank * usize::try_from(count).unwrap() + usize::try_from(partial).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
                     if let FileLocation::Bytes { file, offset } = &mut chunk.location {
@@ -107,8 +109,8 @@ impl Case {
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
     }
 
-    /// Adds shares to the targets: sums of a part of the tensor with zeros elsewhere, single partial values, and values divided
-    /// by a number.
+    /// Adds shares to the targets: sums of a part of the tensor with zeros elsewhere, single partial values, and values
+    /// that are divided by a number.
     pub(crate) fn with_shares(mut self) -> Self {
         for tensor in &mut self.reservation.tensors {
             let source = &self.catalog.tensors[tensor.source.0 as usize];
@@ -164,7 +166,8 @@ impl Case {
         (self.read_output(&self.folder.path().join("exchanged"), &stats), loads[0].clone())
     }
 
-    /// Runs the exchange. Returns, for each rank, the loads that it plans for all ranks and its statistics, or its error.
+    /// Runs the exchange. Returns, for each rank, its statistics and the loads that it plans for all ranks, or its
+    /// error.
     pub(super) fn try_exchange<M: Means>(
         &self,
         means: &M,
@@ -198,7 +201,7 @@ impl Case {
                         let (log, options, stop) = (&log, &options(), &Stop::default());
                         let writing = WriteContext { reservation, folder, log, options, reporter: &Silent, stop };
                         let stats = exchange.run(rank, shuffle, writing)?;
-                        // If a rank left earlier, the others would fail.
+                        // If a rank left earlier, the other ranks would fail.
                         rank.barrier().unwrap();
                         if let Some(counted) = M::counted(&seat) {
                             let load = exchange.loads()[rank.rank() as usize];
@@ -218,7 +221,8 @@ impl Case {
         })
     }
 
-    /// Returns a topology with random file visibility, and the bytes that each rank writes, as [`split_output`] assigns them.
+    /// Returns a topology with random file visibility, and the bytes that each rank writes, assigned by
+    /// [`split_output`].
     pub(crate) fn topology(&self, ranks: u32, cuts: &[u64], seed: Option<u64>) -> (Topology, Vec<Extents>) {
         let visibility =
             seed.map_or(FileVisibility::Shared, |seed| random_visibility(self.files.ids().count(), ranks, seed));
@@ -231,7 +235,7 @@ impl Case {
         (topology, split_output(&self.reservation, cuts, ranks))
     }
 
-    /// Removes the output of an exchange, so that another one can run.
+    /// Deletes the output of an exchange, so that another exchange can run.
     pub(super) fn remove_exchanged(&self) {
         fs::remove_dir_all(self.folder.path().join("exchanged")).unwrap();
     }
@@ -261,7 +265,7 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// Splits each output file at these offsets, and assigns the parts to ranks in turn.
+/// Splits each output file at these offsets, and assigns the parts to the ranks in turn.
 pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {

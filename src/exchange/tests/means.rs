@@ -1,4 +1,4 @@
-//! The ways in which ranks exchange in tests, and counters of the bytes they move.
+//! The ways in which ranks exchange bytes in tests, and counters of these bytes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,23 +9,23 @@ use crate::exchange::{HostShuffle, Shuffle};
 
 /// A way in which ranks exchange bytes.
 pub(crate) trait Means: Sync {
-    /// The state that a rank needs.
+    /// The state that each rank needs.
     type Seat: Send;
     type Rank: Communicator;
 
-    /// Called in the thread of each rank, on all ranks at the same time.
+    /// Creates the state of a rank. Called in the thread of the rank, on all ranks at the same time.
     fn seat(&self, rank: Local) -> Self::Seat;
 
     fn rank(seat: &Self::Seat) -> &Self::Rank;
 
     fn shuffle(seat: &Self::Seat) -> impl Shuffle;
 
-    /// Returns the bytes that the rank has sent and received, if they are counted.
+    /// Returns the number of bytes that the rank has sent and received, if they are counted.
     fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
         None
     }
 
-    /// Leaves when all ranks are finished.
+    /// Leaves the run after all ranks have finished.
     fn leave(seat: Self::Seat);
 }
 
@@ -57,7 +57,7 @@ impl Means for Host {
     }
 }
 
-/// A rank that counts its bytes; bytes sent to all other ranks are counted once at the sender.
+/// A rank that counts its bytes. Bytes sent to all other ranks are counted once by the sender.
 pub(crate) struct Counted {
     rank: Local,
     sent: AtomicU64,

@@ -19,10 +19,11 @@ use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
-/// A tensor to convert: its shape, dtypes and layouts, and the number and reduction of its partial values, if it has any.
+/// A tensor to convert: its shape, its dtypes and its layouts in source and target, and the number and the reduction of
+/// its partial values, if it has partial values.
 pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, Option<(u64, ReduceOp)>);
 
-/// Returns an element of a partial value. The dtype can hold the sum of four of them.
+/// Returns an element of a partial value. The dtype can represent the sum of four such elements.
 fn term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     let number = u8::try_from((index * (partial + 1) + 5 * partial) % 63).unwrap();
     let float = (f32::from(number) * 0.37 - 9.0).to_le_bytes();
@@ -38,7 +39,7 @@ fn term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     }
 }
 
-/// Returns an element that a cast may lose: some are NaN or beyond the range of the target.
+/// Returns an element whose value a cast may lose: some elements are NaN or outside the range of the target dtype.
 fn lossy_element(dtype: Dtype, index: u64, partial: Option<u64>) -> Vec<u8> {
     let of_single = |single: f32| casting::cast(Dtype::F32, dtype, &single.to_le_bytes()).0;
     match (index % 13, partial) {
@@ -71,7 +72,7 @@ pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     })
 }
 
-/// Returns a reduction that the dtype can hold for all partial values.
+/// Returns a reduction whose result the dtype can represent for all partial values.
 fn op(dtype: Dtype) -> impl Strategy<Value = ReduceOp> {
     use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
     prop::sample::select(match dtype {
@@ -117,7 +118,7 @@ proptest! {
         match &topology.visibility {
             // Each byte is read once, on any rank.
             FileVisibility::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
-            // No rank receives bytes that it can read, or bytes twice.
+            // No rank receives bytes that it can read itself, and no rank receives bytes twice.
             FileVisibility::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
                 prop_assert_eq!(load.received(), case.missing_bytes(todo, &|FileId(file)| seen[file as usize].contains(&rank)));
             },
@@ -125,7 +126,7 @@ proptest! {
     }
 }
 
-/// Row-sharded tensors: large ones that take several rounds, and small ones between them.
+/// Converts row-sharded tensors: large tensors that take several rounds, and small tensors between them.
 #[test]
 fn rounds_complete_tensors_in_order() {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };
@@ -153,7 +154,7 @@ fn rounds_complete_tensors_in_order() {
     assert!(rounds.len() > 8, "{rounds:?}");
 }
 
-/// Splits the output between two ranks at every byte, also within an element that a cast loses.
+/// Splits the output between two ranks at every byte, also inside an element whose value a cast loses.
 pub(crate) fn check_each_cut(means: &impl Means) {
     let one = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
     let twice = Layout { mesh: vec![2], placements: vec![Placement::Replicate] };

@@ -1,4 +1,5 @@
-//! Tests of NCCL reductions: results are close to those of one process, and have the same bits if nothing is rounded.
+//! Tests of NCCL reductions: results are close to the results of one process, and have the same bits if nothing is
+//! rounded.
 
 use super::case::{ConvertedOutput, split_output};
 use super::{Case, Means, Spec, has_valid_length, op, term};
@@ -14,11 +15,11 @@ use crate::storage::FileId;
 pub(crate) enum Terms {
     /// Any floats.
     Any,
-    /// Integers that are so small that no sum or product of them is rounded.
+    /// Integers so small that no sum and no product of them is rounded.
     Integers,
 }
 
-/// Returns tensors of which NCCL can reduce some, with this many ranks.
+/// Returns tensors for `ranks` ranks. NCCL can reduce some of the tensors.
 pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     let dtypes = prop::sample::select(vec![
         (Dtype::F32, Dtype::F32),
@@ -37,8 +38,8 @@ pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     prop::collection::vec(spec, 1..5)
 }
 
-/// Exchanges between ranks that each see another partial value and write a part of the output. Returns the output and the
-/// load of each rank.
+/// Runs an exchange in which each rank sees another partial value and writes a part of the output. Returns the output
+/// and the load of each rank.
 pub(crate) fn exchange_partial_values<M: Means>(
     means: &M,
     case: &Case,
@@ -54,7 +55,7 @@ pub(crate) fn exchange_partial_values<M: Means>(
     )
 }
 
-/// Returns a topology in which rank N sees the files of partial value N, if there are as many.
+/// Returns a topology in which rank N sees the files of partial value N, if there is such a partial value.
 pub(super) fn one_partial_value_per_rank(case: &Case, ranks: u32) -> Topology {
     let files = u32::try_from(case.files.ids().count()).unwrap();
     let seen = (0..files).map(|file| std::iter::once(file % ranks).collect()).collect();
@@ -75,7 +76,8 @@ impl Case {
         }
     }
 
-    /// Asserts that replicas in `found` are equal, and that floats differ from `expected` by at most four rounding errors.
+    /// Asserts that replicas in `found` are equal, and that floats differ from `expected` by at most four rounding
+    /// errors.
     #[track_caller]
     pub(crate) fn assert_near(&self, found: ConvertedOutput, expected: &ConvertedOutput) {
         let (mut found, expected) = (found.files, &expected.files);
@@ -151,8 +153,8 @@ fn integer_term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     }
 }
 
-/// Checks how many bytes NCCL reductions send, if each rank has one partial value of the whole tensor and writes rows,
-/// columns, or all of it.
+/// Checks how many bytes NCCL reductions send. Each rank has one partial value of the whole tensor, and writes rows,
+/// columns, or the whole tensor.
 pub(crate) fn check_wire_bytes(means: &impl Means) {
     use crate::layout::Placement::{Replicate, Shard};
     for ranks in 2..=4_u32 {
@@ -171,7 +173,7 @@ pub(crate) fn check_wire_bytes(means: &impl Means) {
                 let (found, loads) = exchange_partial_values(means, &case, ranks, &[], bucket_bytes);
                 case.remove_exchanged();
                 assert!(found == alone);
-                // Partial sums go from rank to rank up to the root, and from there to the others.
+                // Partial sums are sent from rank to rank up to the root. The root sends the result to the other ranks.
                 let received = whole * (n - 1) * phases;
                 let sum = |of: fn(&Load) -> u64| loads.iter().map(of).sum::<u64>();
                 assert_eq!((sum(Load::received), sum(|load| load.own_partial_values)), (received, whole));
@@ -185,7 +187,7 @@ pub(crate) fn check_wire_bytes(means: &impl Means) {
     }
 }
 
-/// Checks each kind of tensor that NCCL does not reduce, alone and next to one that it reduces.
+/// Checks each kind of tensor that NCCL cannot reduce, alone and together with a tensor that NCCL reduces.
 pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     use crate::layout::Placement::Replicate;
     let one = || Layout { mesh: vec![1], placements: vec![Replicate] };
@@ -205,7 +207,7 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
         assert_eq!(nccl_bytes(&Case::with_terms(std::slice::from_ref(&no), false, Terms::Any)), 0, "{no:?}");
         assert_eq!(nccl_bytes(&Case::with_terms(&[no, yes.clone()], false, Terms::Any)), 6 * 8 * 4);
     }
-    // Shares with zeros outside of their part.
+    // Shares that are zero outside of their part.
     assert_eq!(nccl_bytes(&Case::with_terms(&[yes], false, Terms::Any).with_shares()), 0);
     // One rank sees two partial values.
     let case = Case::with_terms(&[spec(Dtype::F32, 3, ReduceOp::Sum)], false, Terms::Any);
@@ -216,7 +218,7 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     assert!(found == case.convert_alone() && loads.iter().all(|load| load.own_partial_values == 0));
 }
 
-/// If a replica is missing, the completed replicas of the same elements are written again, and nothing else.
+/// If a replica is missing, the completed replicas of the same elements are rewritten, and nothing else.
 #[test]
 fn missing_replica_invalidates_the_others() {
     use crate::layout::Placement::{Replicate, Shard};

@@ -1,4 +1,4 @@
-//! Records pass the communicator tests for small messages, and killed processes do not block later runs.
+//! Message files pass the communicator tests for small messages, and killed processes do not block later runs.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn link_in_place_of_a_folder_is_refused() {
     }
 }
 
-/// The last process of an earlier run removes the folders, including the parent folders, if they are empty.
+/// The last process of an earlier run deletes the folders, and the parent folders as well if they are empty.
 #[test]
 fn folders_that_an_earlier_run_removes_are_created_again() {
     let shared = Shared::new();
@@ -133,7 +133,7 @@ fn hostile_session_file_is_malformed() {
     }
 }
 
-/// Generation numbers may be arbitrarily large: no loop counts up to them.
+/// Generation numbers may be large, so no loop may count up to them.
 #[test]
 fn large_generation_of_an_earlier_lease_costs_no_time() {
     let shared = Shared::new();
@@ -179,7 +179,7 @@ fn process_that_waits_reports_whom_it_waits_for() {
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
 
-/// Process 1 is alive, but late for the second operation.
+/// Process 1 is alive, but comes late to the second operation.
 #[test]
 fn long_wait_for_a_live_process_reports_where_it_runs() {
     let shared = Shared::new();
@@ -211,7 +211,7 @@ fn long_wait_for_a_live_process_reports_where_it_runs() {
     other.join().unwrap();
 }
 
-/// The lease of a killed process exists, and no process updates it.
+/// The lease of a killed process still exists, but no process rewrites it.
 #[test]
 fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let shared = Shared::new();
@@ -271,7 +271,7 @@ fn copy_of_a_live_run_is_left_alone() {
     begin(true).unwrap();
 }
 
-/// A lease without a record is watched for 20 seconds, like the lease of a process on another node.
+/// A lease file without a valid record is watched for 20 seconds, like the lease of a process on another node.
 #[test]
 fn signal_ends_the_wait_for_a_copy_of_another_node() {
     let shared = Shared::new();

@@ -1,4 +1,4 @@
-//! Tests of the bytes that are sent for evenly sharded tensors, and of the memory of rounds.
+//! Tests of the number of bytes that are sent for evenly sharded tensors, and of the memory that rounds need.
 
 use super::case::split_output;
 use super::nccl_reduction::one_partial_value_per_rank;
@@ -9,8 +9,8 @@ use crate::exchange::{
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 
-/// Returns the bytes that each rank sends and receives for an evenly sharded tensor of 64 KiB. Each rank reads one file and
-/// writes one.
+/// Returns the number of bytes that each rank sends and receives for an evenly sharded tensor of 64 KiB. Each rank
+/// reads one file and writes one file.
 fn wire_bytes(
     from: Layout,
     to: Layout,
@@ -58,15 +58,16 @@ fn partial_values_are_sent_to_the_reducing_rank() {
     let partial_values = Some((4, ReduceOp::Sum));
     let one = layout_of(&[1], &[Replicate]);
     for bucket_bytes in [3000, 40 << 10] {
-        // A rank sends all but its own part of its partial value, and the reduced part once. It receives that part of the
-        // other partial values, and the other reduced parts.
+        // A rank keeps its own part of its partial value and sends the rest, and it sends its reduced part once. It
+        // receives its part of the other partial values, and the reduced parts of the other ranks.
         let each = (TENSOR_BYTES, TENSOR_BYTES / 2 * 3);
         assert_eq!(wire_bytes(one.clone(), layout_of(&[4], &[Replicate]), partial_values, 4, bucket_bytes), [each; 4]);
         let each = (TENSOR_BYTES / 4 * 3, TENSOR_BYTES / 4 * 3);
         let rows = layout_of(&[4], &[Shard(TensorDim(0))]);
         assert_eq!(wire_bytes(one.clone(), rows, partial_values, 4, bucket_bytes), [each; 4]);
     }
-    // Each half has two partial values, and two ranks need it: each sends half of a half twice.
+    // Each half has two partial values, and two ranks need the half. Each of these ranks sends a half of its half
+    // twice.
     let halves = || layout_of(&[2], &[Shard(TensorDim(0))]);
     let replicas = layout_of(&[2, 2], &[Shard(TensorDim(0)), Replicate]);
     let each = (TENSOR_BYTES / 2, TENSOR_BYTES / 2);
@@ -114,7 +115,7 @@ fn tiny_bucket_gives_one_element_per_round() {
     }
 }
 
-/// With point-to-point messages, all ranks together would make more copies than fit in a round.
+/// If point-to-point messages were used, all ranks together would make more copies than a round may have.
 #[test]
 fn all_gathered_bytes_count_as_one_copy() {
     use crate::layout::Placement::{Replicate, Shard};

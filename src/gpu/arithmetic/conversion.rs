@@ -1,4 +1,4 @@
-//! Casts on a device: converts elements of one buffer to another dtype in another buffer.
+//! Casts on a device: converts elements of one buffer to another dtype and writes them to another buffer.
 
 use std::ops::Range;
 
@@ -11,22 +11,22 @@ use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 
-/// A cast of consecutive elements of one buffer into another buffer.
+/// A cast of consecutive elements from one buffer into another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CastJob {
-    /// The dtypes of the cast.
+    /// The source dtype and the target dtype.
     pub cast: Cast,
     /// The number of elements.
     pub numel: u64,
-    /// The elements whose lost values are counted.
+    /// The elements for which lost values are counted.
     pub counted: Range<u64>,
-    /// The offset of the first element in the source buffer, in bytes.
+    /// The offset of the first element in the source buffer. Unit: bytes.
     pub source: usize,
-    /// The offset of the first element in the target buffer, in bytes.
+    /// The offset of the first element in the target buffer. Unit: bytes.
     pub target: usize,
 }
 
-/// The casts of a job table, ready to run.
+/// The cast jobs in a job table, ready to run.
 #[derive(Debug)]
 pub struct CastJobs {
     launch: KernelLaunch,
@@ -34,10 +34,10 @@ pub struct CastJobs {
 }
 
 impl Arithmetic {
-    /// Lists casts from one buffer to another, and appends their jobs to the table.
+    /// Builds the jobs of casts from one buffer to another, and appends them to the table.
     ///
     /// # Panics
-    /// Panics if a cast leaves its buffers.
+    /// Panics if a cast reads or writes outside its buffers.
     pub(in crate::gpu) fn cast_jobs(
         &self,
         jobs: &[CastJob],
@@ -57,12 +57,12 @@ impl Arithmetic {
     }
 }
 
-/// The sizes of `struct Conversion` and of `struct Lost` in the kernel.
+/// The sizes of `struct Conversion` and `struct Lost` of the kernel.
 const RECORD: usize = 72;
 const LOST: usize = 16;
 
 impl CastJob {
-    /// Returns the job as `struct Conversion` of the kernel.
+    /// Returns the job in the layout of the kernel's `struct Conversion`.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
         let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
@@ -83,18 +83,18 @@ impl CastJobs {
     /// Queues the casts on a stream.
     ///
     /// # Safety
-    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table that the jobs were appended to.
+    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table to which the jobs were appended.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.launch.run(stream, table) }
     }
 
-    /// Returns the range of the table where the device writes the counts of lost values, in bytes.
+    /// Returns the byte range of the table in which the device writes the counts of lost values.
     pub fn losses_range(&self) -> Range<usize> {
         self.lost.clone()
     }
 
-    /// Reads the counts of lost values of each job.
+    /// Reads the counts of lost values, one entry for each job.
     pub fn read_losses(bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
         read_records(bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
     }

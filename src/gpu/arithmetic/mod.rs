@@ -1,16 +1,18 @@
-//! Arithmetic on a device: reductions of partial values, and casts. The results have the same bits as those of
-//! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support. Counts
-//! elements, and bytes where a name says so.
+//! Arithmetic on a device: reductions of partial values, and casts. The results have the same bits as the results of
+//! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support.
+//! Unit: elements, or bytes where the name contains `bytes`.
 //!
-//! A launch runs the jobs of a table, as for copies. The device writes the results of jobs (sums that the dtype cannot hold,
-//! elements that a cast loses) to the table after the jobs, and that part of the table is copied back.
+//! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job (sums that the dtype
+//! cannot represent, the number of values that a cast loses) into the table after the jobs, and this part of the table
+//! is copied back.
 //!
 //! The bits are the same for these reasons:
 //!
 //! - sums have the same types as on the host, and partial values are added in the same order;
-//! - additions, products and divisions follow IEEE 754, rounded to nearest: the NVRTC options forbid fused operations, keep
-//!   subnormals and request exact division;
-//! - every rounding to a narrower float is integer arithmetic on its bits, or a conversion that IEEE 754 defines;
+//! - additions, products and divisions follow IEEE 754, rounded to nearest: the NVRTC options forbid fused operations,
+//!   keep subnormals and request exact division;
+//! - each rounding to a narrower float is done by integer arithmetic on the bits, or by a conversion that IEEE 754
+//!   defines;
 //! - a NaN result gets the bits that the host would give it, whatever the device computed;
 //! - integer sums have 128 bits, as on the host.
 
@@ -31,10 +33,10 @@ use super::device::Device;
 use super::kernels::ARITHMETIC;
 use super::settings::Kernels;
 
-/// The units that one thread block does.
+/// The number of units that one thread block processes.
 const BLOCK_UNITS: u32 = 1024;
 
-/// The kernels that reduce and cast.
+/// The compiled kernels that reduce and cast.
 #[derive(Clone, Debug)]
 pub struct Arithmetic {
     reduce: CudaFunction,
@@ -67,12 +69,12 @@ fn address(memory: &impl DeviceBuffer, offset: usize, numel: u64, itemsize: u64)
     memory.address() + offset as u64
 }
 
-/// Returns the widest access, up to `widest` bytes, that divides all numbers.
+/// Returns the width of the widest memory access, up to `widest` bytes, that divides all `numbers`.
 fn access_bytes(numbers: &[u64], widest: u64) -> u32 {
     1 << numbers.iter().fold(widest, |bits, number| bits | number).trailing_zeros()
 }
 
-/// Reads the records of `N` numbers that the device wrote.
+/// Reads groups of `N` numbers that the device wrote.
 fn read_records<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; N]> + '_ {
     bytes.chunks_exact(8 * N).map(|record| {
         let mut numbers = [0; N];

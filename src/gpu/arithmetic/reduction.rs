@@ -1,4 +1,4 @@
-//! Reductions on a device: partial values that follow each other in a buffer are reduced to one value per element.
+//! Reductions on a device: reduces partial values, which follow each other in a buffer, to one value for each element.
 
 use std::iter::zip;
 use std::ops::Range;
@@ -15,7 +15,8 @@ use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 use crate::layout::ReduceOp;
 
-/// A reduction of partial values in one buffer. The result goes to another buffer, or elsewhere in the same buffer.
+/// A reduction of the partial values in one buffer. The result is written to another buffer, or to another place in the
+/// same buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionJob {
     /// The dtype, operation and divisor.
@@ -30,7 +31,7 @@ pub struct ReductionJob {
     pub target: usize,
 }
 
-/// The reductions of a job table, ready to run.
+/// The reduction jobs in a job table, ready to run.
 #[derive(Debug)]
 pub struct ReductionJobs {
     launch: KernelLaunch,
@@ -40,10 +41,10 @@ pub struct ReductionJobs {
 }
 
 impl Arithmetic {
-    /// Lists reductions from one buffer to another, and appends their jobs to the table.
+    /// Builds the jobs of reductions from one buffer to another, and appends them to the table.
     ///
     /// # Panics
-    /// Panics if a reduction leaves its buffers.
+    /// Panics if a reduction reads or writes outside its buffers.
     pub(in crate::gpu) fn reduction_jobs(
         &self,
         jobs: &[ReductionJob],
@@ -68,14 +69,14 @@ impl Arithmetic {
     }
 }
 
-/// The sizes of `struct Reduction` and of `struct Outcome` in the kernel.
+/// The sizes of `struct Reduction` and `struct Outcome` of the kernel.
 const RECORD: usize = 64;
 const OUTCOME: usize = 24;
-/// The element number in an outcome if no element failed.
+/// The element index in an outcome if no element failed.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
-    /// Returns the job as `struct Reduction` of the kernel.
+    /// Returns the job in the layout of the kernel's `struct Reduction`.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
         let Self { reducer, partial_count: parts, numel, .. } = *self;
         assert!(parts > 0, "a reduction has partial values");
@@ -96,7 +97,7 @@ impl ReductionJob {
     }
 }
 
-/// Returns the elements and the dtype to reduce: a complex number counts as two real numbers.
+/// Returns the number of real elements and their dtype. A complex number counts as two real numbers.
 fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     let part = match dtype {
         Dtype::C32 => Dtype::F16,
@@ -107,7 +108,7 @@ fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     (numel.checked_mul(2).expect("elements in memory"), part)
 }
 
-/// Returns the bytes that a thread reduces at a time.
+/// Returns the number of bytes that a thread reduces in one step.
 fn unit_bytes(dtype: Dtype) -> u64 {
     match dtype {
         float if float.is_float() => {
@@ -121,7 +122,7 @@ fn unit_bytes(dtype: Dtype) -> u64 {
     }
 }
 
-/// Returns the bits of a divisor in the type of the sums.
+/// Returns the divisor, as the bits of a number in the type of the sums.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded as on the host")]
 fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     match dtype {
@@ -131,7 +132,7 @@ fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     }
 }
 
-/// Returns the number of an operation in `enum class Op` of the kernel.
+/// Returns the code of an operation in the kernel's `enum class Op`.
 fn op(op: ReduceOp) -> u32 {
     match op {
         ReduceOp::Sum | ReduceOp::Avg => 0,
@@ -148,7 +149,7 @@ impl ReductionJobs {
     /// Queues the reductions on a stream.
     ///
     /// # Safety
-    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table that the jobs were appended to.
+    /// The conditions of [`KernelLaunch::run`] hold, and `table` is the table to which the jobs were appended.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.launch.run(stream, table)? };
@@ -161,7 +162,7 @@ impl ReductionJobs {
         unsafe { launch.run(stream, table) }
     }
 
-    /// Returns the range of the table where the device writes the outcomes, in bytes.
+    /// Returns the byte range of the table in which the device writes the outcomes.
     pub fn outcomes_range(&self) -> Range<usize> {
         self.outcomes.clone()
     }
@@ -169,8 +170,8 @@ impl ReductionJobs {
     /// Checks the outcomes that the device wrote.
     ///
     /// # Errors
-    /// Returns the index of the first job that failed, with the error that the host would give for the first element that
-    /// the dtype cannot hold.
+    /// Returns the index of the first job that failed, with the error that the host would return for the first element
+    /// that the dtype cannot represent.
     pub fn check_outcomes(&self, bytes: &[u8]) -> Result<(), (usize, ReduceError)> {
         for (job, (reducer, record)) in zip(&self.reducers, read_records(bytes)).enumerate() {
             let [element, low, high] = record;

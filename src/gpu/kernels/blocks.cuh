@@ -1,7 +1,7 @@
-// The common beginning of all kernels: a launch runs the jobs of a table, and each job has consecutive thread blocks.
+// Common code of all kernels: a launch runs the jobs of a table, and each job has consecutive thread blocks.
 //
-// Kernels read memory only by `__ldg`, and write it only by `__stwb` and atomics, so that a stand-in for a device can check
-// each access. Needs no headers.
+// Kernels read memory only by `__ldg`, and write it only by `__stwb` and atomics. Therefore a stand-in for a device can
+// check each access. This file needs no headers.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -13,7 +13,8 @@ __device__ void read(Job& job, const Job* from) {
     for (u32 word = 0; word < sizeof(Job) / sizeof(u64); word++) ((u64*)&job)[word] = __ldg((const u64*)from + word);
 }
 
-// Finds the job of this block in a table that is sorted by first blocks: the last job whose first block is not after it.
+// Finds the job of this block. The table is sorted by the first block of each job; the result is the last job whose
+// first block is not after this block.
 template <typename Job>
 __device__ void take(Job& job, const Job* jobs, u32 count) {
     if (threadIdx.x == 0) {

@@ -1,19 +1,19 @@
-// Casts between floats, with the same bits as src/exec/cast.rs. Follows floats.cuh. src/gpu/arithmetic/conversion.rs writes
-// the table.
+// Casts between floats, with the same bits as src/exec/cast.rs. This file is compiled after floats.cuh.
+// src/gpu/arithmetic/conversion.rs writes the job table.
 
 struct Conversion {
     u64 source, target, numel;
-    // The elements whose losses are counted.
+    // The elements for which lost values are counted.
     u64 begin, end;
-    // The offset of the job's `Lost` in the table.
+    // The offset in the table of the job's `Lost`.
     u64 lost;
     u32 first_block, unused;
     Dtype from, to;
-    // The alignment of source and target.
+    // The alignment of the source and of the target.
     u32 source_lane, target_lane;
 };
 
-// The numbers of lost elements: values beyond the largest finite value of the target, and NaNs of the source.
+// The number of lost values: values beyond the largest finite value of the target, and NaNs of the source.
 struct Lost {
     u64 overflows, nans;
 };

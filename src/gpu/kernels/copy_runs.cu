@@ -1,11 +1,11 @@
-// Copies runs of bytes in loop nests, many nests in one launch. It counts bytes and ignores dtypes.
+// Copies runs of bytes in loop nests, many nests in one launch. Unit: bytes; dtypes do not matter.
 //
-// A block copies `block_units` units of one nest. A unit has `lane` bytes: the widest access that divides addresses, run and
-// steps. Follows blocks.cuh. src/gpu/copies.rs writes the table.
+// A block copies `block_units` units of one nest. A unit has `lane` bytes: the widest access that divides addresses,
+// run and steps. This file is compiled after blocks.cuh. src/gpu/copies.rs writes the job table.
 
 struct Loop {
     u64 source_step, target_step;
-    // The number of turns; the upper half is 0.
+    // The number of iterations. The upper half is 0.
     u32 count, unused;
 };
 
@@ -13,13 +13,14 @@ struct Copy {
     u64 source, target;
     // The loops around the run, outermost first.
     Loop loop[4];
-    // The first block; the bytes of a unit; the units of the nest and of a run; the number of loops.
+    // The first block; the number of bytes of a unit; the number of units of the nest and of a run; the number of
+    // loops.
     u32 first_block, lane, units, run_units, loops, unused;
 };
 
 template <typename Lane>
 __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
-    // All loads come before the stores, so that several loads run at once.
+    // All loads come before the stores, so that several loads run at the same time.
     const u32 batch = 4;
     for (u32 first = begin + threadIdx.x; first < end; first += batch * blockDim.x) {
         Lane value[batch];

@@ -1,6 +1,6 @@
-// Elements in memory: a thread accesses up to 16 bytes at once. Follows blocks.cuh.
+// Elements in memory: a thread reads or writes up to 16 bytes in one access. This file is compiled after blocks.cuh.
 
-// The numbers of dtypes, as in src/catalog/dtype.rs.
+// The codes of dtypes, as in src/catalog/dtype.rs.
 enum class Dtype : u32 {
     Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, Bf16, F32, F64, C32, C64, C128,
     F8E4m3fn, F8E5m2, F8E4m3fnuz, F8E5m2fnuz,
@@ -16,7 +16,7 @@ struct Group {
         return (Bits)(word[nth * sizeof(Bits) / 4] >> nth * sizeof(Bits) % 4 * 8);
     }
 
-    // Sets an element that was not set before.
+    // Sets an element of the group. The element must not have been set before.
     template <typename Bits>
     __device__ void put(u32 nth, Bits bits) {
         word[nth * sizeof(Bits) / 4] |= (u32)bits << nth * sizeof(Bits) % 4 * 8;
@@ -24,7 +24,7 @@ struct Group {
     }
 };
 
-// The type of an access of a whole group.
+// The type of a memory access that covers a whole group.
 template <u32 WIDTH> struct Wide;
 template <> struct Wide<1> { typedef u8 Lane; };
 template <> struct Wide<2> { typedef u16 Lane; };
@@ -32,14 +32,15 @@ template <> struct Wide<4> { typedef u32 Lane; };
 template <> struct Wide<8> { typedef u64 Lane; };
 template <> struct Wide<16> { typedef uint4 Lane; };
 
-// Returns the widest access that is at most a word and that divides the number of bytes.
+// Returns the width of the widest access that is at most one word and that divides the number of bytes.
 __device__ inline u32 narrow(u32 lane, u32 bytes) {
     lane = min(lane, 4u);
     while (bytes % lane) lane /= 2;
     return lane;
 }
 
-// Unaligned or partial groups: functions that are not inlined, because they are long and rarely needed.
+// Access to groups that are unaligned or incomplete. These functions are not inlined, because they are long and rarely
+// needed.
 __device__ __noinline__ uint4 load_lanes(u64 address, u32 bytes, u32 lane) {
     lane = narrow(lane, bytes);
     u32 word[4] = {};
@@ -68,7 +69,8 @@ __device__ __noinline__ void store_lanes(uint4 value, u64 address, u32 bytes, u3
     }
 }
 
-// Loads the first `bytes` of up to WIDTH bytes. The address is a multiple of the lane, which is at most WIDTH.
+// Loads the first `bytes` bytes of a group of up to WIDTH bytes. The address is a multiple of `lane`, and `lane` is at
+// most WIDTH.
 template <u32 WIDTH>
 __device__ Group load(u64 address, u32 bytes, u32 lane) {
     Group group;
@@ -86,7 +88,7 @@ __device__ Group load(u64 address, u32 bytes, u32 lane) {
     return group;
 }
 
-// Stores bytes, with the same conditions as `load`.
+// Stores the first `bytes` bytes of a group, under the same conditions as `load`.
 template <u32 WIDTH>
 __device__ void store(const Group& group, u64 address, u32 bytes, u32 lane) {
     uint4 value = make_uint4(group.word[0], group.word[1], group.word[2], group.word[3]);

@@ -1,5 +1,5 @@
-// Floats as bits: reading each format, and rounding numbers to it, with the same bits as src/exec/floats.rs, which explains
-// the constants. Follows elements.cuh.
+// Floats as bits: reads each format, and rounds numbers to each format, with the same bits as src/exec/floats.rs, which
+// explains the constants. This file is compiled after elements.cuh.
 
 #define INFINITY_BITS 0x7f800000u
 #define QUIET_NAN 0x7fc00000u
@@ -9,22 +9,22 @@ __device__ inline u32 magnitude(u32 single) { return single & 0x7fffffff; }
 // A source element, as the bits of an f32.
 struct Loaded {
     u32 single;
-    // Whether the source value is finite, before any rounding.
+    // True if the source value is finite, before any rounding.
     bool was_finite;
 };
 
-// The value that a target stores for the bits of an f32.
+// The bits that a target format stores for the bits of an f32.
 template <typename Bits>
 struct Stored {
     Bits bits;
-    // Whether the value is beyond the largest finite value.
+    // True if the value is beyond the largest finite value.
     bool beyond;
 };
 
 __device__ inline Loaded exact(u32 single) { return {single, magnitude(single) < INFINITY_BITS}; }
 
 struct F64 {
-    // The stored type, and the type of computations.
+    // The type that is stored, and the type of computations.
     typedef u64 Bits;
     typedef double Sum;
     // The format has no infinities, so they are treated as values beyond the largest finite value.
@@ -66,13 +66,14 @@ struct F32 {
     }
 };
 
-// The bits of a NaN: quiet, with the sign and the part of the payload that fits; or NAN with the sign; or NAN.
+// The bits of a NaN. PAYLOAD: quiet, with the sign and the part of the payload that fits. SIGNED: NAN with the sign.
+// FIXED: NAN.
 enum Nan { PAYLOAD, SIGNED, FIXED };
 
 #define FNUZ_NAN 0x80
 
-// A format with sign, exponent and MANTISSA bits. FIRST_BEYOND is the smallest f32 that rounds beyond the largest finite
-// value, and BEYOND is stored for it.
+// A format with sign, exponent and MANTISSA bits. FIRST_BEYOND is the smallest f32 that rounds beyond the largest
+// finite value, and BEYOND is stored for it.
 template <typename Stands, u32 MANTISSA, u32 BIAS, u32 FIRST_BEYOND, u32 BEYOND, Nan KIND, u32 NAN_BITS>
 struct Narrow {
     typedef Stands Bits;
@@ -106,7 +107,8 @@ struct Narrow {
 
     static __device__ float divisor(u64 bits) { return __uint_as_float((u32)bits); }
 
-    // The code of a number. Subnormals are exact, too, because the powers of two are well inside the range of f32.
+    // Returns the number that has this code. Subnormals are exact as well, because the powers of two are well inside
+    // the range of f32.
     static __device__ float number(u32 stored) {
         float size = __uint_as_float((stored & ((1u << (bits - 1)) - 1)) << drop) * __uint_as_float((254 - BIAS) << 23);
         return __uint_as_float(__float_as_uint(size) | stored >> (bits - 1) << 31);

@@ -1,11 +1,12 @@
-// 128-bit integers, in which integers are reduced. Follows elements.cuh.
+// 128-bit integers, which are used to reduce integers. This file is compiled after elements.cuh.
 
 typedef __int128 i128;
 typedef unsigned __int128 u128;
 
 #define LEAST ((i128)((u128)1 << 127))
 
-// Returns the product, or the nearest 128-bit number. The magnitude of the second factor has 64 bits.
+// Returns the product, or the nearest 128-bit number if the product overflows. The magnitude of the second factor has
+// 64 bits.
 __device__ inline i128 saturating_product(i128 a, i128 b) {
     bool is_negative = a < 0 != b < 0;
     u128 size = a < 0 ? -(u128)a : (u128)a, most = (u128)~LEAST + is_negative;
@@ -31,7 +32,7 @@ __device__ inline i128 load_integer(Dtype dtype, u64 address, u32 lane) {
     }
 }
 
-// Stores an integer. Returns false, and stores nothing, if the dtype cannot hold it.
+// Stores an integer. Returns false and stores nothing if the dtype cannot represent the integer.
 __device__ inline bool store_integer(i128 whole, Dtype dtype, u32 size, u64 address, u32 lane) {
     bool is_signed = dtype >= Dtype::I8;
     i128 most = ((i128)1 << 8 * size - is_signed) - 1, least = is_signed ? -most - 1 : 0;

@@ -1,25 +1,27 @@
-// Reduces partial values that follow each other, in their order, with the same types and the same single rounding as
-// src/exec/reduce.rs. Follows integers.cuh and floats.cuh. src/gpu/arithmetic/reduction.rs writes the table.
+// Reduces partial values, which follow each other in memory, in their order. The types and the single rounding are the
+// same as in src/exec/reduce.rs. This file is compiled after integers.cuh and floats.cuh.
+// src/gpu/arithmetic/reduction.rs writes the job table.
 
 enum class Op : u32 { Sum, Product, Max, Min, Band, Bor, Bxor };
 
 struct Reduction {
     u64 partial_values, target;
-    // The elements of a partial value. A complex number has two.
+    // The number of elements of a partial value. A complex number counts as two elements.
     u64 numel;
     // The divisor: an integer, or the bits of a number in the type of the sums.
     u64 divisor;
-    // The offset of the job's `Outcome` in the table.
+    // The offset in the table of the job's `Outcome`.
     u64 outcome;
     u32 first_block, parts;
     Dtype dtype;
     u32 itemsize;
     Op op;
-    // The alignment of partial values and target.
+    // The alignment of the partial values and of the target.
     u32 lane;
 };
 
-// The first element whose result does not fit the dtype or leaves a remainder, and the sum of its partial values.
+// The first element whose result does not fit the dtype or has a remainder, and the sum of the element's partial
+// values.
 struct Outcome {
     u64 element, low, high;
 };
@@ -31,7 +33,7 @@ struct Plus {
 
 struct Chosen {
     Op op;
-    // A NaN stays a NaN, and of two zeros the first is kept.
+    // If one value is a NaN, the result is a NaN. Of two zeros, the first is kept.
     template <typename Sum>
     __device__ Sum operator()(Sum sum, Sum partial) const {
         bool is_nan = partial != partial;
@@ -41,7 +43,7 @@ struct Chosen {
     }
 };
 
-// A function that is not inlined, because a division is long.
+// This function is not inlined, because a division is long.
 template <typename Sum>
 __device__ __noinline__ Sum quotient(Sum sum, Sum divisor) { return sum / divisor; }
 

@@ -1,4 +1,5 @@
-//! Tests of arithmetic on a device: the stand-in runs the kernels on the CPU, and the bits must equal those of the host.
+//! Tests of arithmetic on a device. The stand-in runs the kernels on the CPU, and the bits must equal the bits that the
+//! host computes.
 
 use std::ops::Range;
 
@@ -66,7 +67,7 @@ fn size(dtype: Dtype) -> usize {
     usize::try_from(dtype.itemsize()).unwrap()
 }
 
-/// Returns random words that depend only on the seed.
+/// Returns random numbers that depend only on the seed.
 fn words(mut seed: u64) -> impl Iterator<Item = u64> {
     seed |= 1;
     std::iter::repeat_with(move || {
@@ -77,8 +78,8 @@ fn words(mut seed: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Returns elements of which many are edge cases (zeros, the largest and smallest, infinities, NaNs), others are close to 1
-/// or small integers, and some are random bits.
+/// Returns elements for tests: many are edge cases (zeros, the largest and smallest, infinities, NaNs), others are
+/// close to 1 or small integers, and some are random bits.
 fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     let (scalar, count) = match dtype {
         Dtype::C32 => (Dtype::F16, 2 * numel),
@@ -86,7 +87,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
         Dtype::C128 => (Dtype::F64, 2 * numel),
         real => (real, numel),
     };
-    // The bits of the mantissa, and of the number one.
+    // The number of bits of the mantissa, and the bits of the number 1.
     let (mantissa, one): (u32, u64) = match scalar {
         Dtype::F64 => (52, 0x3ff0 << 48),
         Dtype::F32 => (23, 0x3f80 << 16),
@@ -124,7 +125,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     elements.flat_map(|element| element.to_le_bytes().into_iter().take(size(scalar))).collect()
 }
 
-/// Reduces on the host.
+/// Runs the reduction on the host.
 fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);
@@ -149,8 +150,8 @@ fn fetch(trial: &TransferTrial, len: usize) -> Vec<u8> {
     got
 }
 
-/// A reducer; the number, length and seed of its partial values; and the offsets of partial values and result modulo the
-/// alignment.
+/// A reducer; the number, the length and the seed of its partial values; and the offsets of the partial values and of
+/// the result, modulo the alignment.
 type Job = (Reducer, u32, usize, u64, [usize; 2]);
 
 fn job() -> impl Strategy<Value = Job> {
@@ -163,7 +164,7 @@ fn job() -> impl Strategy<Value = Job> {
     (reducer, 1..6_u32, numel, any::<u64>(), [start(), start()])
 }
 
-/// Returns jobs with their source bytes, and the length of their target buffer.
+/// Returns the jobs, their source bytes, and the length of their target buffer.
 fn lay_out(jobs: &[Job]) -> (Vec<ReductionJob>, Vec<u8>, usize) {
     let (mut memory, mut end) = (Vec::new(), 0_usize);
     let mut reductions = Vec::new();
@@ -233,7 +234,7 @@ fn errors_equal_the_host() {
     assert_eq!(outcome(&[ReductionJob { numel: 5000, ..most }]).unwrap_err().0, 0);
 }
 
-/// Casts all elements on the device, and compares the result with the host.
+/// Casts all elements on the device, and compares the result with the result of the host.
 fn assert_cast_matches_host(cast: Cast, source: &[u8]) {
     let numel = source.len() / size(cast.from());
     let mut wanted = vec![0; numel * size(cast.to())];
@@ -253,7 +254,8 @@ fn assert_cast_matches_host(cast: Cast, source: &[u8]) {
 #[test]
 #[ignore = "runs as a child process that another test starts"]
 fn casts_of_edge_values_equal_the_host() {
-    // Every sign, exponent and upper part of a mantissa, followed by bits that are close to a rounding boundary.
+    // Generates every sign, exponent and upper part of a mantissa, followed by bits that are close to a rounding
+    // boundary.
     let singles = |head: u16| {
         let tails = [0, 0x1000, 0x2000, 0x3000, 0x4000, 0x6000, 0x8000, 0xa000, 0xc000, 0xf000];
         tails.into_iter().flat_map(move |tail: u32| {
@@ -280,7 +282,7 @@ fn casts_of_edge_values_equal_the_host() {
     }
 }
 
-/// Dtypes, length, seed, offsets and counted range of a cast.
+/// The two dtypes, length, seed, offsets and counted range of a cast.
 type Casting = (Dtype, Dtype, usize, u64, [usize; 2], Range<u64>);
 
 fn casting() -> impl Strategy<Value = Casting> {

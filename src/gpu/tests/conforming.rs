@@ -1,4 +1,4 @@
-//! Conformance tests of the NCCL communicator, with failure notes by threads.
+//! Conformance tests of the NCCL communicator. Threads provide the failure notes.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
-/// Ranks with a thread and a stand-in device each.
+/// Ranks, each with its own thread and its own stand-in device.
 #[derive(Default)]
 struct Devices(Threads);
 
@@ -38,7 +38,7 @@ impl Fleet for Devices {
         bytes
     }
 
-    /// Returns false: NCCL does not check that sender and receiver agree on lengths.
+    /// Returns false, because NCCL does not check that sender and receiver agree on the length.
     fn checks_lengths(&self) -> bool {
         false
     }
@@ -49,7 +49,7 @@ fn nccl_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[]);
 }
 
-/// Only the failure notes report the death of a peer.
+/// NCCL reports no peer errors here, so only the failure notes report the death of a peer.
 #[test]
 fn nccl_without_peer_errors_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);

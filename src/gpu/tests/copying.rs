@@ -1,4 +1,5 @@
-//! Tests of strided copies on a device, by the kernel and by the driver: the bytes must equal those of host copies.
+//! Tests of strided copies on a device, by the kernel and by the driver. The bytes must equal the bytes of copies on
+//! the host.
 
 use proptest::prelude::*;
 
@@ -18,11 +19,11 @@ fn driver_copies_equal_host_copies_stand_in() {
     run_test("copying::random_copies_equal_the_host", 1, &[("GPU_STAND_IN_DELAY_US", "0"), ("KERNELS", "off")]);
 }
 
-/// For each loop, its count and the gaps after each turn in the source and in the target; then the order of the source's
-/// loops.
+/// For each loop, its number of iterations and the gaps after each iteration in the source and in the target; then the
+/// order of the loops in the source.
 type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
 
-/// Returns a copy of runs of whole elements, whose target runs do not overlap, and the lengths of both buffers.
+/// Returns a copy of runs of whole elements, and the lengths of both buffers. The runs do not overlap in the target.
 pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
     let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
     let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];
@@ -48,7 +49,7 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
         levels[nth].source_step = source_span + gap * itemsize;
         source_span = levels[nth].source_step * count;
     }
-    // Elements are aligned or not.
+    // Elements may or may not be aligned.
     let (source, target) = (starts.0 * itemsize + starts.2 / 16, starts.1 * itemsize + starts.3 / 16);
     let copy = StridedCopy { source, target, run_bytes, levels: levels.into_iter().collect() };
     (copy, source + source_span, target + target_span)

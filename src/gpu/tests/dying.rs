@@ -1,4 +1,4 @@
-//! Two processes, one of which is killed in the middle of an exchange.
+//! Tests with two processes, one of which is killed in the middle of an exchange.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,7 +27,8 @@ fn killed(settings: &[(&str, &str)]) {
     one_is_killed("dying::rank", settings);
 }
 
-/// Freeing memory waits for the device, which waits for the peer, and cannot check the notes.
+/// Freeing memory blocks until the device has finished, and the device waits for the peer. A thread inside this call
+/// cannot check the failure notes.
 #[test]
 fn memory_is_freed_where_a_peer_is_gone_stand_in() {
     for lost_peers in ["", "silent"] {
@@ -118,7 +119,7 @@ fn rank() {
     let error = exchange().unwrap_err();
     assert_eq!(error.to_string(), "process 1: exchange: its process ended");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // After an abort no operation works, and none waits.
+    // After an abort, operations fail without waiting.
     assert_eq!(exchange().unwrap_err().to_string(), "process 1: exchange: its process ended");
     assert!(peers.barrier().is_err());
 }

@@ -1,4 +1,4 @@
-//! Tests of exchanges by GPUs: ranks together must write the same bytes as one process.
+//! Tests of exchanges by GPUs: the ranks together must write the same bytes as one process.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::exchange::Shuffle;
 use crate::exchange::tests::{Case, Means, check_each_cut, check_faults, has_valid_length, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
-/// Ranks with a stand-in device each.
+/// Ranks, each with its own stand-in device.
 pub(super) struct Devices;
 
 impl Means for Devices {

@@ -1,4 +1,5 @@
-//! Tests that NVRTC compiles the kernels. They need NVRTC but no GPU; `DTSHARD_TEST_NVRTC` is the path of its library.
+//! Tests that NVRTC compiles the kernels. They need NVRTC but no GPU. `DTSHARD_TEST_NVRTC` is the path of the NVRTC
+//! library.
 
 use std::path::Path;
 
@@ -31,13 +32,14 @@ fn kernels_compile_and_load() {
     for arch in [(8, 0), (9, 0)] {
         let copies = COPIES.compile(arch).unwrap().to_src();
         assert!(copies.contains(".visible .entry copy_runs("), "{copies}");
-        // There is no 64-bit division.
+        // The code contains no 64-bit division.
         assert!(!copies.contains("div.u64"), "{copies}");
         let arithmetic = ARITHMETIC.compile(arch).unwrap().to_src();
         for kernel in ["reduce", "report_outcomes", "cast"] {
             assert!(arithmetic.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
         }
-        // No operation is fused or may be fused later, flushes to zero, or divides approximately, and no register spills.
+        // No operation is fused or may be fused later, no operation flushes subnormals to zero or divides
+        // approximately, and no register is spilled.
         for unwanted in ["fma.", "mul.f", "add.f", ".ftz", "div.approx", "div.full", ".local"] {
             assert!(!arithmetic.contains(unwanted), "{unwanted}");
         }

@@ -1,4 +1,4 @@
-//! Tests without a GPU. Tests that need a CUDA driver run in a process of their own, which loads a stand-in library.
+//! Tests without a GPU. If a test needs a CUDA driver, it runs in its own process, which loads a stand-in library.
 
 mod arithmetic;
 mod conforming;
@@ -18,14 +18,14 @@ use super::{Gpu, Kernels, Settings};
 use crate::comm::tests::conformance::PATIENCE;
 use crate::error::Result;
 
-/// PTX that names the kernels. The stand-in has the kernels compiled for the CPU.
+/// PTX that contains only the names of the kernels, because the stand-in contains the kernels compiled for the CPU.
 const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n.visible .entry reduce(\n)\n{ ret; }\n\
     .visible .entry report_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
 
 /// The delay of each operation on a stream of the stand-in, in microseconds.
 const DELAY_US: &str = "30";
 
-/// Returns a folder in which the loader finds the stand-in under the names of the libraries.
+/// Returns a folder in which the loader finds the stand-in under the names of the real libraries.
 fn libraries() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
@@ -35,7 +35,7 @@ fn libraries() -> tempfile::TempDir {
     folder
 }
 
-/// Returns a process that runs one ignored test of this binary, on a machine with this many stand-in devices.
+/// Returns a process that runs one ignored test of this binary, on a machine with `devices` stand-in devices.
 fn test_process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["--ignored", "--exact", "--nocapture"]).arg(format!("gpu::tests::{test}"));
@@ -47,7 +47,7 @@ fn test_process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command
     process
 }
 
-/// Runs a test in such a process, with environment variables `settings`, and asserts that it passes.
+/// Runs a test in such a process, with the environment variables `settings`, and asserts that it passes.
 fn run_test(test: &str, devices: u32, settings: &[(&str, &str)]) {
     let folder = libraries();
     let output = test_process(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
@@ -72,7 +72,7 @@ fn assert_passed(test: &str, output: &Output) {
 /// Opens a GPU as a process of a run does.
 fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     static WATCH: Once = Once::new();
-    // A process that waits forever is aborted.
+    // A process that would wait forever is aborted.
     WATCH.call_once(|| {
         let _ = thread::spawn(|| {
             thread::sleep(PATIENCE * 3);
@@ -90,5 +90,5 @@ fn kernels() -> Kernels {
     }
 }
 
-/// A path that does not exist.
+/// The path of a file that does not exist.
 const NOWHERE: &str = "/nonexistent/libnccl.so.2";

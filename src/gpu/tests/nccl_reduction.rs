@@ -1,4 +1,5 @@
-//! Tests of NCCL reductions with the stand-in, whose order of additions and rounding differ from the host, as NCCL's do.
+//! Tests of NCCL reductions with the stand-in. Like NCCL, the stand-in adds in another order and rounds differently
+//! than the host.
 
 use proptest::prelude::*;
 

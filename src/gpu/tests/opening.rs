@@ -1,4 +1,4 @@
-//! Tests of the choice of a device, and of errors if a library or a device is missing.
+//! Tests of the choice of a device, and of the errors if a library or a device is missing.
 
 use std::sync::Arc;
 

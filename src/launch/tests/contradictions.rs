@@ -1,4 +1,4 @@
-//! Contradicting variables and options are an error that names them.
+//! If variables and options contradict each other, an error names them.
 
 use super::*;
 
@@ -32,7 +32,7 @@ fn rank_variables_that_contradict_a_launcher_are_an_error() {
     );
 }
 
-/// `srun --mpi=none` within a shell that PMI started.
+/// The user runs `srun --mpi=none` in a shell that PMI started.
 #[test]
 fn fewer_processes_than_step_tasks_is_an_error() {
     let leftover = "PMI_RANK=0 PMI_SIZE=1";

@@ -1,4 +1,4 @@
-//! Each launcher on its own.
+//! Tests of each launcher without another one.
 
 use super::*;
 
@@ -60,7 +60,7 @@ fn array_element_defines_the_part() {
         is(&started, 1, 4, Launcher::SlurmArray);
         let started = started.unwrap();
         assert!(!started.waits && started.run.is_none());
-        // The script chooses the numbers.
+        // The script chooses the part numbers.
         let started = start(Some(5), Some(8), &[shell, ELEMENT]);
         is(&started, 5, 8, Launcher::SlurmArray);
         assert!(!started.unwrap().waits);

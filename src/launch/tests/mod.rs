@@ -1,4 +1,4 @@
-//! Environments as the launchers set them, as input for tests.
+//! Environments as launchers set them, for tests.
 
 mod contradictions;
 mod launchers;
@@ -10,7 +10,8 @@ use super::cpus::cpus;
 use super::{Launch, Launcher, Part, launch};
 use crate::error::{Error, Result, UsageError};
 
-/// Builds an environment from `A=1 B=2`; later values replace earlier ones, as in nested launchers.
+/// Builds an environment from a string such as `A=1 B=2`. A later value replaces an earlier one, as with nested
+/// launchers.
 fn environment(variables: &[&str]) -> HashMap<String, String> {
     let words = variables.iter().flat_map(|text| text.split_whitespace());
     words.map(|word| word.split_once('=').expect("NAME=value")).map(|(k, v)| (k.into(), v.into())).collect()
@@ -26,7 +27,7 @@ fn is(launch: &Result<Launch>, index: u32, of: u32, launcher: Launcher) {
     assert_eq!((launch.part, launch.launcher), (Part { index, of }, launcher), "{launch:?}");
 }
 
-/// Checks that the error contains all these words and has a hint.
+/// Checks that the error contains all these words, and that it has a hint.
 fn refused(launch: Result<Launch>, words: &[&str]) {
     let error = launch.unwrap_err();
     assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
@@ -36,7 +37,7 @@ fn refused(launch: Result<Launch>, words: &[&str]) {
     }
 }
 
-/// Task 2 of 4 that srun started, the third on the first node of two.
+/// Task 2 of 4 tasks that srun started. It is the third task on the first of two nodes.
 const STEP: &str = "SLURM_JOB_ID=77 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_PROCID=2 SLURM_LOCALID=2 \
                     SLURM_NODEID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 \
                     SLURM_STEP_TASKS_PER_NODE=3,1 SLURM_TASKS_PER_NODE=3,1 SLURMD_NODENAME=n1 SLURM_CPUS_ON_NODE=8";

@@ -1,10 +1,10 @@
-//! Nested launchers: the inner launcher defines the part.
+//! Nested launchers: the inner launcher determines the part.
 
 use super::*;
 
 #[test]
 fn torchrun_started_by_srun_wins() {
-    // One task on each node.
+    // torchrun is a task of a step with one task on each node.
     let started = start(None, None, &[STEP, TORCHRUN, "RANK=5 WORLD_SIZE=16"]);
     is(&started, 5, 16, Launcher::Torchrun);
     let started = started.unwrap();
@@ -12,7 +12,7 @@ fn torchrun_started_by_srun_wins() {
     // `srun -n1 torchrun`, and torchrun in the batch script.
     is(&start(None, None, &[STEP_OF_ONE, TORCHRUN]), 5, 8, Launcher::Torchrun);
     is(&start(None, None, &[BATCH, TORCHRUN]), 5, 8, Launcher::Torchrun);
-    // Four independent processes.
+    // Four processes that run independently.
     is(&start(None, None, &[STEP, TORCHRUN, "RANK=0 WORLD_SIZE=1"]), 0, 1, Launcher::Alone);
 }
 
@@ -24,13 +24,14 @@ fn torchrun_started_by_mpirun_wins() {
 
 #[test]
 fn mpirun_started_in_a_job_wins() {
-    // On the first node the variables come from the script, on other nodes from the daemons, which are a step.
+    // On the first node the variables come from the script. On other nodes they come from the daemons, which are tasks
+    // of a step.
     let daemon = "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1";
     for outer in [&[BATCH][..], &[STEP], &[STEP, daemon]] {
         is(&start(None, None, &[outer, &[OPEN_MPI]].concat()), 3, 6, Launcher::OpenMpi);
         is(&start(None, None, &[outer, &[HYDRA]].concat()), 3, 8, Launcher::Pmi);
     }
-    // One process, on more nodes than it needs.
+    // One process in a step of more nodes than it needs.
     is(&start(None, None, &[STEP, OPEN_MPI, "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"]), 0, 1, Launcher::Alone);
 }
 
@@ -47,7 +48,7 @@ fn srun_with_mpi_plugins_is_accepted() {
 
 #[test]
 fn srun_inside_an_array_element_is_resolved() {
-    // With `srun -n1` the element is the part.
+    // With `srun -n1`, the array element determines the part.
     is(&start(None, Some(4), &[ELEMENT, STEP_OF_ONE]), 1, 4, Launcher::SlurmArray);
     is(&start(None, Some(4), &[ELEMENT, STEP_OF_ONE, "PMI_RANK=0 PMI_SIZE=1"]), 1, 4, Launcher::SlurmArray);
     // With `srun -n4` each element is a run of four tasks.

@@ -10,7 +10,8 @@ use crate::catalog::{ChecksumSpan, Dtype, OutputFile};
 use crate::exec::CastLosses;
 use crate::exec::cast::LossCounts;
 
-/// Returns two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second has none.
+/// Returns two files of 1000 bytes. The first file has two checksums, over the ranges 100..300 and 300..900; the second
+/// file has none.
 fn files() -> Vec<OutputFile> {
     let file = |name: &str| {
         let mut file = OutputFile::new(name);
@@ -33,7 +34,7 @@ fn part(range: Range<usize>) -> ChecksumPart {
     ChecksumPart { offset: range.start as u64, len: range.len() as u64, crc }
 }
 
-/// Returns the parts of the spans of the first file within a range.
+/// Returns the checksum parts of the first file within a range.
 fn parts(range: &Range<usize>) -> Vec<ChecksumPart> {
     let clipped = [100..300, 300..900].map(|span: Range<usize>| span.start.max(range.start)..span.end.min(range.end));
     clipped.into_iter().filter(|range| !range.is_empty()).map(part).collect()
@@ -136,8 +137,8 @@ fn impossible_record_is_dropped_as_damaged() {
         record(vec![entry(1, 10..10, vec![])]),
         #[expect(clippy::reversed_empty_ranges)]
         record(vec![entry(1, 20..10, vec![])]),
-        // Parts outside the entry, outside any span, across the end of a span, empty, duplicate, and with overflowing
-        // numbers.
+        // Checksum parts outside the entry, outside the range of any checksum, across the end of such a range, empty,
+        // duplicate, and with overflowing numbers.
         record(vec![entry(0, 0..200, vec![at(150, 60)])]),
         record(vec![entry(0, 200..300, vec![at(150, 60)])]),
         record(vec![entry(0, 0..200, vec![at(90, 20)])]),
@@ -186,7 +187,7 @@ fn invalidated_entry_counts_only_after_repeated_work() {
         doubt(&at, Vec::new(), true).unwrap();
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
-        // Repeated work may be invalidated as well.
+        // The entry of repeated work may be invalidated as well.
         let again = FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
         let name = format!("c{round}.journal");
         write(folder.path(), &name, &[record(vec![again])]);
@@ -203,7 +204,7 @@ fn invalidated_entry_counts_only_after_repeated_work() {
 fn invalidation_covers_overlapping_entries_of_all_journals() {
     let folder = tempfile::tempdir().unwrap();
     let known = || CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
-    // A process that was thought to be dead, and the processes that took over, have recorded some of the same bytes.
+    // A process that seemed dead, and the process that took over its part, have recorded some of the same bytes.
     write(folder.path(), "a.journal", &[record(vec![entry(1, 0..40, vec![]), entry(1, 40..60, vec![])])]);
     write(folder.path(), "b.journal", &[record(vec![entry(1, 30..50, vec![]), entry(1, 50..55, vec![])])]);
     let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
@@ -224,14 +225,14 @@ fn unsynced_record_is_valid_only_on_its_boot() {
     }
     assert_eq!((boot_of(false), boot_of(true)), (this_boot(), None));
     assert_eq!(done(folder.path()), [(1, 20..25)]);
-    // A sealing process that needs synced data cannot use these entries.
+    // A process that seals and needs synced data cannot use these entries.
     assert_eq!(
         CompletedWork::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(),
         CompletedWork::default()
     );
 }
 
-/// Generates a split of 0..1000 into pieces, in any order.
+/// Generates a split of 0..1000 into ranges, in any order.
 fn pieces() -> impl Strategy<Value = Vec<Range<usize>>> {
     let cuts = proptest::collection::btree_set(1_usize..1000, 0..20);
     let pieces = cuts.prop_map(|cuts| {

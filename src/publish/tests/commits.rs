@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// Returns two processes that have finished their work and both believe that they seal, as after a false alarm.
+/// Returns two processes that have finished their work and both believe that they should seal, because the first one
+/// seemed dead.
 fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
     write(&first.folder().path().join("out"), "new");
@@ -11,7 +12,7 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     (first, second)
 }
 
-/// Makes the second process take over the seal that the first one holds.
+/// Makes the second process take over the seal lease of the first.
 fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
@@ -46,7 +47,8 @@ fn dropped_seal_is_taken_by_another_process() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
-/// The sealing process is on another node and may be dead: leaving early could leave the output unpublished.
+/// The sealing process is on another node and may be dead. If this process left early, the output could stay
+/// unpublished.
 #[test]
 fn seal_lease_of_another_node_is_watched() {
     let env = TestEnv::new(DestinationKind::Folder);
@@ -108,8 +110,8 @@ fn file_beside_the_one_output_is_not_published() {
     assert!(!env.out().exists());
 }
 
-/// A process that died after its commit leaves a folder that the next process removes and does not mistake for
-/// unfinished work.
+/// If a process dies after its commit, the next process removes the folder that it left, and does not mistake the
+/// folder for unfinished work.
 #[test]
 fn leftover_of_a_published_run_is_removed() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {
@@ -119,7 +121,7 @@ fn leftover_of_a_published_run_is_removed() {
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
         let output = partial_folder::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
         fs::rename(output.path(), env.out()).unwrap();
-        // The sealing process is alive, so the others wait for it.
+        // The sealing process is alive, so the other process waits for it.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
         drop(seal);
         assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);

@@ -52,7 +52,7 @@ fn killed_process_on_this_node_is_dead_immediately() {
     env.claim.resume = true;
     env.refused(&["another run is writing", &child.id().to_string()]);
     child.kill().unwrap();
-    // The process is a zombie until its parent waits for it, and counts as dead by then.
+    // The process is a zombie until its parent waits for it. A zombie counts as dead.
     std::thread::sleep(Duration::from_millis(100));
     let begun = std::time::Instant::now();
     env.begin().unwrap();
@@ -60,7 +60,7 @@ fn killed_process_on_this_node_is_dead_immediately() {
     child.wait().unwrap();
 }
 
-/// A process was killed before it noticed that another process had made the folder first.
+/// A process was killed before it noticed that another process had created the folder first.
 #[test]
 fn late_temporary_folder_is_swept_on_exit() {
     for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
@@ -74,8 +74,8 @@ fn late_temporary_folder_is_swept_on_exit() {
     }
 }
 
-/// The destination has the old or the new output, or gets it back, never a partial output; one more run cleans up
-/// everything.
+/// After any kill, the destination contains the old or the new output, or the next run restores the old output; it
+/// never contains a partial output. One more run cleans up everything.
 #[test]
 fn kill_at_every_fault_point_leaves_old_or_new_output() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {
@@ -97,7 +97,7 @@ fn kill_at_every_fault_point_leaves_old_or_new_output() {
                 let is_aside = found.is_none() && is_there && point == "commit-moved-old";
                 assert!(found == old || found.as_deref() == Some("new") || is_aside, "{at}: {found:?}");
 
-                // A run that is refused restores the output that a swap had moved aside.
+                // A run that must fail restores the output that an interrupted replacement had moved aside.
                 if is_there {
                     env.refused(&[]);
                     assert!(content(&env).is_some(), "{at}");

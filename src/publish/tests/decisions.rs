@@ -14,11 +14,11 @@ fn admission_depends_on_lease_states() {
     use LeaseState::{Alive, Dead, Unsure};
     let verdict = |leases: &[(LeaseName, LeaseState)]| admission(leases, ME, true);
     assert_eq!(verdict(&[]), Admission::Join { generation: 0 });
-    // Siblings, in any state.
+    // Processes of other parts of the same run, in any state.
     for life in [Alive, Dead, Unsure] {
         assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Admission::Join { generation: 0 });
     }
-    // The same part.
+    // Another process works on the same part.
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });
@@ -26,7 +26,7 @@ fn admission_depends_on_lease_states() {
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Alive)]), Admission::Conflict(lease_of(0, 2, 0)));
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead)]), Admission::Resume { generation: 0 });
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Admission::Watch);
-    // A sibling has resumed already.
+    // Another process of the same run has resumed already.
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(3, 4, 0), Alive)]), Admission::Join { generation: 0 });
     let seal = LeaseName { role: LeaseRole::Seal, generation: 0 };
     assert_eq!(verdict(&[(seal, Dead)]), Admission::Join { generation: 0 });
@@ -97,13 +97,13 @@ fn remote_lease_is_watched_and_local_process_is_looked_up() {
     assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
     assert_eq!(life(&torn, 70), LeaseState::Dead);
 
-    // A system without a boot id is like no other system, not even like itself.
+    // A system without a boot id is unlike any other system, and counts as unlike itself.
     let nameless = Process { boot: String::new(), ..here };
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 71), LeaseState::Alive);
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 91), LeaseState::Dead);
 }
 
-/// A look that takes long, or comes late, proves no more than any other look.
+/// A check that takes long, or comes late, proves no more than any other check.
 #[test]
 fn unwatched_time_does_not_count() {
     let second = Duration::from_secs(1);
@@ -114,7 +114,7 @@ fn unwatched_time_does_not_count() {
     for at in [0, 25, 1000, 5000] {
         assert_eq!(watch.state(&seen, begun + at * second), LeaseState::Unsure, "{at}");
     }
-    // At most three seconds count between two looks.
+    // Between two checks, at most three seconds count.
     for more in 1..=10 {
         assert_eq!(watch.state(&seen, begun + (5000 + more) * second), LeaseState::Unsure, "{more}");
     }

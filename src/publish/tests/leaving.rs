@@ -31,11 +31,11 @@ fn last_part_to_leave_removes_the_partial_folder() {
         first.abandon();
         assert!(env.partial().exists(), "one is at work");
         second.abandon();
-        // A part that waits for others needs the reason why they are gone.
+        // A part that waits for others needs to know why they ended.
         assert_eq!(env.partial().exists(), waits);
         env.claim.resume = true;
         env.part(2, 3).unwrap().abandon();
-        // Parts that have started before are expected to come back.
+        // Parts that have started before are expected to start again.
         assert_eq!(env.partial().exists(), waits);
         let all = [0, 1, 2].map(|index| env.part(index, 3).unwrap());
         all.into_iter().for_each(Staging::abandon);
@@ -43,7 +43,7 @@ fn last_part_to_leave_removes_the_partial_folder() {
     }
 }
 
-/// Leases of an earlier run do not prove that its parts have come to this run.
+/// Leases of an earlier run do not prove that the processes of these parts have started in this run.
 #[test]
 fn resumed_parts_get_the_reason_of_a_failed_part() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -55,12 +55,12 @@ fn resumed_parts_get_the_reason_of_a_failed_part() {
     let first = env.part(0, 2).unwrap();
     let others = first.others().unwrap();
     assert_eq!((others[0].state, others[0].failure.as_deref()), (OtherState::Stopped, Some("no space is left")));
-    // All parts of this launch have come.
+    // The processes of all parts of this launch have started.
     first.abandon();
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// A process on another node has not recorded that it left.
+/// A process on another node has not recorded that it left the run.
 #[test]
 fn folder_of_a_possibly_live_process_is_kept() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -78,7 +78,7 @@ fn folder_of_a_possibly_live_process_is_kept() {
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// A process that joins always keeps its folder, and the last process leaves nothing behind.
+/// A process that joins never loses its folder, and the last process to leave deletes the folder.
 #[test]
 fn concurrent_joins_and_exits_leave_nothing() {
     const OF: u32 = 4;

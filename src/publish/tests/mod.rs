@@ -18,7 +18,7 @@ use super::*;
 use crate::comm::Process;
 use crate::error::Error;
 
-/// The production limits, but shorter.
+/// The production limits, shortened.
 const FAST: Pace = Pace {
     beat: Duration::from_millis(10),
     dead_after: Duration::from_millis(300),
@@ -100,7 +100,7 @@ impl TestEnv {
         names(self.root.path())
     }
 
-    /// Creates a lease of an inactive process on another node.
+    /// Creates a lease whose process is on another node and does not rewrite it.
     fn foreign_lease(&self, name: LeaseName, phase: LeasePhase) {
         let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
         let record = LeaseRecord { process, beat: 3, phase, done_bytes: 5, failure: None, gone: None };
@@ -109,7 +109,7 @@ impl TestEnv {
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
     }
 
-    /// Leaves a partial folder as after a process that gave up its part and can be resumed.
+    /// Leaves the partial folder of a process that released its part and can be resumed.
     fn leave_behind(&self, part: Part) {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());
@@ -166,7 +166,7 @@ fn publish(staging: &Staging) {
     }
 }
 
-/// Repeats a look until it finds the result of a heartbeat.
+/// Repeats `look` until it returns a value, which depends on a heartbeat.
 fn in_time<T>(look: impl Fn() -> Option<T>) -> T {
     let begun = std::time::Instant::now();
     loop {

@@ -5,7 +5,7 @@ use std::thread;
 
 use super::*;
 
-/// Runs `act` in `count` threads at once, each with its own index.
+/// Runs `act` in `count` threads at the same time, each with its own index.
 fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     thread::scope(|scope| {
@@ -21,7 +21,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a process from beginning to end. A busy machine may start the others late.
+/// Runs a process from beginning to end. On a busy machine, the other processes may start late.
 fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
     let plan = WorkPlan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
@@ -29,7 +29,7 @@ fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
-        // Another process may have published between the look and the lease.
+        // Another process may have published between the check and the acquisition of the lease.
         let is_all_there =
             || fs::read_dir(staging.folder().path()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
         match staging.try_seal(&Stop::default())? {
@@ -83,7 +83,7 @@ fn two_takeovers_of_one_part_admit_one() {
     }
 }
 
-/// At least one of two processes is refused if they divide the work differently; they never work at the same time.
+/// If two processes divide the work differently, at least one of them fails. They never work at the same time.
 #[test]
 fn two_divisions_of_the_work_exclude_each_other() {
     for _ in 0..50 {
@@ -125,7 +125,7 @@ fn different_part_count_resumes_a_dead_run() {
     env.claim.resume = true;
     let staging = env.part(2, 3).unwrap();
     assert_eq!(names(staging.folder().path()), ["a"]);
-    // A sibling joins the run without --resume.
+    // A process of another part joins the run without `--resume`.
     env.claim.resume = false;
     env.part(1, 3).unwrap();
 }
@@ -159,7 +159,7 @@ fn process_that_was_taken_over_gets_an_error() {
         staging.check().unwrap();
         env.foreign_lease(rival, LeasePhase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
-        // Workers check this between strips.
+        // Workers check this between two write blocks.
         says(&in_time(|| stop.check().err()), &words);
         says(&staging.check().unwrap_err(), &words);
         assert!(staging.finish().is_err());
@@ -180,7 +180,7 @@ fn unsure_lease_of_another_node_is_watched_before_takeover() {
     assert!(begun.elapsed() >= FAST.dead_after);
     assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
     drop(staging);
-    // A lease that was given up is not watched.
+    // A released lease is not watched.
     env.foreign_lease(lease_of(1, 2, 3), LeasePhase::Stopped);
     let begun = std::time::Instant::now();
     env.part(1, 2).unwrap();
@@ -246,7 +246,8 @@ fn restart_without_a_launch_or_part_0_is_an_error() {
     assert_eq!(names(&env.data()), ["a"]);
 }
 
-/// If several processes delete the same folder, one works at a time, and live work is never deleted.
+/// If several processes delete the same folder, only one works at a time, and the folder of a live process is never
+/// deleted.
 #[test]
 fn concurrent_restarts_never_delete_live_work() {
     for _ in 0..20 {
@@ -264,7 +265,7 @@ fn concurrent_restarts_never_delete_live_work() {
     }
 }
 
-/// A process that sleeps while its folder is deleted and made again has no path into the new folder.
+/// If a process is suspended while its folder is deleted and created again, it has no path into the new folder.
 #[test]
 fn resumed_sleeper_cannot_write_into_the_new_folder() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -280,7 +281,8 @@ fn resumed_sleeper_cannot_write_into_the_new_folder() {
     assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 
-/// If two numbers of parts start at once, one of them applies, and all of its parts work.
+/// If processes start with two different numbers of parts, only one of the numbers applies, and all parts of that
+/// number work.
 #[test]
 fn concurrent_part_counts_admit_only_one() {
     let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];

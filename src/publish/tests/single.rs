@@ -112,12 +112,13 @@ fn file_that_appears_during_the_run_is_kept() {
 fn interrupted_swap_is_finished_or_rolled_back() {
     let env = TestEnv::new(DestinationKind::Folder);
     let old = env.root.path().join(".out.dtshard-old");
-    // Killed between the renames: the old output is restored, and then refused like any existing destination.
+    // The process was killed between the renames. The old output is restored, and then rejected like any existing
+    // destination.
     fs::create_dir(&old).unwrap();
     write(&old.join("a"), "old");
     env.refused(&["exists"]);
     assert_eq!(names(&env.out()), ["a"]);
-    // Killed before the old output was deleted: it is deleted now.
+    // The process was killed before it deleted the old output. The old output is deleted now.
     fs::create_dir(&old).unwrap();
     env.refused(&["exists"]);
     assert_eq!(env.names(), ["out"]);

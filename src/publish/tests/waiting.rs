@@ -24,12 +24,12 @@ fn missing_or_stopped_parts_are_named_in_the_error() {
     drop(env.part(2, 4).unwrap());
     let error = in_vain(&first, &mut |_| ());
     says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "options::resume"]);
-    // The folder has no records, so dropping it loses nothing.
+    // The folder contains no records, so nothing is lost when it is deleted.
     drop(first);
     assert!(env.data().exists());
 }
 
-/// A part that failed before the others came will not come back, unless it belongs to an earlier run.
+/// If a part failed before the others started, it will not start again, unless it belongs to an earlier run.
 #[test]
 fn failed_part_reports_its_reason_to_others() {
     for (run, resume, is_final) in
@@ -57,7 +57,7 @@ fn failed_part_reports_its_reason_to_others() {
     }
 }
 
-/// A requeued job has the same command.
+/// A requeued job runs the same command again.
 #[test]
 fn failure_of_an_earlier_launch_is_ignored() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -72,7 +72,7 @@ fn failure_of_an_earlier_launch_is_ignored() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
 }
 
-/// The reason is long, and so is the name of the launch.
+/// The reason and the name of the launch are both long.
 #[test]
 fn long_failure_reason_is_cut() {
     for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
@@ -90,7 +90,8 @@ fn long_failure_reason_is_cut() {
     }
 }
 
-/// If tasks are restarted one after the other, the first one finds the leases of the others from before.
+/// If tasks are restarted one after the other, the first task finds leases that the other tasks created before the
+/// restart.
 #[test]
 fn leases_of_an_earlier_run_count_as_not_started() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -111,13 +112,13 @@ fn leases_of_an_earlier_run_count_as_not_started() {
     // A process of this run that died counts as stopped.
     drop(second);
     assert_eq!(states()[0], OtherState::Stopped);
-    // It is unsure for a while whether the process on the other node is alive; it is not.
+    // It takes a while until the process on the other node is known to be dead.
     in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
     env.foreign_lease(lease_of(3, 4, 1), LeasePhase::Finished);
     assert_eq!(states()[2], OtherState::Finished);
 }
 
-/// From another node, a beat has to be seen before a process counts as alive. A lease that never changes is from an
+/// A process on another node counts as alive only after its lease has changed. A lease that never changes is from an
 /// earlier run.
 #[test]
 fn changing_lease_of_another_node_belongs_to_this_run() {
@@ -132,7 +133,7 @@ fn changing_lease_of_another_node_belongs_to_this_run() {
     let first = env.part(0, 4).unwrap();
     let journals = || first.others().unwrap().into_iter().map(|other| (other.journal, other.done_bytes));
     let here = (Some(String::from("part-3-of-4.0.journal")), 0);
-    // This run has not looked at any lease yet.
+    // This run has not checked any lease yet.
     env.foreign_lease(lease_of(1, 4, 0), LeasePhase::Finished);
     let moved = (Some(String::from("part-1-of-4.0.journal")), 5);
     assert_eq!(journals().collect::<Vec<_>>(), [moved.clone(), (None, 0), here.clone()]);
@@ -141,7 +142,7 @@ fn changing_lease_of_another_node_belongs_to_this_run() {
     drop(third);
 }
 
-/// TERM may arrive at one process before the other, and a stopped process may be restarted.
+/// `TERM` may reach one process before another, and a stopped process may be restarted.
 #[test]
 fn stopped_part_is_given_time_to_restart() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -158,14 +159,14 @@ fn stopped_part_is_given_time_to_restart() {
     drop(env.part(1, 2).unwrap());
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 stopped"]);
     assert!(begun.elapsed() >= FAST.stopped_after);
-    // If all of its work is recorded, no process has to be restarted.
+    // If all work of the part is recorded, its process does not have to be restarted.
     let Waited::Without(missing) = first.wait_published(&Stop::default(), &mut |_| ()).unwrap() else { panic!() };
     first.mark_finished(missing);
     assert_eq!(first.others().unwrap()[0].state, OtherState::Finished);
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
 
-/// The cache of this node hides the partial folder for longer than other processes are watched.
+/// This node caches the names, so the partial folder seems to be missing for longer than other processes are watched.
 #[test]
 fn cached_missing_partial_folder_is_waited_for() {
     let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
@@ -191,7 +192,7 @@ fn cached_missing_partial_folder_is_waited_for() {
     fs::rename(env.partial(), &hidden).unwrap();
     says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["was removed before"]);
     assert!(begun.elapsed() >= FAST.cached_for);
-    // The second look does not wait again.
+    // The second check does not wait again.
     assert!(!first.was_published(&Stop::default()));
     assert!(begun.elapsed() < FAST.cached_for * 4);
 }
@@ -211,12 +212,13 @@ fn suspended_process_is_named_and_taken_over() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has made no progress", &who, "options::resume"]);
     second.finish().unwrap();
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
-    // The sealing process is taken over, as a process on another node would be.
+    // Another process takes over the seal lease, as a process on another node would.
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
     assert!(first.try_seal(&Stop::default()).unwrap().is_some());
 }
 
-/// A process resumed and ended before its next beat does not know that another process has taken over.
+/// A process that is resumed, and ends before its next heartbeat, does not know that another process has taken over its
+/// part.
 #[test]
 fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     let env = TestEnv::new(DestinationKind::Folder);
@@ -232,8 +234,8 @@ fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     }
 }
 
-/// As in a job array whose elements start when resources are free: the last element starts after the work is done
-/// without it.
+/// The elements of a job array start when resources are free, so the last element may start after the others have
+/// finished all work.
 #[test]
 fn late_part_after_publication_is_done() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -248,7 +250,7 @@ fn late_part_after_publication_is_done() {
         assert!(matches!(env.begin_as(&late), Ok(Beginning::Done)));
         assert_eq!(env.names(), ["out"]);
     }
-    // A process that waits for the others, or works alone, expects to write a new output.
+    // A process that waits for the others, or that works alone, expects to write a new output.
     env.claim = claim();
     says(&env.part(0, 2).unwrap_err(), &["exists"]);
     env.refused(&["exists"]);

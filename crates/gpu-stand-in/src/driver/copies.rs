@@ -1,8 +1,8 @@
 //! Copies between host and device, and within a device.
 //!
-//! A range is checked when the call is made, where an invalid range is an error of the call, and again when the stream runs
-//! the copy, where memory that was freed meanwhile is a fault of the device. As on a device, two streams that write the same
-//! bytes race.
+//! A range is checked twice: when the call is made, where an invalid range is an error of the call; and when the stream
+//! runs the copy, where memory that has been freed is a fault of the device. As on a device, two streams that write the
+//! same bytes race.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -11,14 +11,14 @@ use super::{Answer, Code, entries, started, stream};
 use crate::machine::Device;
 use crate::memory::Illegal;
 
-/// Runs work of a stream. Invalid memory faults the device, which then runs no more work.
+/// Runs work of a stream. An access to invalid memory faults the device, and the device then runs no more work.
 pub fn on_device(device: &'static Device, work: impl FnOnce() -> Result<(), Illegal>) {
     if !device.has_faulted() && work().is_err() {
         device.fault();
     }
 }
 
-/// One end of a copy: the position of its bytes when the stream runs the copy.
+/// One end of a copy: where its bytes are when the stream runs the copy.
 #[derive(Clone, Copy)]
 enum End {
     Device(u64),
@@ -74,7 +74,7 @@ struct Side {
 /// `CU_MEMORYTYPE_DEVICE`
 const DEVICE: c_uint = 2;
 
-/// One side of a 3-D copy, with the distances between rows and between slices in bytes.
+/// One side of a 3-D copy, with the distances between rows and between slices. Unit: bytes.
 #[derive(Clone, Copy)]
 struct Strided {
     begin: u64,
@@ -84,7 +84,7 @@ struct Strided {
 }
 
 impl Copy3D {
-    /// Returns the distances of a side, after checking that it is within its array. Host memory is not supported.
+    /// Returns the distances of a side. Checks that the side is inside its array. Host memory is not supported.
     fn strided(&self, side: &Side) -> Answer<Strided> {
         if side.memory_type != DEVICE || side.lod != 0 {
             return Err(Code::ERROR_NOT_SUPPORTED);
@@ -115,7 +115,7 @@ entries! {
             stream.push(move || copy(device, End::Host(from), End::Device(into), bytes));
             return Ok(());
         }
-        // SAFETY: as in C, the caller of the library has `bytes` bytes there until the call returns.
+        // SAFETY: as in C, the caller of the library guarantees `bytes` bytes there until the call returns.
         let staged = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
         stream.push(move || copy(device, End::Host(staged.as_ptr() as usize), End::Device(into), bytes));
         Ok(())
@@ -150,13 +150,13 @@ entries! {
         Ok(())
     }
 
-    /// Copies from device memory to device memory only.
+    /// Copies from device memory to device memory. Other copies are not supported.
     fn cuMemcpy3DAsync_v2(asked: *const Copy3D, handle: usize) {
         let (stream, device) = stream(handle)?;
         if asked.is_null() || !asked.is_aligned() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library has the struct there.
+        // SAFETY: as in C, the caller of the library guarantees that the struct is there.
         let asked = unsafe { asked.read() };
         if asked.width == 0 || asked.height == 0 || asked.depth == 0 {
             return Ok(());

@@ -7,7 +7,7 @@ use super::{Code, device, entries, put, started};
 use crate::fault::Fault;
 use crate::machine::{self, Machine};
 
-/// The version of `cuDriverGetVersion`: CUDA 13.0.
+/// The version that `cuDriverGetVersion` returns: CUDA 13.0.
 const DRIVER_VERSION: c_int = 13_000;
 
 /// Returns the handle of the primary context of a device.
@@ -45,7 +45,7 @@ entries! {
         if name.is_null() || length < text.len() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library has `length` bytes there.
+        // SAFETY: as in C, the caller of the library guarantees `length` bytes there.
         unsafe { ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len()) };
         Ok(())
     }

@@ -1,14 +1,15 @@
-//! Modules and launches. A module is PTX text, and its kernels are the [compiled kernels](crate::kernels) of the same names.
+//! Modules and launches. A module is PTX text. Its kernels are the [compiled kernels](crate::kernels) with the same
+//! names.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
 use super::{Code, copies, current, entries, put, started, stream};
 use crate::kernels::{ARGUMENTS, Kernel, Launch};
 
-/// The maximum number of threads of a block.
+/// The maximum number of threads in a block.
 const LARGEST_BLOCK: u32 = 1024;
 
-/// Returns whether PTX declares a kernel.
+/// Returns whether PTX declares a kernel with this name.
 fn declares(ptx: &str, name: &str) -> bool {
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     ptx.split(".entry").skip(1).any(|text| text.trim_start().split(|c| !is_name(c)).next() == Some(name))
@@ -66,13 +67,13 @@ entries! {
     ) {
         let (stream, device) = stream(handle)?;
         let kernel = *started()?.tables().functions.get(&function).ok_or(Code::ERROR_INVALID_HANDLE)?;
-        // Kernels have one dimension.
+        // Only launches with one dimension are supported.
         let flat = [grid_y, grid_z, block_y, block_z] == [1; 4];
         if !flat || grid_x == 0 || block_x == 0 || block_x > LARGEST_BLOCK || arguments.is_null() || !extra.is_null() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
         let argument = |(at, bytes): (usize, &usize)| {
-            // SAFETY: as in C, the caller of the library has a pointer to each argument, which has this size.
+            // SAFETY: as in C, the caller of the library passes a pointer to each argument, which has this size.
             unsafe { std::slice::from_raw_parts((*arguments.add(at)).cast::<u8>(), *bytes) }.to_vec()
         };
         let values: Vec<Vec<u8>> = ARGUMENTS.iter().enumerate().map(argument).collect();

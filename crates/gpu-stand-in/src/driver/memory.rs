@@ -31,7 +31,7 @@ entries! {
         put(address, heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Waits for all work of the device, as CUDA does, and frees the memory.
+    /// Waits for all work of the device, as CUDA does, and then frees the memory.
     fn cuMemFree_v2(address: u64) {
         current()?;
         if address == 0 {
@@ -50,7 +50,7 @@ entries! {
         put(address, device.heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Frees the memory when the stream runs this call.
+    /// Frees the memory when the stream reaches this call.
     fn cuMemFreeAsync(address: u64, handle: usize) {
         let (stream, device) = stream(handle)?;
         device.heap.locate(address, 0)?;
@@ -76,11 +76,11 @@ entries! {
         put(address, memory)
     }
 
-    /// Waits for all work of the device, as CUDA does, and frees the memory.
+    /// Waits for all work of the device, as CUDA does, and then frees the memory.
     fn cuMemFreeHost(address: usize) {
         started()?.synchronize();
         let bytes = started()?.tables().pinned.remove(&address).ok_or(Code::ERROR_INVALID_VALUE)?;
-        // SAFETY: it was allocated with this layout, and is no longer in the table.
+        // SAFETY: the memory was allocated with this layout, and is no longer in the table.
         unsafe { alloc::dealloc(address as *mut u8, pages(bytes)?) };
         Ok(())
     }

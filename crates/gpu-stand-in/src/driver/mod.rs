@@ -59,7 +59,7 @@ impl From<Illegal> for Code {
     }
 }
 
-/// Writes a result to the place that the caller's pointer names.
+/// Writes a result to the place to which the caller's pointer points.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| Code::ERROR_INVALID_VALUE)
 }

@@ -1,4 +1,4 @@
-//! Streams and events, which callers name by handles.
+//! Streams and events, which callers identify by handles.
 
 use std::ffi::c_uint;
 use std::sync::Arc;

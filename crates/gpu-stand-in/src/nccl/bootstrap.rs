@@ -1,4 +1,4 @@
-//! Connection setup: the process that created the id sends the ports of all ranks to each rank.
+//! Connection setup: the process that created the id sends the ports of all ranks to every rank.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,13 +27,13 @@ pub struct Place {
 #[repr(C)]
 pub struct UniqueId([u8; 128]);
 
-/// The description that a rank sends of itself.
+/// The description of a rank, which the rank sends to the process that created the id.
 #[derive(Clone, Copy)]
 struct Card {
     rank: u32,
     ranks: u32,
     port: u32,
-    /// The number of the rank's device in the machine.
+    /// The index of the rank's device in the machine.
     device: u32,
     host: u64,
 }
@@ -65,7 +65,7 @@ impl UniqueId {
     }
 }
 
-/// Receives the descriptions of all ranks, then sends the ports of all ranks to each.
+/// Receives the descriptions of all ranks, and then sends the ports of all ranks to every rank.
 fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     let mut guests: Vec<(Card, TcpStream)> = Vec::new();
     while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
@@ -89,10 +89,9 @@ fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Connects to all other ranks, and returns the sockets in the order of ranks. Returns an error if two ranks have one
-/// device.
+/// Connects to all other ranks. Returns the sockets in rank order. Returns an error if two ranks use the same device.
 ///
-/// `aborted` is polled while it waits.
+/// Calls `aborted` repeatedly while it waits, and stops when `aborted` returns true.
 pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> bool) -> Answer<Vec<Option<TcpStream>>> {
     let (root, token) = id.parts();
     let met = || -> io::Result<(Vec<Card>, TcpListener)> {
@@ -135,7 +134,7 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
     connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
 }
 
-/// Returns the code of an error: NCCL distinguishes connections that peers closed from errors of this rank.
+/// Returns the NCCL code for an error. NCCL distinguishes connections that peers have closed from errors of this rank.
 fn code(error: &io::Error) -> Code {
     match error.kind() {
         ErrorKind::UnexpectedEof
@@ -146,7 +145,7 @@ fn code(error: &io::Error) -> Code {
     }
 }
 
-/// Connects to lower ranks, and accepts connections of higher ranks.
+/// Connects to the lower ranks, and accepts the connections of the higher ranks.
 fn connect(
     place: Place,
     cards: &[Card],

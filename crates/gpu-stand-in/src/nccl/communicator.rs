@@ -1,7 +1,7 @@
 //! A communicator: the messages of its peers, and its state.
 //!
-//! It is in progress while it connects to its peers, while a group is being queued, and while it is finalized. After a
-//! failure it stays failed, and its stream blocks, until it is aborted.
+//! The communicator is in progress while it connects to its peers, while a group is being queued, and while it is
+//! finalized. After a failure it stays failed, and its stream blocks, until the communicator is aborted.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -32,9 +32,9 @@ struct Peer {
 
 struct State {
     failed: Option<Code>,
-    /// The number of started calls that are not on their stream yet.
+    /// The number of calls that have started but are not queued on their stream yet.
     starting: usize,
-    /// The number of groups on a stream that are not done.
+    /// The number of groups that are queued on a stream but are not done.
     running: usize,
     aborted: bool,
     finalized: bool,
@@ -47,17 +47,17 @@ struct State {
 #[derive(Default)]
 struct From {
     messages: VecDeque<(Head, Vec<u8>)>,
-    /// The number of messages that the peer has not taken.
+    /// The number of messages sent to the peer that the peer has not taken yet.
     untaken: usize,
     lost: bool,
 }
 
-/// A group cannot go on: the communicator has failed, or was aborted.
+/// The error if a group cannot continue, because the communicator has failed or was aborted.
 #[derive(Clone, Copy, Debug)]
 pub struct Broken;
 
 impl Communicator {
-    /// Creates a communicator, which connects to its peers in a thread of its own.
+    /// Creates a communicator. A thread connects it to its peers.
     pub fn begin(place: Place, id: UniqueId, blocking: bool) -> Arc<Self> {
         let state = State {
             failed: None,
@@ -115,7 +115,7 @@ impl Communicator {
         drop(self.wait_while(|state| state.starting + state.running > 0 && state.failed.is_none()));
     }
 
-    /// Returns an error unless the communicator may be used.
+    /// Returns an error if the communicator may not be used.
     pub fn ready(&self) -> Answer {
         match self.result() {
             Code::IN_PROGRESS => {
@@ -136,7 +136,7 @@ impl Communicator {
         state.collectives
     }
 
-    /// Starts work in another thread. The communicator is in progress until it ends.
+    /// Runs work in another thread. The communicator is in progress until this work ends.
     pub fn start(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) {
         self.change(|state| state.starting += 1);
         let this = Arc::clone(self);
@@ -154,7 +154,7 @@ impl Communicator {
         self.change(|state| state.running -= 1);
     }
 
-    /// Finalizes the communicator, which is in progress until all groups are done.
+    /// Finalizes the communicator. It is in progress until all groups are done.
     pub fn finalize(self: &Arc<Self>) -> Answer {
         self.ready()?;
         self.change(|state| state.finalized = true);
@@ -162,7 +162,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Stops all waiting threads, and returns when none waits.
+    /// Stops all waiting threads. Returns when no thread waits any more.
     pub fn abort(&self) {
         self.change(|state| state.aborted = true);
         self.close();
@@ -187,7 +187,7 @@ impl Communicator {
         drop(self.wait_while(|state| !state.aborted));
     }
 
-    /// Sends a message, without waiting until it is taken.
+    /// Sends a message. Does not wait until the peer takes it.
     pub fn put(&self, peer: usize, head: Head, data: &[u8]) -> Result<(), Broken> {
         self.change(|state| state.from[peer].untaken += 1);
         if peer == self.place.rank {
@@ -197,7 +197,7 @@ impl Communicator {
         self.write(peer, head, data)
     }
 
-    /// Takes the next message of a peer, which must have the expected header.
+    /// Takes the next message of a peer. The message must have the expected header.
     pub fn take(&self, peer: usize, expected: Head) -> Result<Vec<u8>, Broken> {
         let mut state = self.wait_while(|state| state.waits(peer) && state.from[peer].messages.is_empty());
         let Some((head, data)) = state.from[peer].messages.pop_front() else {
@@ -220,13 +220,13 @@ impl Communicator {
         Ok(data)
     }
 
-    /// Waits until a peer has taken all messages.
+    /// Waits until a peer has taken all messages that this rank sent to it.
     pub fn wait_taken(&self, peer: usize) -> Result<(), Broken> {
         let taken = self.wait_while(|state| state.waits(peer) && state.from[peer].untaken > 0).from[peer].untaken == 0;
         if taken { Ok(()) } else { Err(self.without(peer)) }
     }
 
-    /// Handles a lost peer: fails, or blocks if lost peers are silent.
+    /// Handles a lost peer: fails, or blocks if the loss of a peer is not reported.
     fn without(&self, peer: usize) -> Broken {
         let state = self.state();
         let reports_error = Machine::start().settings.lost_peers == LostPeers::Error;
@@ -247,7 +247,7 @@ impl Communicator {
         written.map_err(|_| self.without(peer))
     }
 
-    /// Receives the messages of each peer, in one thread for each.
+    /// Receives the messages of all peers, with one thread for each peer.
     fn listen(self: &Arc<Self>, sockets: Vec<Option<TcpStream>>) {
         for (peer, socket) in sockets.iter().enumerate() {
             let Some(Ok(mut socket)) = socket.as_ref().map(TcpStream::try_clone) else { continue };
@@ -292,7 +292,7 @@ impl Peer {
 }
 
 impl State {
-    /// Returns whether a message of a peer may still come.
+    /// Returns whether another message of a peer may still arrive.
     fn waits(&self, peer: usize) -> bool {
         !self.aborted && self.failed.is_none() && !self.from[peer].lost
     }

@@ -1,5 +1,5 @@
-//! `libnccl`: the functions that `dtshard` uses, as `nccl.h` 2.30 declares them. Ranks are processes, which send data over
-//! the loopback interface.
+//! `libnccl`: the functions that `dtshard` uses, as `nccl.h` 2.30 declares them. Ranks are processes that send data
+//! over the loopback interface.
 
 mod bootstrap;
 mod communicator;
@@ -53,7 +53,7 @@ pub type Answer<T = ()> = Result<T, Code>;
 const VERSION: c_int = 23_007;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;
 
-/// The first fields of `ncclConfig_t`, which all versions have.
+/// The first fields of `ncclConfig_t`, which are the same in all versions.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Config {
@@ -73,7 +73,7 @@ pub fn refused(code: Code, why: &str) -> Code {
     code
 }
 
-/// Writes a result to the place that the caller's pointer names.
+/// Writes a result to the place to which the caller's pointer points.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| refused(Code::INVALID_ARGUMENT, "the pointer for the result is null"))
 }
@@ -92,7 +92,7 @@ fn taken(handle: usize) -> Answer<Arc<Communicator>> {
     })
 }
 
-/// Returns the current result of a non-blocking call; waits first if the communicator is blocking.
+/// Returns the current result of a non-blocking call. If the communicator is blocking, waits first.
 fn now(communicator: &Communicator) -> Answer {
     match communicator.result() {
         Code::SUCCESS => Ok(()),
@@ -100,7 +100,7 @@ fn now(communicator: &Communicator) -> Answer {
     }
 }
 
-/// Creates a communicator, which connects to its peers.
+/// Creates a communicator and starts to connect it to its peers.
 fn begin(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, blocking: bool) -> Answer {
     put(handle, 0)?;
     let device = machine::current().ok_or_else(|| refused(Code::CUDA_ERROR, "no CUDA context is current"))?;

@@ -1,4 +1,4 @@
-//! The operations of a group: all send, then all receive, then all wait until their messages were taken.
+//! The operations of a group: all of them send, then all receive, and then all wait until their messages were taken.
 
 use std::ffi::c_int;
 use std::slice;
@@ -39,7 +39,7 @@ pub struct Operation {
     receives: bool,
     from: u64,
     into: u64,
-    /// The number of bytes of one rank.
+    /// The number of bytes for one rank.
     bytes: usize,
     head: Head,
 }
@@ -73,7 +73,8 @@ impl Operation {
         Ok(new)
     }
 
-    /// Returns the numbers of bytes that are read and written: those of all ranks if a buffer has a part for each.
+    /// Returns the number of bytes that are read and the number of bytes that are written. If a buffer has a part for
+    /// each rank, its parts are counted together.
     fn sizes(&self, communicator: &Communicator) -> (usize, usize) {
         let all = self.bytes.saturating_mul(communicator.place().ranks);
         match self.kind {
@@ -100,7 +101,7 @@ impl Operation {
     }
 }
 
-/// Runs the operations of a group. After an error, the stream blocks until the communicator is aborted.
+/// Runs the operations of a group. After an error, blocks the stream until the communicator is aborted.
 pub fn run(communicator: &Communicator, operations: &[Operation]) {
     let done = || {
         operations.iter().try_for_each(|operation| operation.send(communicator))?;
@@ -148,7 +149,7 @@ impl Operation {
             }
             Kind::Reduce if self.rank != communicator.place().rank => Ok(()),
             Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter => {
-                // Not in rank order, and rounded at every step, so that tests do not rely on either.
+                // The reduction is not in rank order and rounds at every step, so that tests do not rely on either.
                 let mut total = communicator.take(ranks - 1, self.head)?;
                 for peer in (0..ranks - 1).rev() {
                     reduce::add(self.head.dtype, self.head.op, &mut total, &communicator.take(peer, self.head)?);

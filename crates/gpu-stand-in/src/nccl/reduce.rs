@@ -1,4 +1,4 @@
-//! Reductions of the elements of two ranks.
+//! Reductions: combine the elements of two ranks.
 
 use half::{bf16, f16};
 
@@ -13,7 +13,8 @@ pub fn size(dtype: u32) -> Option<usize> {
     }
 }
 
-/// Returns whether a reduction is supported. 8-bit floats need a newer device than the stand-in imitates.
+/// Returns whether a reduction is supported. Reductions of 8-bit floats need a newer device than the one that is
+/// imitated.
 pub fn can(dtype: u32, op: u32) -> bool {
     dtype <= 9 && op <= AVG
 }
@@ -74,7 +75,7 @@ floats! {
     f64 as f64: std::convert::identity, std::convert::identity;
 }
 
-/// Runs code with the Rust type of a dtype code.
+/// Runs code with the Rust type that corresponds to a dtype code.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $body:expr) => {
         match $dtype {
@@ -123,7 +124,7 @@ macro_rules! with_type {
     };
 }
 
-/// Reduces the elements of `other` into `total`.
+/// Reduces the elements of `other` into the elements of `total`.
 pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     with_type!(dtype, T => {
         let size = size_of::<T>();
@@ -134,7 +135,7 @@ pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     });
 }
 
-/// Divides by the number of ranks if the operation is an average.
+/// If the operation is an average, divides by the number of ranks.
 pub fn finish(dtype: u32, op: u32, ranks: usize, total: &mut [u8]) {
     if op != AVG {
         return;

@@ -1,4 +1,4 @@
-//! A small client of the driver, and functions to run several processes.
+//! A small client of the driver, and functions that run several processes.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -17,7 +17,7 @@ fn file() -> PathBuf {
 }
 
 pub fn nccl() -> Library {
-    // SAFETY: it follows the declarations of nccl.h.
+    // SAFETY: the library follows the declarations of nccl.h.
     unsafe { Library::load(Some(&file())) }.unwrap()
 }
 
@@ -41,7 +41,7 @@ macro_rules! driver {
             $(
                 #[allow(non_snake_case)]
                 pub fn $name(&self, $($argument: $type),*) -> u32 {
-                    // SAFETY: addresses of the host are those of live values of the test.
+                    // SAFETY: host addresses are addresses of live values of the test.
                     unsafe { (self.$name)($($argument),*) }
                 }
             )*
@@ -102,7 +102,7 @@ impl Stream {
     }
 }
 
-// SAFETY: it is never destroyed.
+// SAFETY: the stream is never destroyed.
 unsafe impl DeviceStream for Stream {
     fn handle(&self) -> *mut c_void {
         self.0
@@ -137,7 +137,7 @@ impl Buffer {
     }
 }
 
-// SAFETY: it is never freed.
+// SAFETY: the buffer is never freed.
 unsafe impl DeviceBuffer for Buffer {
     fn address(&self) -> u64 {
         self.address
@@ -153,7 +153,7 @@ pub fn ranks(name: &str, ranks: usize) -> Vec<i32> {
     ranks_with(name, ranks, &[])
 }
 
-/// Runs ranks like [`ranks`], with environment variables.
+/// Runs ranks as [`ranks`] does, with additional environment variables.
 pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<i32> {
     let id = UniqueId::new(&nccl()).unwrap().to_bytes().map(|byte| format!("{byte:02x}")).concat();
     let start = |rank: usize| -> Child {
@@ -170,8 +170,8 @@ pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec
     children.into_iter().map(|mut child| child.wait().unwrap().code().unwrap_or(-1)).collect()
 }
 
-/// Runs the ignored test `name` of this binary in a process whose streams are delayed so long that the test is always
-/// earlier.
+/// Runs the ignored test `name` of this binary in a process. The streams of this process are delayed so long that the
+/// test runs before their work.
 pub fn passes_early(name: &str) -> bool {
     let mut early = Command::new(env::current_exe().unwrap());
     early.args(["--ignored", "--exact", name, "--nocapture"]).env("GPU_STAND_IN_DELAY_US", "100000");

@@ -1,7 +1,8 @@
 //! The communicator of one rank.
 //!
-//! It is either usable or aborted. An error after a call of NCCL leaves peers waiting and buffers in use, so the communicator
-//! is aborted before the error is returned, and every later call returns [`Error::Aborted`].
+//! A communicator is either usable or aborted. After an error in a call of NCCL, peers may wait and buffers may still
+//! be in use. Therefore the communicator is aborted before the error is returned, and every later call returns
+//! [`Error::Aborted`].
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -24,14 +25,15 @@ pub struct Place {
     pub ranks: usize,
 }
 
-/// Options of a communicator. NCCL decides about options that are not set.
+/// Options of a communicator. NCCL chooses the options that are not set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     max_ctas: Option<u16>,
 }
 
 impl Config {
-    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a device.
+    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a
+    /// device.
     #[must_use]
     pub fn max_ctas(self, blocks: u16) -> Self {
         Self { max_ctas: Some(blocks) }
@@ -46,7 +48,7 @@ impl Config {
 
 /// The communicator of this rank (`ncclComm_t`).
 ///
-/// Operations are queued on a stream, and are done when the stream is done. If a peer or the network is lost, the stream
+/// Operations are queued on a stream, and are done when the stream is done. If a peer or the network fails, the stream
 /// waits forever, and [`Self::status`] returns the error.
 pub struct Communicator {
     library: Library,
@@ -56,19 +58,20 @@ pub struct Communicator {
     wait: Wait,
 }
 
-// SAFETY: NCCL binds a communicator to a device and not to a thread. Two threads may not use it at once, so it is not Sync.
+// SAFETY: NCCL binds a communicator to a device, not to a thread. Two threads may not use it at the same time, so it is
+// not Sync.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Connects to all ranks (`ncclCommInitRankConfig`). All ranks call it with the same id and number of ranks, and each with
-    /// its own rank.
+    /// Connects to all ranks (`ncclCommInitRankConfig`). All ranks pass the same id and the same number of ranks. Each
+    /// rank passes its own rank.
     ///
     /// Uses the device whose CUDA context is current in this thread.
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Late`] or [`Error::GivenUp`] if not all ranks join, and [`Error::Call`] if there is no device or NCCL
-    /// cannot use it.
+    /// Returns [`Error::Late`] or [`Error::GivenUp`] if not all ranks join, and [`Error::Call`] if there is no device
+    /// or NCCL cannot use the device.
     pub fn new(library: &Library, place: Place, id: &UniqueId, config: &Config, wait: Wait) -> Result<Self> {
         const FUNCTION: &str = "ncclCommInitRankConfig";
         let (rank, ranks) = place.checked(FUNCTION)?;
@@ -92,25 +95,26 @@ impl Communicator {
 
     /// Returns the ordinal of the communicator's CUDA device (`ncclCommCuDevice`).
     pub fn device(&self) -> Result<usize> {
-        // SAFETY: it is neither destroyed nor aborted, and only this thread has it.
+        // SAFETY: the communicator is neither destroyed nor aborted, and only this thread has it.
         let device = unsafe { self.library.nccl().comm_cu_device(self.comm()?) }?;
         Ok(usize::try_from(device).unwrap_or_default())
     }
 
-    /// Checks for asynchronous errors (`ncclCommGetAsyncError`): whether a peer or the network was lost since the last call.
+    /// Checks for asynchronous errors (`ncclCommGetAsyncError`), for example a failure of a peer or of the network.
     ///
     /// After an error, drop or abort the communicator, which also stops its kernels on the device.
     pub fn status(&self) -> Result<()> {
         progress(&self.library, self.comm, "ncclCommGetAsyncError").map(drop)
     }
 
-    /// Queues operations on a stream as one group (`ncclGroupStart`, `ncclGroupEnd`), so that none waits for another.
+    /// Queues operations on a stream as one group (`ncclGroupStart`, `ncclGroupEnd`), so that no operation waits for
+    /// another.
     ///
-    /// Returns when the operations are on the stream, so work that is queued there later runs after them.
+    /// Returns after the operations are queued on the stream. Work that is queued on the stream later runs after them.
     ///
     /// # Errors
     ///
-    /// Returns the errors of `body`, and queues nothing then. Any other error aborts the communicator.
+    /// Returns the errors of `body`; nothing is queued then. Any other error aborts the communicator.
     pub fn group<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -220,25 +224,26 @@ impl Communicator {
     }
 
     /// Waits for queued work, and closes the communicator together with all other ranks (`ncclCommFinalize`, then
-    /// `ncclCommDestroy`). An error aborts it.
+    /// `ncclCommDestroy`). After an error, aborts the communicator.
     pub fn finalize(mut self) -> Result<()> {
         let comm = self.comm()?;
-        // SAFETY: it is neither destroyed nor aborted, and only this thread has it.
+        // SAFETY: the communicator is neither destroyed nor aborted, and only this thread has it.
         let begun = unsafe { self.library.nccl().comm_finalize(comm) };
         self.settle("ncclCommFinalize", begun)?;
         self.comm = None;
-        // SAFETY: it is finalized, and nothing else has the handle.
+        // SAFETY: the communicator is finalized, and nothing else has the handle.
         unsafe { self.library.nccl().comm_destroy(comm) }.map(drop)
     }
 
-    /// Stops all work, also on the device, and closes the communicator without the other ranks (`ncclCommAbort`).
+    /// Stops all work, also on the device, and closes the communicator without waiting for the other ranks
+    /// (`ncclCommAbort`).
     ///
     /// Dropping the communicator does the same, but ignores errors.
     pub fn abort(mut self) -> Result<()> {
         self.abort_now()
     }
 
-    /// Waits until a started function is done. Aborts the communicator if that fails.
+    /// Waits until a started function is completed. If that fails, aborts the communicator.
     fn settle(&mut self, function: &'static str, begun: Result<Progress>) -> Result<()> {
         let unsettled = Unsettled(self);
         if begun? == Progress::InProgress {
@@ -262,17 +267,17 @@ impl Communicator {
     }
 }
 
-/// A guard that aborts the communicator unless a started function completes, also if the watch panics.
+/// A guard that aborts the communicator if a started function does not complete, even if the watch panics.
 struct Unsettled<'a>(&'a mut Communicator);
 
 impl Drop for Unsettled<'_> {
     fn drop(&mut self) {
-        // The caller already has the cause; a failed abort would add nothing.
+        // The caller has the cause already, and an error of the abort would add nothing.
         let _ = self.0.abort_now();
     }
 }
 
-/// Returns the progress of the function that a communicator was started with.
+/// Returns the progress of `function`, which was started on the communicator.
 fn progress(library: &Library, comm: Option<NonNull<c_void>>, function: &'static str) -> Result<Progress> {
     let comm = comm.ok_or(Error::Aborted)?;
     // SAFETY: only the owner of the communicator calls this, and takes the handle out of the option before freeing it.

@@ -1,11 +1,12 @@
 //! Memory and streams of a device, which the caller owns.
 //!
-//! NCCL only queues work: a call returns before data moves, so a borrow that ends with the call cannot guarantee that the
-//! memory still exists when it is used. Instead, each type that owns such memory guarantees it by an `unsafe` trait. A view
-//! lends a part of the memory for one call, with Rust's rules of borrowing: memory that is written is not lent twice.
+//! NCCL only queues work: a call returns before data is moved. Therefore a borrow that ends with the call cannot
+//! guarantee that the memory still exists when the data is moved. Instead, each type that owns such memory guarantees
+//! this by an `unsafe` trait. A view lends a part of the memory for one call, with Rust's rules of borrowing: memory
+//! that is written is not lent twice.
 //!
-//! Device memory holds no Rust values. Reading it before the stream has run gives wrong bytes, but no undefined behaviour.
-//! The caller has to avoid that.
+//! Device memory contains no Rust values. Reading the memory before the stream has run gives wrong bytes, but is not
+//! undefined behaviour. The caller has to avoid that.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -16,9 +17,9 @@ use crate::{DataType, Error, Result};
 ///
 /// # Safety
 ///
-/// The [`Self::bytes`] bytes from [`Self::address`] are memory that the device of each communicator to which they are lent
-/// can access. They stay allocated until all work that was queued before the value is dropped is done: they are freed in the
-/// order of those streams (`cuMemFreeAsync`), or after waiting for them.
+/// The [`Self::bytes`] bytes at [`Self::address`] are memory that can be accessed by the device of each communicator to
+/// which they are lent. They stay allocated until all work is done that was queued before the value is dropped. They
+/// may be freed in the order of the streams (`cuMemFreeAsync`), or after waiting for the streams.
 pub unsafe trait DeviceBuffer {
     /// Returns the address of the first byte: a `CUdeviceptr`.
     fn address(&self) -> u64;
@@ -31,8 +32,8 @@ pub unsafe trait DeviceBuffer {
 ///
 /// # Safety
 ///
-/// [`Self::handle`] is a `CUstream` of the device of each communicator with which it is used, and it is not destroyed before
-/// the value is dropped.
+/// [`Self::handle`] is a `CUstream` of the device of each communicator with which it is used. It is not destroyed
+/// before the value is dropped.
 pub unsafe trait DeviceStream {
     /// Returns the `CUstream`, which is the same as the `cudaStream_t` of the runtime API.
     fn handle(&self) -> *mut c_void;
@@ -116,7 +117,7 @@ impl Extent {
         Some((Self { bytes: at, ..self }, Self { address: behind, bytes: rest }))
     }
 
-    /// Returns the number of elements, or an error if the range is not a whole number of aligned elements.
+    /// Returns the number of elements. Returns an error if the range is not a whole number of aligned elements.
     pub(super) fn elements(self, dtype: DataType, function: &'static str) -> Result<usize> {
         let size = dtype.size();
         if !self.bytes.is_multiple_of(size) {

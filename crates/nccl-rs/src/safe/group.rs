@@ -1,8 +1,8 @@
 //! Groups of operations that are queued together.
 //!
-//! All operations are collected and checked before the first call of NCCL: if a group failed halfway, peers would wait for
-//! the other half. Operations without elements are not passed to NCCL; all ranks omit the same ones, because sender and
-//! receiver have the same count.
+//! All operations are collected and checked before the first call of NCCL. If a group failed in the middle, peers would
+//! wait for the missing operations. Operations without elements are not passed to NCCL. All ranks omit the same
+//! operations, because sender and receiver have the same count.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -13,13 +13,13 @@ use crate::raw::{cudaStream_t, ncclComm_t};
 use crate::result::{Nccl, Progress};
 use crate::{DataType, Error, RedOp, Result};
 
-/// Operations of one communicator on one stream, which progress together.
+/// Operations of one communicator on one stream, which run at the same time.
 ///
-/// Sends and receives between the same two ranks pair up in the order in which each side adds them. A rank that sends to
-/// itself also receives from itself.
+/// Sends and receives between the same two ranks are matched in the order in which each side adds them. A rank that
+/// sends to itself must also receive from itself.
 ///
-/// The first lifetime is that of the call that created the group, so that it cannot be swapped with the group of another
-/// communicator with other ranks. The second lifetime is that of the buffers.
+/// The first lifetime is the lifetime of the call that created the group. It prevents swapping the group with the group
+/// of another communicator, which may have other ranks. The second lifetime is the lifetime of the buffers.
 #[derive(Debug)]
 pub struct Group<'g, 'b> {
     place: Place,
@@ -31,7 +31,7 @@ pub struct Group<'g, 'b> {
 #[derive(Debug)]
 struct Operation {
     kind: Kind,
-    /// The number of elements of one rank, as the function of `nccl.h` counts.
+    /// The number of elements, as the NCCL function counts them for one rank.
     count: usize,
     dtype: DataType,
 }
@@ -52,7 +52,8 @@ impl<'b> Group<'_, 'b> {
         Self { place, operations: Vec::new(), call: PhantomData, lent: PhantomData }
     }
 
-    /// Sends all elements of a view to a rank, which must receive as many elements of the same type (`ncclSend`).
+    /// Sends all elements of a view to a rank, which must receive the same number of elements of the same type
+    /// (`ncclSend`).
     pub fn send(&mut self, from: DeviceView<'b>, dtype: DataType, peer: usize) -> Result<()> {
         let (from, to) = (from.extent(), self.rank("ncclSend", peer)?);
         let count = from.elements(dtype, "ncclSend")?;
@@ -60,7 +61,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Fills a view with elements from a rank, which must send as many elements of the same type (`ncclRecv`).
+    /// Fills a view with elements from a rank, which must send the same number of elements of the same type
+    /// (`ncclRecv`).
     pub fn recv(&mut self, into: DeviceViewMut<'b>, dtype: DataType, peer: usize) -> Result<()> {
         let (into, from) = (into.extent(), self.rank("ncclRecv", peer)?);
         let count = into.elements(dtype, "ncclRecv")?;
@@ -68,7 +70,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Copies the buffer of `root` to the buffers of all ranks, which have the same size (`ncclBroadcast`, in place).
+    /// Copies the buffer of `root` to the buffers of all ranks, in place (`ncclBroadcast`). All buffers have the same
+    /// size.
     pub fn broadcast(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType, root: usize) -> Result<()> {
         let (buffer, root) = (buffer.extent(), self.rank("ncclBroadcast", root)?);
         let count = buffer.elements(dtype, "ncclBroadcast")?;
@@ -76,8 +79,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Reduces the elements of `send` over all ranks, to the view `recv` of rank `root` (`ncclReduce`). The root passes a view
-    /// of the same size; other ranks pass none.
+    /// Reduces the elements of `send` over all ranks, and writes the result to the view `recv` of rank `root`
+    /// (`ncclReduce`). The root passes a view with the size of `send`; other ranks pass `None`.
     pub fn reduce(
         &mut self,
         send: DeviceView<'b>,
@@ -100,8 +103,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Gathers `send` of all ranks, in the order of ranks, to `recv` of all ranks. `recv` is `ranks` times as long as `send`
-    /// (`ncclAllGather`).
+    /// Gathers `send` of all ranks, in rank order, to `recv` of all ranks (`ncclAllGather`). `recv` is `ranks` times as
+    /// long as `send`.
     pub fn all_gather(&mut self, send: DeviceView<'b>, recv: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
         let (send, recv) = (send.extent(), recv.extent());
         let count = send.elements(dtype, "ncclAllGather")?;
@@ -110,7 +113,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Gathers in place: each rank sends its part of `buffer`, whose parts are in the order of ranks (`ncclAllGather`).
+    /// Gathers in place: the parts of `buffer` are in rank order, and each rank sends its own part (`ncclAllGather`).
     pub fn all_gather_in_place(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
         let recv = buffer.extent();
         let all = recv.elements(dtype, "ncclAllGather")?;
@@ -122,7 +125,7 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Reduces the elements of `send` over all ranks, to `recv` of all ranks (`ncclAllReduce`).
+    /// Reduces the elements of `send` over all ranks, and writes the result to `recv` of all ranks (`ncclAllReduce`).
     pub fn all_reduce(
         &mut self,
         send: DeviceView<'b>,
@@ -148,8 +151,8 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
-    /// Reduces the elements of `send` over all ranks, and gives each rank its part in `recv`. `send` is `ranks` times as long
-    /// as `recv` (`ncclReduceScatter`).
+    /// Reduces the elements of `send` over all ranks, and writes to `recv` of each rank its part of the result
+    /// (`ncclReduceScatter`). `send` is `ranks` times as long as `recv`.
     pub fn reduce_scatter(
         &mut self,
         send: DeviceView<'b>,
@@ -200,14 +203,14 @@ impl<'b> Group<'_, 'b> {
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library with the group's number of ranks, and no other thread uses it meanwhile.
-    /// `stream` is a stream of its device. Its device can access the memory of all views until the work on the stream is
-    /// done.
+    /// `comm` is a communicator of this library with the group's number of ranks. No other thread uses it at the same
+    /// time. `stream` is a stream of the communicator's device. The device can access the memory of all views until the
+    /// work on the stream is done.
     pub(super) unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let _ = nccl.group_start()?;
         // SAFETY: guaranteed by the caller.
         let queued = self.operations.iter().try_for_each(|each| unsafe { each.queue(nccl, comm, stream) }.map(drop));
-        // A group that was started has to be ended, even after an error.
+        // A group that was started has to be ended, even if an error occurred.
         let ended = nccl.group_end();
         queued.and(ended)
     }
@@ -218,13 +221,15 @@ fn uneven(function: &'static str, what: &str, expected: usize, found: usize) -> 
 }
 
 impl Operation {
+    /// Queues the operation.
+    ///
     /// # Safety
     ///
     /// The conditions of [`Group::queue`] hold.
     unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let (count, dtype) = (self.count, self.dtype.code());
         // SAFETY: the caller guarantees the memory, the stream and the communicator. Each view is long enough for the
-        // function: that was checked when the operation was added.
+        // function, because this was checked when the operation was added.
         unsafe {
             match self.kind {
                 Kind::Send { from, to } => nccl.send(from.pointer(), count, dtype, to, comm, stream),
@@ -255,10 +260,10 @@ mod tests {
     use super::super::device::DeviceBuffer;
     use super::*;
 
-    /// A buffer with an address and a size but without memory, which is never accessed.
+    /// A buffer that has an address and a size, but no memory. It is never accessed.
     struct Nothing(u64, usize);
 
-    // SAFETY: no test passes it to NCCL.
+    // SAFETY: no test passes this buffer to NCCL.
     unsafe impl DeviceBuffer for Nothing {
         fn address(&self) -> u64 {
             self.0

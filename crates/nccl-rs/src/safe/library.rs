@@ -1,4 +1,4 @@
-//! The NCCL library, which is loaded once, and unique ids.
+//! The NCCL library, which is loaded at run time, and unique ids.
 
 use std::ffi::{OsStr, c_char};
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::raw::{NCCL_UNIQUE_ID_BYTES, ncclUniqueId};
 use crate::result::Nccl;
 use crate::{Result, Version};
 
-/// The file names to try if none is given. Python wheels and run-time packages have only the first.
+/// The file names to try if the caller gives none. Python wheels and run-time packages contain only the first.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The loaded NCCL library. Clones share it.
@@ -17,13 +17,14 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 pub struct Library(Arc<Nccl>);
 
 impl Library {
-    /// Loads NCCL: only `file` if it is given, or else `libnccl.so.2` or `libnccl.so` from the library search path.
+    /// Loads NCCL: `file` if it is given, or else `libnccl.so.2` or `libnccl.so` from the library search path.
     ///
-    /// Needs no device and no driver. The library is never unloaded.
+    /// Loading needs no device and no driver. The library is never unloaded.
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Load`](crate::Error::Load) with each name that was tried and the reason why it could not be loaded.
+    /// Returns [`Error::Load`](crate::Error::Load) with each name that was tried and the reason why it could not be
+    /// loaded.
     ///
     /// # Safety
     ///
@@ -55,9 +56,11 @@ impl Library {
     }
 }
 
-/// The id that all ranks of one communicator share (`ncclUniqueId`). One rank creates it and sends it to all others.
+/// The id that all ranks of one communicator share (`ncclUniqueId`). One rank creates the id and sends it to all other
+/// ranks.
 ///
-/// It has the address where that rank listens. So it is valid for one communicator, and only while that process runs.
+/// The id contains the address at which that rank listens. Therefore it is valid for one communicator, and only while
+/// the process of that rank runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; Self::BYTES]);
 
@@ -71,7 +74,7 @@ impl UniqueId {
         Ok(Self(id.internal.map(c_char::cast_unsigned)))
     }
 
-    /// Returns the id that another rank created.
+    /// Returns an id from the bytes that another rank has sent.
     #[must_use]
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
@@ -89,7 +92,7 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Omits the bytes: any process that knows them can join.
+    /// Formats the id without its bytes, because any process that knows them can join the communicator.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UniqueId").finish_non_exhaustive()
     }

@@ -1,6 +1,6 @@
 //! The safe layer: communicators that detect errors and abort themselves, over buffers that the caller owns.
 //!
-//! Only implementing [`DeviceBuffer`] or [`DeviceStream`] and loading a library are `unsafe`; all other calls are safe.
+//! Only implementing [`DeviceBuffer`] or [`DeviceStream`] and loading a library is `unsafe`; all other calls are safe.
 
 mod communicator;
 mod device;

@@ -1,4 +1,4 @@
-//! The limit of waiting for peers, and a watch that may stop waiting earlier.
+//! A limit for waiting for peers, and a watch that may end the wait earlier.
 
 use std::fmt;
 use std::ops::ControlFlow;
@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use crate::result::Progress;
 use crate::{Error, Result};
 
-/// The first pause between two polls. Each pause is twice as long as the previous one.
+/// The first pause between two polls. Each later pause is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
-/// The longest pause, which is the maximum delay until completion is noticed.
+/// The longest pause. It is also the maximum time until a completed operation is noticed.
 const LONGEST: Duration = Duration::from_millis(5);
 
-/// The limit of a communicator for waiting until peers join its creation, the first exchange with them, and its end.
+/// The time limit of a communicator for three waits: until all peers join its creation, until a peer joins the first
+/// exchange with it, and until all peers join its end.
 ///
-/// It does not limit data transfers: the caller waits for those on the stream.
+/// It does not limit data transfers, because the caller waits for these on the stream.
 pub struct Wait {
     limit: Duration,
     watch: Box<Watch>,
@@ -30,8 +31,8 @@ impl Wait {
         Self { limit, watch: Box::new(|_| ControlFlow::Continue(())) }
     }
 
-    /// Calls `watch` every few milliseconds with the elapsed time. If it returns `Break(why)`, waiting stops at once. A program
-    /// can check its peers or its signals there.
+    /// Calls `watch` every few milliseconds with the elapsed time. If `watch` returns `Break(why)`, the wait ends
+    /// immediately. For example, a program can check its peers or its signals in `watch`.
     #[must_use]
     pub fn watching(self, watch: impl FnMut(Duration) -> ControlFlow<String> + Send + 'static) -> Self {
         Self { watch: Box::new(watch), ..self }
