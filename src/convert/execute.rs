@@ -37,7 +37,7 @@ pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> 
     settled.map_err(|error| failed(prepared, error))
 }
 
-/// Adds checkpoint and process to an error, and informs the other processes why this one ends.
+/// Adds checkpoint and process to an error, and informs the other processes why this process ends.
 fn failed(prepared: &mut Prepared, error: Error) -> Error {
     let error = prepared.source.locate(error);
     if let Some(peers) = prepared.source.peers.take() {
@@ -47,7 +47,8 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
     error
 }
 
-/// Makes rounds as long as the memory beside the headers of DST allows. Collective if there are peers.
+/// Chooses the longest rounds whose buffers fit into memory together with the headers of DST. Collective if there are
+/// peers.
 fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());

@@ -61,7 +61,7 @@ pub fn with_others(
     Ok(source)
 }
 
-/// Opens a further checkpoint beside SRC, which must be complete.
+/// Opens another checkpoint in addition to SRC. The checkpoint must be complete.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
@@ -93,7 +93,7 @@ fn fill(
     Ok(ConversionSource { checkpoint: filler, wanted, filled, ..source })
 }
 
-/// Counts of the values that come from SRC, and of the per-rank values that do not.
+/// Number of values that come from SRC, and number of per-rank values of SRC that are not used.
 struct FillCounts {
     tensors: usize,
     objects: usize,

@@ -1,8 +1,8 @@
 //! Transports between connected processes, for control messages and for tensor data.
 //!
-//! Control messages use record files in the [work folder](super::work_folder), NCCL or MPI. Tensor data uses NCCL
-//! between GPUs, MPI between hosts, or no transport at all: then files of SRC are copied to a folder that all processes
-//! see.
+//! Control messages use message files in the [work folder](super::work_folder), NCCL or MPI. Tensor data uses NCCL
+//! between GPUs or MPI between hosts. Without a transport for tensor data, files of SRC are copied to a folder that all
+//! processes see.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -258,8 +258,8 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arith
 }
 
 impl LinkRequest<'_> {
-    /// Returns the GPU of this process if every process has one, otherwise why the first process without one has none.
-    /// Collective.
+    /// Returns the GPU of this process if every process has a GPU. Otherwise returns why the first process without a
+    /// GPU has none. Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());

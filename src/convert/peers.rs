@@ -370,8 +370,8 @@ impl Peers {
         }))
     }
 
-    /// Returns which processes see which files of the checkpoint. With `--fill-from`, it also has files that all
-    /// processes see.
+    /// Returns which processes see which files of the checkpoint. With `--fill-from`, the checkpoint also has files
+    /// that all processes see.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -510,7 +510,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
 /// Name of the metadata mirror in the folder of a run.
 const MIRROR: &str = "mirror";
 
-/// Connects to the other processes: by MPI if MPI started them, otherwise by record files beside DST.
+/// Connects to the other processes: by MPI if MPI started them, otherwise by message files beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;

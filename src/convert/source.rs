@@ -158,7 +158,7 @@ impl ConversionSource {
         read
     }
 
-    /// Informs the other processes why this one ends.
+    /// Informs the other processes why this process ends.
     pub fn tell(&self, error: &Error) {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
@@ -178,7 +178,8 @@ impl ConversionSource {
 
     /// Chooses the values where ranks differ.
     ///
-    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise just before the copy.
+    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise they are compared just
+    /// before the copy.
     ///
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! .DST.dtshard-work/
-//!     run-1f0c96a2b7d4e35f/    the records of one launch, and its metadata mirror of SRC
+//!     run-1f0c96a2b7d4e35f/    the message files of one launch, and its metadata mirror of SRC
 //!     copy/                    files of SRC, kept for --resume
 //! ```
 //!
@@ -121,7 +121,7 @@ impl WorkFolder {
         }
     }
 
-    /// Returns the folder for the record files of this launch.
+    /// Returns the folder for the message files of this launch.
     #[must_use]
     pub fn of_run(&self) -> &AnchoredPath {
         &self.run

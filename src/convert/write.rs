@@ -95,8 +95,8 @@ pub fn write_destination(
                 clear_beside(destination);
             }
             match produced {
-                // Other processes recorded all parts first, or assumed that this one was dead: the files that it misses
-                // were published.
+                // Other processes recorded all parts first, or assumed that this process was dead. The files that this
+                // process misses were published.
                 Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
                 Err(Error::Stopped(stopped)) if staging.is_kept() => {
                     Err(stopped.keeping(staging.partial(), producer.kept()).into())
@@ -244,8 +244,8 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// Returns the completed work, after invalidating partly written replicas: NCCL must reduce all replicas of a value
-    /// in one operation, or their last bits may differ. Collective.
+    /// Invalidates partly written replicas, and returns the completed work. NCCL must reduce all replicas of a value in
+    /// one operation, because otherwise their last bits may differ. Collective.
     fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
         // After the first barrier, no process invalidates entries; before the second, no process starts to write.
         peers.barrier()?;

@@ -1,4 +1,4 @@
-//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. Counts bytes.
+//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. Unit: bytes.
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};
@@ -89,7 +89,7 @@ pub fn copy_file(
     close(target).map_err(Error::io("close", &path))
 }
 
-/// Extended attribute of a copy, with the state of the copy when it was written.
+/// Name of the extended attribute of a copy that records the length and the time of the last change of the copy.
 const STATE_ATTRIBUTE: &str = "user.dtshard.carried";
 
 /// Records the state of the copy in its attribute, so that `options::overwrite` can recognise a file that somebody has

@@ -18,7 +18,8 @@ use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, TensorStorage, fsdp_flat};
 use crate::layout::Pattern;
 
-/// Largest world size. Every file lists all ranks, so the total length of these lists grows with its square.
+/// Largest world size. Every file lists all ranks, so the total length of these lists grows with the square of the
+/// world size.
 const MAX_RANKS: u32 = 1 << 14;
 
 /// The layout that a target starts from.

@@ -240,7 +240,8 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
     Ok(divided)
 }
 
-/// Returns the error for floating-point tensors that have no optimizer state although others have.
+/// Returns the error for floating-point tensors that have no optimizer state although other tensors have optimizer
+/// state.
 fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
     let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
     let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, ..)| fqn == name).map(|(.., entry)| &entry.shape);

@@ -1,5 +1,5 @@
-//! Lays out rank files with whole tensors: all tensors on every rank (`--all-ranks`), or only the tensors of some
-//! units, while the others stay sharded (`--unit`).
+//! Lays out rank files with whole tensors: `--all-ranks` writes all tensors whole on every rank; `--unit` writes only
+//! the tensors of some units whole, and all other tensors sharded.
 //!
 //! `--all-ranks` writes what FSDP saves as `FULL_STATE_DICT` without `rank0_only`. `--unit` writes the state that is in
 //! memory within `FullyShardedDataParallel.summon_full_params(unit)`.

@@ -343,8 +343,8 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
 }
 
-/// Collects values by name. A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`: the second one gets a name
-/// of its own, so that both are compared.
+/// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have the same
+/// dotted name. The second value gets a name of its own, so that both are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {
