@@ -1,6 +1,6 @@
 //! Proves that the chunks of a tensor cover it exactly once.
 //!
-//! Counts elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
+//! Unit: elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
 //! picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this applies to the
 //! chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor without a proof cannot
 //! be planned.

@@ -1,4 +1,4 @@
-//! Detects the format of a path from file names and first bytes. Every format of the table is asked.
+//! Detects the format of a path from file names and first bytes. Every format of the table checks the path.
 
 use std::path::{Path, PathBuf};
 

@@ -25,7 +25,7 @@ pub enum Want {
     /// The model, the optimizer, and the files beside them.
     #[default]
     All,
-    /// The model and the optimizer. Other files are not looked at.
+    /// The model and the optimizer. Other files are not examined.
     State,
     /// The model alone.
     Model,

@@ -43,7 +43,7 @@ pub struct KnownFile {
     pub pattern: &'static str,
     /// The purpose of the files.
     pub role: FileRole,
-    /// The requirement on their first bytes.
+    /// The requirement on the first bytes of the files.
     pub start: FileSignature,
 }
 

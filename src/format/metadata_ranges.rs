@@ -1,8 +1,9 @@
 //! Metadata ranges: the byte ranges of a file that are not tensor data. The metadata mirror copies these ranges.
 //!
 //! The ranges are found by running the readers and recording their reads. So a mirror of the ranges shows the same
-//! missing files and the same damage as the original, and no rule is written twice. The state of random number
-//! generators counts as metadata: it may differ between ranks, which must be decided before any data is moved.
+//! missing files and the same damage as the original, and the rules of a format exist only in its reader. The state of
+//! random number generators counts as metadata: it may differ between ranks, which must be decided before any data is
+//! moved.
 //!
 //! Unit: bytes. Invariant: damaged files have metadata ranges as well, and no range reaches beyond the end of its
 //! file.

@@ -1,8 +1,8 @@
 //! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
 //!
-//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name gives the series
-//! of the file. Rendered with other numbers, it gives the names of files for another world size, in the same style.
-//! Invariant: a name rendered with its own numbers is unchanged.
+//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name shows the series
+//! of the file. It can be rendered with other numbers, which gives the names of files for another world size, in the
+//! same style. Invariant: a name rendered with its own numbers is unchanged.
 
 use std::path::Path;
 
@@ -118,7 +118,8 @@ impl RankNamePattern {
         self.0.iter().map(text).collect()
     }
 
-    /// Adopts the zero padding of another name of the series: `rank_10` does not show it.
+    /// Adopts the zero padding of another name of the series. A name such as `rank_10` does not show whether numbers
+    /// are padded.
     pub fn widen_padding(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
             if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })

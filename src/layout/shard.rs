@@ -1,6 +1,6 @@
 //! Converts placements to elements: the tile of the rank at one mesh coordinate.
 //!
-//! Counts elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
+//! Unit: elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
 //! of its tensor dim. Tensor dims are independent, so the result is a product over dims: a [`Tile`]. The distinct tiles
 //! of all coordinates cover the tensor exactly once.
 //!

@@ -1,6 +1,6 @@
 //! Assembles a global tensor from the parts of the ranks. This is the inverse of [`SharedTensor::part`].
 //!
-//! Counts elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
+//! Unit: elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
 //! placements, the local shapes of all ranks give the global shape: along a tensor dim, the sizes of the ranks that
 //! shard it add up to the global size. The placements are then checked rank by rank: every local shape must be the
 //! shape that the placements give this rank for the global shape. PyTorch has no counterpart.
@@ -129,8 +129,8 @@ fn complete_group(
     complete.ok_or(PartError::Missing { rank: absent.unwrap_or(mesh.ranks()[0]) })
 }
 
-/// Returns placements that match the parts, if those of `shared` do not: first with another split, then with another
-/// placement on one mesh dim. The first match wins.
+/// Returns placements that match the parts, if the placements of `shared` do not match: first with another split, then
+/// with another placement on one mesh dim. The first match wins.
 #[must_use]
 pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
     let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();

@@ -1,6 +1,6 @@
 //! Plans one target tile: finds its elements in the chunks of the source tensor.
 //!
-//! Counts elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
+//! Unit: elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
 //! each byte moves once.
 //!
 //! ```text

@@ -125,7 +125,7 @@ pub fn read(path: &FilePath) -> Result<LocalDocument> {
 /// Parses and checks the text of a document; `path` is used in error messages only.
 ///
 /// # Errors
-/// As [`read`].
+/// The errors of [`read`].
 pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
     let text: DocumentJson =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {

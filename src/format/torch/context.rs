@@ -1,5 +1,5 @@
-//! The state of reading one archive: its records, and the meshes and limits that all its tensors share. Offsets, sizes
-//! and strides count elements.
+//! The state of reading one archive: its zip records, and the meshes and limits that all its tensors share. Unit of
+//! offsets, sizes and strides: elements.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -13,11 +13,11 @@ use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
 
-/// A part of a storage, as a strided array. Offset, sizes and strides count elements of `dtype`.
+/// A part of a storage, as a strided array. Unit of offset, sizes and strides: elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
-    /// The key of the storage, which is the record `data/KEY`.
+    /// The key of the storage. The zip record `data/KEY` has its data.
     pub key: Box<str>,
     pub storage_bytes: u64,
     pub offset: u64,
@@ -125,7 +125,7 @@ impl Reader<'_> {
         Ok(values)
     }
 
-    /// Checks that the record of a view's storage exists and has exactly the length of the storage.
+    /// Checks that the zip record of a view's storage exists and has exactly the length of the storage.
     pub fn check_storage(&self, view: &View) -> Result<(), DecodeError> {
         let name = format!("data/{}", view.key);
         match self.archive.get(&name) {

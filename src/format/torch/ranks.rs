@@ -46,8 +46,8 @@ pub enum PlainKind {
     Parts,
 }
 
-/// Returns the catalog of a file that is not one of a series. It holds only one rank's part of a DTensor, which the
-/// check of coverage reports.
+/// Returns the catalog of a file that belongs to no series. Such a file has only one rank's part of a DTensor, which
+/// the check of coverage reports.
 ///
 /// # Errors
 /// `Malformed` for an invalid file, `Conflict` for a contradiction in it.
@@ -167,7 +167,7 @@ impl Merger<'_> {
         }
     }
 
-    /// Removes ranks that lack the value: the first value of a conflict was assigned to all ranks before.
+    /// Removes the ranks that lack the value. The first value of a conflict was assigned to all ranks before.
     fn remove_ranks_without_value(&self, path: &Path, rank_values: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));

@@ -1,8 +1,8 @@
 //! Writes one torch.save file per rank. All files have the same tree, each with its rank's part of every tensor.
 //!
-//! A tensor is written as a DTensor, as a ShardedTensor, or as a plain tensor that is whole on every rank or the local
-//! part. Files share no data, so a replica is stored once for each rank that has it, as in PyTorch. Offsets count
-//! bytes, shapes count elements.
+//! A tensor is written as a DTensor, as a ShardedTensor, as a plain tensor that is whole on every rank, or as a plain
+//! tensor that is the local part of each rank. Files share no data, so a replica is stored once for each rank that has
+//! it, as in PyTorch. Unit: bytes for offsets, elements for shapes.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if the trees of
 //! ranks differ.

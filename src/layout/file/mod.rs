@@ -74,7 +74,7 @@ pub struct LayoutFile {
 pub struct DeclaredPlan {
     /// The name of a built-in plan.
     pub name: Option<Positioned<String>>,
-    /// The styles, which are tried before those of the built-in plan.
+    /// The styles, which are tried before the styles of the built-in plan.
     pub styles: Vec<StyleRule>,
     /// The name of the mesh dim of tensor parallelism.
     pub tp: Option<Positioned<String>>,
@@ -137,7 +137,7 @@ impl LayoutFile {
         parse::layout(name, &parsed.map_err(|fault| at.at_line(fault.line).error(fault.problem, None))?)
     }
 
-    /// Returns the mesh: the given one, or else that of the file.
+    /// Returns the given mesh, otherwise the mesh of the file.
     ///
     /// # Errors
     /// `File` if both exist and differ in the names of their dims.

@@ -1,6 +1,7 @@
-//! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over that of FSDP.
+//! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over the mesh dim of
+//! FSDP.
 //!
-//! Counts elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
+//! Unit: elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
 //! the module a placement on the mesh dim of tensor parallelism. FSDP then shards dim 0 of the local tensor over a mesh
 //! dim of its own.
 //!

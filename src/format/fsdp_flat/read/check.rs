@@ -1,5 +1,5 @@
-//! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Ranges
-//! count elements. Nothing is converted unless all of them match.
+//! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Nothing
+//! is converted unless all of them match. Unit of ranges: elements.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;

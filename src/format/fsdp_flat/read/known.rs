@@ -32,7 +32,7 @@ impl ModelKnowledge {
     ///
     /// # Errors
     ///
-    /// As reading a flat layout or a checkpoint.
+    /// The errors of reading a flat layout or a checkpoint.
     pub fn find(folder: &Path, knowledge: &FlatKnowledge, states: &[&FlatState]) -> Result<Self> {
         let document_path = folder.join(document::FILE_NAME);
         let path = match &knowledge.layout {

@@ -1,8 +1,8 @@
 //! Plans gradients as an FSDP1 job has them on each rank: `parameter.grad` of the wrapped model's `named_parameters()`.
 //!
 //! With `use_orig_params` a gradient is as long as the rank's part of its parameter, and absent if the rank has no
-//! part. Without it, each flat parameter has one gradient, as long as a shard, with zeros as padding. Lengths count
-//! elements.
+//! part. Without `use_orig_params`, each flat parameter has one gradient, as long as a shard, with zeros as padding.
+//! Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.

@@ -99,7 +99,7 @@ pub struct PartSurvey {
 /// Plans a part of the state dict without laying out files.
 ///
 /// # Errors
-/// As [`reserve`].
+/// The errors of [`reserve`].
 pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<PartSurvey> {
     let FlatPlan { merged, numbered, .. } = PlannedTree::new(source, state, target)?.plan;
     Ok(PartSurvey { merged, numbered })
