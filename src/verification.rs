@@ -8,9 +8,9 @@ use crate::convert::{self, Engine, Setup};
 use crate::error::Result;
 use crate::progress::Progress;
 
-/// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
-/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and
-/// formats.
+/// Verifies that a checkpoint is sound: the chunks of every tensor cover it exactly once, replicas are equal, and
+/// stored checksums match. With [`VerifyOptions::other`], also compares the values of two checkpoints, in any layouts
+/// and formats.
 ///
 /// ```no_run
 /// use dtshard::{NoProgress, Setup, VerifyOptions, verify};

@@ -1,10 +1,10 @@
 //! Element types, with their names in PyTorch, in safetensors and on the command line.
 //!
-//! Sizes count bytes. Invariant: each dtype has one row in the table, in the order of declaration.
+//! Unit of sizes: bytes. Invariant: each dtype has one row in the table, in the order of declaration.
 
 use std::fmt;
 
-/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes count bytes.
+/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     /// Boolean, one byte (`torch.bool`).

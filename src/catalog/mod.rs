@@ -1,9 +1,9 @@
 //! The catalog: the content of a checkpoint, independent of its format.
 //!
-//! Counts elements, except offsets in files, which are bytes. A catalog has logical tensors, each covered by chunks
-//! that are stored in files, and the Python values around them. Reading any format gives a [`Catalog`]; a target layout
-//! gives another one, and a conversion copies their intersection. Invariant: nothing here depends on a format.
-//! PyTorch's counterpart is `Metadata` in `torch/distributed/checkpoint/metadata.py`.
+//! Unit: elements; bytes for offsets in files. A catalog has logical tensors, each covered by chunks that are stored in
+//! files, and the Python values around them. Reading any format gives a [`Catalog`]; a target layout gives another one,
+//! and a conversion copies their intersection. Invariant: nothing here depends on a format. PyTorch's counterpart is
+//! `Metadata` in `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
 mod dtype;
@@ -167,7 +167,7 @@ impl TensorEntry {
     }
 
     /// Returns whether the tensor is known to be distributed. If not, every rank has the complete tensor, or the format
-    /// does not record it (DCP).
+    /// does not record whether the tensor is distributed (DCP).
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.class != Class::Tensor || self.sharding.is_some()

@@ -206,7 +206,7 @@ impl DestinationWriter<'_> {
         let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&source_tensors(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
-        // A single process that reads nothing back publishes at once, so it records nothing at the end.
+        // A single process that reads nothing back publishes immediately, so it records nothing at the end.
         let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);

@@ -1,4 +1,4 @@
-//! The JSON document that `inspect --json` prints. Shapes, offsets and sizes count elements.
+//! The JSON document that `inspect --json` prints. Unit of shapes, offsets and sizes: elements.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -68,7 +68,7 @@ fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> J
     document
 }
 
-/// Returns a value as JSON if JSON can express it, else as the text that Python would print.
+/// Returns a value as JSON if JSON can express it, otherwise as the text that Python would print.
 fn object_value(value: &Value) -> Json {
     match value {
         Value::None => Json::Null,

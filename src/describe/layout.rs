@@ -1,9 +1,9 @@
 //! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
 //!
 //! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
-//! of placements becomes the fallback, and other tensors of the model get rules. Then the same resolver applies the
-//! finished document, which shows the tensors that still need a rule. Invariant: a printed document gives every tensor
-//! the layout that it has in the checkpoint.
+//! of placements becomes the fallback, which is the list for all tensors without a rule. Other tensors of the model get
+//! rules. Then the same resolver applies the finished document, which shows the tensors that still need a rule.
+//! Invariant: a printed document gives every tensor the layout that it has in the checkpoint.
 
 #[cfg(test)]
 mod tests;
@@ -327,7 +327,7 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     ))
 }
 
-/// Returns the tensors for which the layout, once printed and read again, gives another layout than the checkpoint's.
+/// Returns the tensors for which the printed layout, when it is read again, gives another layout than the checkpoint.
 fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
@@ -337,7 +337,7 @@ fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[Nam
     for (index, tensor) in tensors.iter().enumerate() {
         let is_right = match lies(&mut resolver, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
             Ok(found) => found == tensor.lies,
-            // The pattern of another tensor covers this one as well: `w` covers `w.scale`.
+            // The pattern of another tensor also covers this tensor: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
             Err(error) => return Err(error),
         };

@@ -219,8 +219,8 @@ struct StoredBox {
     file: Option<String>,
 }
 
-/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor; an
-/// empty one has the offsets that PyTorch reports.
+/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor. An
+/// empty local tensor is one box with the offsets that PyTorch reports.
 fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {

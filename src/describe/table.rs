@@ -1,4 +1,4 @@
-//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Offsets and sizes count
+//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Unit of offsets and sizes:
 //! elements.
 
 use std::iter::{self, zip};

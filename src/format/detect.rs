@@ -119,7 +119,7 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     )
 }
 
-/// Returns whether a folder has files that may each be a whole checkpoint, judged by their names.
+/// Returns whether a folder has files that may each be a whole checkpoint, as shown by their names.
 ///
 /// # Errors
 /// `Io`.

@@ -146,7 +146,7 @@ fn below_known_folder(name: &Path) -> &Path {
     }
 }
 
-/// Returns the purpose of a file in a checkpoint folder, judged by its name relative to that folder and by its first
+/// Returns the purpose of a file in a checkpoint folder, as shown by its name relative to that folder and by its first
 /// bytes. Returns `None` for a file that is not in the table. `path` is the location of the file; links are followed.
 #[must_use]
 pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {

@@ -103,7 +103,7 @@ pub trait Read: Sync {
         Ok(Vec::new())
     }
 
-    /// Returns the missing files of a checkpoint, judged by the names of the existing files.
+    /// Returns the missing files of a checkpoint, as shown by the names of the existing files.
     ///
     /// # Errors
     /// `Io`; `Malformed` and `Conflict` if names contradict each other.

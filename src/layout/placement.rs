@@ -1,6 +1,6 @@
 //! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! Counts dims; [`super::local_shard`] converts placements to elements. The classes are those of
+//! Unit: dims; [`super::local_shard`] converts placements to elements. The classes are those of
 //! `torch/distributed/tensor/placement_types.py`, and the short forms are those that PyTorch prints:
 //!
 //! ```text

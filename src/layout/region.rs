@@ -1,6 +1,6 @@
 //! A box of a tensor: the offsets and sizes by which checkpoints describe a chunk.
 //!
-//! Counts elements of the global tensor, unless the region is made relative to another box. The fields are public
+//! Unit: elements of the global tensor, unless the region is made relative to another box. The fields are public
 //! because formats read them from files. Their values are untrusted until [`Region::fits`] returns true, so ends
 //! saturate and nothing here overflows.
 //!

@@ -1,9 +1,9 @@
 //! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
-//! The unit is the tensor. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with
-//! at least one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to
-//! optimizer state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant:
-//! integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
+//! Unit: tensors. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least
+//! one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to optimizer
+//! state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant: integers, bools,
+//! complex numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
@@ -113,7 +113,7 @@ struct SelectedTensor {
     is_selected: bool,
     /// True if the tensor has a name outside optimizers.
     outside_optimizer: bool,
-    /// True if one of its names is that of a quantised tensor's scale.
+    /// True if one of the tensor's names is the name of a quantised tensor's scale.
     is_scale: bool,
     /// The index of the first rule with a pattern that covers one of its names.
     rule: Option<usize>,

@@ -126,7 +126,7 @@ impl<'a> LayoutResolver<'a> {
     pub fn resolve(mut self, order: ParameterOrder) -> Result<ResolvedLayouts> {
         let mut plain_tensors = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
-            // The optimizer state shows which parameters are trained, whatever its layout.
+            // The optimizer state shows which parameters are trained, regardless of its layout.
             let tensor_names = self.tensor_names(id);
             if entry.is_shared() {
                 continue;

@@ -48,7 +48,7 @@ struct FlatDocument {
     optimizer: Option<Vec<Vec<String>>>,
 }
 
-/// Reads only the version, so that a document of a later version gives a clear error whatever its other fields are.
+/// Reads only the version, so that a document of a later version gives a clear error regardless of its other fields.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,

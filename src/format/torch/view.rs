@@ -1,4 +1,4 @@
-//! Finds plain tensors in a pickle: strided views of a storage. Offsets, sizes and strides count elements.
+//! Finds plain tensors in a pickle: strided views of a storage. Unit of offsets, sizes and strides: elements.
 //!
 //! Source: `torch/_utils.py` (`_rebuild_tensor*`), `torch/_tensor.py` (`_rebuild_from_type_v2`).
 

@@ -319,7 +319,7 @@ struct TorchRankFile<'a> {
     distributed: bool,
 }
 
-/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, whatever the tensor's
+/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, regardless of the tensor's
 /// shape.
 fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)

@@ -27,7 +27,7 @@
 //! ```
 //!
 //! A file is read in two steps: [`LayoutFile::parse`] knows only the mesh in the file, and [`LayoutFile::rules`]
-//! applies the rules to the mesh in use. Sizes count elements. Invariant: any text gives a layout or an error, and
+//! applies the rules to the mesh in use. Unit of sizes: elements. Invariant: any text gives a layout or an error, and
 //! errors name file, line and rule. The grammar is dtshard's own; plans are those of PyTorch's `parallelize_module`.
 
 mod fields;

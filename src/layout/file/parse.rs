@@ -1,6 +1,6 @@
 //! Parses the tree of a document to a [`LayoutFile`], key by key.
 //!
-//! Sizes count elements. Invariant: everything that does not depend on the mesh in use is checked here.
+//! Unit of sizes: elements. Invariant: everything that does not depend on the mesh in use is checked here.
 
 use super::fields::{Fields, FilePosition, list, numbers, table, text};
 use super::node::{FileEntry, FileNode, FileValue};

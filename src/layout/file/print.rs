@@ -1,6 +1,6 @@
 //! Writes a layout as a JSON document, and a JSON document as TOML.
 //!
-//! Sizes count elements. Invariant: reading the output gives an equal layout.
+//! Unit of sizes: elements. Invariant: reading the output gives an equal layout.
 
 use std::fmt::Write as _;
 

@@ -1,7 +1,7 @@
 //! Decodes nodes to a [`Value`]. Names get their meaning here, or are refused.
 //!
-//! A listed name is decoded or carried (see [`super::symbols`]); any other name is refused with its path. The caller
-//! recognises tensors: it sees every call, object and persistent id first.
+//! A listed name is decoded or carried (see [`super::symbols`]). Any other name is refused, and the error gives its
+//! path. The caller recognises tensors: it sees every call, object and persistent id first.
 //!
 //! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
 //! and drop it. [`Limits::max_visits`] bounds the work of one decode, however many nodes the graph shares. A graph

@@ -1,8 +1,8 @@
 //! Reads pickles as data and writes pickles of protocol 2.
 //!
-//! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. Here it
-//! becomes a graph of nodes in which a call is a node as well. No name of a pickle is imported or called; [`decode`]
-//! turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
+//! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. This module
+//! turns a pickle into a graph of nodes, in which a call is also a node. No name of a pickle is imported or called;
+//! [`decode`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
 //!
 //! ```text
 //! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
@@ -84,8 +84,8 @@ pub struct Limits {
     pub max_depth: usize,
     /// The maximum number of nodes in memory while reading, at 16 to 64 bytes each.
     pub max_nodes: u32,
-    /// The maximum work of one [`decode`]: a visited node counts as one, and so do eight copied bytes. A graph in
-    /// which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
+    /// The maximum work of one [`decode`]: a visited node counts as one, and eight copied bytes count as one. A graph
+    /// in which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
     pub max_visits: u64,
 }
 

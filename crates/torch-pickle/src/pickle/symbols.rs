@@ -99,7 +99,8 @@ const INERT: &[Row] = &[
     (&["torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"], &[
         "Shard", "_StridedShard", "Replicate", "Partial",
     ], Use::Class),
-    // A member of an enum is pickled as its class and a value. No name shows which classes are enums; these are.
+    // A member of an enum is pickled as its class and a value. A name does not show that a class is an enum; these
+    // classes are enums.
     (&["torch.distributed.distributed_c10d", "torch._C._distributed_c10d"], &[
         "ReduceOp", "ReduceOp.RedOpType", "RedOpType",
     ], Use::Class),

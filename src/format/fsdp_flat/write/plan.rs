@@ -1,7 +1,7 @@
 //! The plan that all rank files share: storages, and tensors that are views of them.
 //!
-//! All ranges and lengths count elements. A storage has the same key on all ranks; the rank's part of it depends only
-//! on the index of the rank's shard.
+//! Unit of ranges and lengths: elements. A storage has the same key on all ranks; the rank's part of it depends only on
+//! the index of the rank's shard.
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 

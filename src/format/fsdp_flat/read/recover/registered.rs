@@ -1,5 +1,5 @@
 //! Recovers units from another checkpoint of the model, for files without views. A unit holds every parameter below its
-//! module that no inner unit holds, in the order of registration. Lengths count elements.
+//! module that no inner unit holds, in the order of registration. Unit of lengths: elements.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 

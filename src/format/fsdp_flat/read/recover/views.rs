@@ -1,5 +1,5 @@
 //! Recovers units from the views in files with `use_orig_params`: the position of every parameter, ties and alignment.
-//! Shapes come from elsewhere. Lengths and positions count elements.
+//! Shapes come from elsewhere. Unit of lengths and positions: elements.
 //!
 //! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
