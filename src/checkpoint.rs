@@ -219,8 +219,8 @@ impl Checkpoint {
         self.read_box(name, &vec![0; shape.len()], &shape, buffer)
     }
 
-    /// Reads one box of a tensor into `buffer`, without reading the rest. The box begins at `offsets` and has these
-    /// `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
+    /// Reads one box of a tensor into `buffer`, and no other data of the tensor. The box begins at `offsets` and has
+    /// these `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than

@@ -25,7 +25,7 @@ pub struct FlatLayout {
     /// under `NO_SHARD`.
     pub shard_group_size: u32,
     pub use_orig_params: bool,
-    /// The units: the root unit first, the others in registration order.
+    /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
     /// The names that the optimizer updates, one list for each parameter group, in order. With `use_orig_params` these
     /// are parameters, otherwise flat parameters.

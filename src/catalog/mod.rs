@@ -115,7 +115,7 @@ pub struct TensorEntry {
     /// The mesh and placements, if the format records them (DCP does not).
     pub sharding: Option<Box<Sharding>>,
     /// The strides of the global tensor in elements, if it was dense in memory but not row-major (`channels_last`) and
-    /// the format records it. Chunks have strides of their own.
+    /// the format records it. Each chunk also has its own strides.
     pub stride: Option<Box<Dims>>,
     /// The partial values, if ranks hold partial values: `Placement::Partial`.
     pub partial_values: Option<Box<PartialValues>>,

@@ -39,8 +39,7 @@ pub struct Tiling {
 
 impl TensorEntry {
     /// Groups replicas and checks that the distinct tiles cover every element of the tensor exactly once. Returns one
-    /// tiling for each partial value,
-    /// or one tiling if the ranks hold values.
+    /// tiling for each partial value,  or one tiling if the ranks hold values.
     ///
     /// # Errors
     /// `Coverage` with the first invalid region.
@@ -51,7 +50,8 @@ impl TensorEntry {
         let Some(partial) = self.partial_values.as_ref().filter(|_| self.numel() > 0) else {
             return Ok(vec![self.tiling(chunks, None)?]);
         };
-        // The mesh in a damaged file may be much larger than the number of chunks, so test membership in a set.
+        // The mesh in a damaged file may be much larger than the number of chunks, so the code tests membership in a
+        // set.
         let present: HashSet<u64> = partial.by_chunk.iter().copied().collect();
         if let Some(missing) = (0..partial.reduction.count()).find(|number| !present.contains(number)) {
             return self.tiling(0..0, Some((&partial.reduction, missing))).map(|tiling| vec![tiling]);

@@ -52,7 +52,7 @@ pub fn exit_code(error: &Error) -> u8 {
 /// Prints why arguments were not parsed, or the help that they ask for, and returns the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
-    // `--part` is unknown here, and a contradicting environment does not matter.
+    // The value of `--part` is not known, and a contradicting environment is ignored.
     let launch = launch(None, None, false, &process_environment).unwrap_or_else(|_| Launch::alone());
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }

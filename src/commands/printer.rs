@@ -134,7 +134,7 @@ impl Printer {
         }
     }
 
-    /// Prints what was done, and why the reader may care.
+    /// Prints a note: a fact about the result.
     pub fn note(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Note, text);

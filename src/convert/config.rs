@@ -1,4 +1,4 @@
-//! Lookup of a model's configuration (`config.json`) beside its weights.
+//! Lookup of a model's configuration, which is `config.json` in the folder of the weights.
 
 use std::path::PathBuf;
 

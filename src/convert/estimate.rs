@@ -47,7 +47,7 @@ pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Returns the options with write blocks that fit into the memory limit. A process that exchanges bytes may get fewer
+/// Returns options whose write blocks fit into the memory limit. A process that exchanges bytes may also get fewer
 /// threads.
 ///
 /// # Errors

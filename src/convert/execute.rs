@@ -255,7 +255,7 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has tensors, unless the user chose to drop differing ones.
+/// Checks that the result has tensors, unless the user chose to drop tensors that differ between ranks.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

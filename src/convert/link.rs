@@ -165,7 +165,7 @@ impl Link {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses the transport of tensor data. Collective; all processes choose the same.
+    /// Chooses the transport of tensor data. Collective; all processes choose the same transport.
     ///
     /// # Errors
     /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.
@@ -258,8 +258,8 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arith
 }
 
 impl LinkRequest<'_> {
-    /// Returns the GPU of this process if every process has a GPU. Otherwise returns why the first process without a
-    /// GPU has none. Collective.
+    /// Returns the GPU of this process if every process has a GPU. Otherwise returns the reason why the first process
+    /// without a GPU cannot use one. Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());

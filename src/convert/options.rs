@@ -116,8 +116,8 @@ pub struct CheckOptions {
 pub enum OnConflict {
     /// The value of the lowest rank.
     Rank0,
-    /// The values of all ranks: each rank file stores its own, and other formats store a dict of `rank_0`, `rank_1`,
-    /// ...
+    /// The values of all ranks: each rank file stores the value of its rank, and other formats store a dict of
+    /// `rank_0`, `rank_1`, ...
     PerRank,
     /// No value: the name is left out.
     Drop,

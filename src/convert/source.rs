@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
-/// Selection of a verb if the command line names nothing else.
+/// Default selection of a verb, for a command line without name options.
 pub struct Defaults {
     pub root: Root,
     pub wrappers: Wrappers,
@@ -69,7 +69,8 @@ pub struct ConversionSource {
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint with the option that includes what `defaults` leave out, unless the caller selected names.
+/// Returns a hint with the option that includes the names that `defaults` leave out. Returns no hint if the caller
+/// selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {

@@ -152,7 +152,8 @@ impl WorkFolder {
                 sleep(Duration::from_millis(10));
             }
         }
-        // Process 0 has waited for the other processes. After publication, leases of the remaining ones are ignored.
+        // Process 0 has waited for the other processes. After publication, leases of processes that are still connected
+        // are ignored.
         if is_in_use(&self.run) && !(self.is_first && self.is_published) {
             return;
         }
@@ -187,7 +188,8 @@ fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
     AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
-/// Removes the files that killed runs left beside DST. For a process that published DST without connecting to others.
+/// Removes the files that killed runs left beside DST. A process calls this if it published DST without connecting to
+/// other processes.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
         let folder = beside(destination, name);
@@ -253,7 +255,7 @@ mod tests {
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
-    /// The launcher gives two runs no names, or one name.
+    /// The launcher gives both runs no name, or the same name.
     #[test]
     fn runs_that_meet_by_other_means_have_folders_of_their_own() {
         let root = tempfile::tempdir().unwrap();

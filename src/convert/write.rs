@@ -118,7 +118,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the claim of this process on a destination: how it may replace, resume or restart what exists there.
+/// Returns the claim of this process on a destination: whether it may replace an existing checkpoint, and whether it
+/// may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -247,7 +248,8 @@ impl DestinationWriter<'_> {
     /// Invalidates partly written replicas, and returns the completed work. NCCL must reduce all replicas of a value in
     /// one operation, because otherwise their last bits may differ. Collective.
     fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
-        // After the first barrier, no process invalidates entries; before the second, no process starts to write.
+        // After the first barrier, no process invalidates entries. Before the second barrier, no process starts to
+        // write.
         peers.barrier()?;
         if self.part().index == 0 {
             self.records.doubt_torn()?;

@@ -47,7 +47,8 @@ pub fn object_document(value: &Value) -> Json {
     json!({ "type": value.type_name(), "value": object_value(value) })
 }
 
-/// Returns the names and sizes of mesh dimensions: `[["dp", 4], ["tp", 2]]`; the name is null if a dimension has none.
+/// Returns the names and sizes of mesh dimensions: `[["dp", 4], ["tp", 2]]`; the name is null if a dimension has no
+/// name.
 fn mesh_document(mesh: &DeviceMesh) -> Json {
     let name = |dim: usize| mesh.names().map(|names| names[dim].clone());
     (0..mesh.ndim()).map(|dim| json!([name(dim), mesh.shape()[dim]])).collect()

@@ -180,8 +180,8 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
 
 /// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// Number of lists to try as the fallback. The most frequent list is not always the one that fits the most tensors,
-    /// but few lists are frequent.
+    /// Number of lists to try as the fallback. The most frequent list does not always fit the most tensors, but a list
+    /// that fits the most tensors is frequent.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -307,8 +307,8 @@ fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
-/// Maximal number of pattern matches. Every pattern is matched with every tensor, here and by each reader of the
-/// layout.
+/// Maximal number of pattern matches. This function and each reader of the layout match every pattern with every
+/// tensor.
 const MAX_TRIALS: usize = 1 << 24;
 
 /// Checks that the number of pattern matches is not too large.

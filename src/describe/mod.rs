@@ -102,7 +102,8 @@ fn model_root(catalog: &Catalog) -> Option<String> {
     Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// Returns the tensors that `wanted` selects, by exact name or else by pattern; all tensors if `wanted` is empty.
+/// Returns the tensors that `wanted` selects, by exact name, otherwise by pattern. Returns all tensors if `wanted` is
+/// empty.
 fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);

@@ -27,7 +27,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
         lines.push(("found at", checkpoint.root.display().to_string()));
     }
     if !checkpoint.missing.is_empty() {
-        // If the user named one file of a set, the others are not missing: they were only not read.
+        // If the user named one file of a set, the other files are not missing; they were not read.
         let is_one_file = !lookup::is_folder(&checkpoint.place(&checkpoint.root))?;
         lines.push((if is_one_file { "not read" } else { "missing" }, short_list(&checkpoint.missing, FEW)));
     }

@@ -34,7 +34,8 @@ fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
-/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one.
+/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one
+/// box.
 fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }

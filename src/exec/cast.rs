@@ -2,8 +2,8 @@
 //!
 //! Input and output are bytes; the loops count elements. Elements are little-endian and need no alignment.
 //!
-//! The rules are those of PyTorch 2.15.0, see `floats.rs`. Every cast goes through f32, so a cast of f64 to f16, bf16
-//! or an 8-bit float rounds twice.
+//! The rules of PyTorch 2.15.0 apply; see `floats.rs`. Every cast goes through f32, so a cast of f64 to f16, bf16 or an
+//! 8-bit float rounds twice.
 
 use std::iter::zip;
 
@@ -27,14 +27,14 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
     /// Values beyond the largest finite value of the target dtype; they became infinite, NaN or that largest value.
-    /// Infinities count if the target dtype has none.
+    /// Infinities count if the target dtype has no infinity.
     pub overflows: u64,
     /// NaNs in the source.
     pub nans: u64,
 }
 
 impl LossCounts {
-    /// Adds other counts to these.
+    /// Adds other counts to these counts.
     pub fn add(&mut self, other: Self) {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);

@@ -50,7 +50,7 @@ pub struct Stats {
     pub bytes_already_written: u64,
     /// Number of contiguous runs in the source files that are read.
     pub runs: u64,
-    /// Memory of the largest plan: only the plans of one window exist at a time.
+    /// Memory of the plans of the largest window. Only the plans of one window exist at a time.
     pub planned_bytes: u64,
     /// Bytes of values that NCCL reduced.
     pub nccl_reduced_bytes: u64,
@@ -74,7 +74,7 @@ pub struct CastCount {
 }
 
 impl Stats {
-    /// Returns the counters of a copy that has not begun: only the number of casts is known.
+    /// Returns the counters at the start of a copy, when only the number of casts is known.
     pub(crate) fn for_reservation(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
@@ -174,7 +174,7 @@ pub fn copy(input: Input<'_>, context: WriteContext<'_>) -> Result<Stats> {
 
 /// A source of the tiles that fill write blocks.
 pub trait TileSource {
-    /// Replaces the tiles in `tiles` by the next ones, and returns `None` after the last tiles. The caller has already
+    /// Replaces the tiles in `tiles` by the next tiles, and returns `None` after the last tiles. The caller has already
     /// written the previous tiles.
     ///
     /// # Errors
@@ -188,8 +188,8 @@ pub struct TileBatch {
     pub output_ranges: Vec<OutputRange>,
     /// Counters of reading the tiles of this batch, without casts.
     pub read_stats: Stats,
-    /// True if the source data of all batches up to this one has been completely checked against the checksums of its
-    /// files.
+    /// True if the source data of this batch and all earlier batches has been completely checked against the checksums
+    /// of its files.
     pub is_checked: bool,
 }
 
@@ -299,11 +299,11 @@ pub fn write(
     Ok(stats)
 }
 
-/// Counts what [`copy`] would do, without doing it. Chunks are located, so unreadable chunks are errors here; values
-/// lost by casts are not counted.
+/// Returns the counters that [`copy`] would return, and copies nothing. Chunks are located, so a chunk that cannot be
+/// read is an error. Values lost by casts are not counted.
 ///
 /// # Errors
-/// Errors of [`copy`], except those of writing.
+/// Errors of [`copy`], except errors of writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::for_reservation(input, reservation);
     let todo = Extents::of_files(&reservation.files);

@@ -70,7 +70,7 @@ impl Extents {
         &known[known.partition_point(|range| range.end <= at)..]
     }
 
-    /// Returns the bytes that are in this set and not in the other.
+    /// Returns the bytes that are in this set and not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         let mut left = Self::new();

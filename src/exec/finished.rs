@@ -1,4 +1,4 @@
-//! Finished byte ranges of output files: what a copy reports while it runs, and the trait that receives the reports.
+//! Finished byte ranges of output files, which a copy reports while it runs, and the trait that receives the reports.
 //!
 //! Unit: bytes. Invariant: the checksum parts of an entry lie within its range, are in ascending order, and do not
 //! overlap.
@@ -42,7 +42,7 @@ pub trait WorkLog: Sync {
     /// `Io`, `Stopped`
     fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()>;
 
-    /// Records what can be recorded when a run ends early.
+    /// Records all finished ranges that can be recorded when a run ends early.
     fn stop(&self, outputs: &Outputs);
 
     /// Returns the values that casts lost in this run.

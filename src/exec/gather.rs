@@ -340,7 +340,7 @@ impl PreparedTile {
     /// Returns the heap memory of the tile, in bytes.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
-        /// Memory of a location in [`Locations`], and the overhead of an allocator for lists this short.
+        /// Memory of a location in [`Locations`], including the overhead of an allocator for a short list.
         const FOUND: usize = size_of::<(u32, StridedLocation)>() * 2 + 128;
         let overlap = size_of::<Overlap>() + size_of::<StridedLocation>() + FOUND;
         let name = self.fqn.as_str().len() + 32;

@@ -1,4 +1,5 @@
-//! Totals over all processes that exchange data: each sends its own counters, and all compute the same sums.
+//! Totals over all processes that exchange data: each process sends its own counters, and all processes compute the
+//! same sums.
 //!
 //! Unit: bytes. Invariant: a message that is not two counters is an error in all processes, and the error names the
 //! sender.

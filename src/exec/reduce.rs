@@ -39,7 +39,7 @@ pub enum ReductionMethod {
     /// This program reduces in rank order: the result has the same bits in every run.
     #[default]
     InRankOrder,
-    /// NCCL reduces where it can; all else is reduced in rank order.
+    /// NCCL reduces the values that it can reduce; all other values are reduced in rank order.
     Nccl,
 }
 

@@ -188,7 +188,7 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         *begun = Some(total);
     } else {
         *begun = Some(source_bytes.min(ROW_GROUP_BYTES));
-        // The end of copies stays where it is.
+        // The end of copies is never moved.
         let earliest = last.filter(|_| before.is_none()).map_or(0, |last| last.offset);
         for row_group in 0..row_groups {
             let offset = (at(row_group) / grid * grid).max(earliest);

@@ -20,7 +20,7 @@ use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 use crate::storage::{FileRange, IoMode, OpenFile};
 
-/// Shortest run that is read by a call of its own. Shorter runs are copied together from one mapping or block.
+/// Shortest run that is read by a separate call. Shorter runs are copied together from one mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Records the CRCs of the runs of a piece that were read by one call each. Short strided runs are not recorded,

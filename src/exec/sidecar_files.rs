@@ -117,7 +117,8 @@ fn state(metadata: &Metadata) -> String {
     format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Returns whether the copy in `folder` is complete; with `compares`, also whether its bytes equal those of the source.
+/// Returns whether the copy in `folder` is complete; with `compares`, also whether its bytes equal the bytes of the
+/// source file.
 ///
 /// # Errors
 /// `Io`

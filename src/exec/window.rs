@@ -44,7 +44,8 @@ const TEST_BYTES: u64 = 256 << 10;
 /// Largest number of tiles in a window.
 const WINDOW_TILES: usize = 1 << 12;
 
-/// Parts of a window per thread, which the threads prepare one after the other: some parts take longer than others.
+/// Number of parts of a window per thread. Several parts per thread keep all threads busy although some parts take
+/// longer than others.
 const PARTS: usize = 16;
 
 /// Chooses the size of the next window from the time that the last one took.
@@ -143,7 +144,8 @@ fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct PlannedTile {
     /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// Counts the values that the tile's cast loses. `None` if there is no cast, and for all replicas but the first.
+    /// Counts the values that the tile's cast loses. `None` if there is no cast, and for all replicas except the first
+    /// one.
     pub cast_counter: Option<CastCounter>,
     /// Number of the group of equal tiles that contains this tile.
     pub copy_group: Option<usize>,

@@ -30,7 +30,7 @@ pub enum SegmentContent {
 pub struct Segment {
     /// Offset in the file.
     pub offset: u64,
-    /// The bytes to put there.
+    /// The bytes to put at this offset.
     pub content: SegmentContent,
 }
 

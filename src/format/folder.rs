@@ -168,7 +168,7 @@ const ROLES: [&str; 2] = ["actor", "critic"];
 
 /// Returns the only subfolder in which to continue the search, if there is one.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
-    // `latest` is a link to a folder here, not a text file.
+    // In this case, `latest` is a link to a folder, not a text file.
     if names.iter().any(|name| name == "latest") {
         return Ok(Some(String::from("latest")));
     }

@@ -1,5 +1,5 @@
-//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking who
-//! wrote them. Each format has its own rows; the other rows are here.
+//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking which
+//! program wrote them. Each format has its own rows; this file has the other rows.
 //!
 //! A row matches by name if the name is distinctive enough. For other names (`.pt`, `layout.json`), the first bytes
 //! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows the same table;

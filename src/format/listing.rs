@@ -76,7 +76,7 @@ pub enum Match {
     Certain,
     /// The names occur in other formats as well.
     Likely,
-    /// The file counts only if something else is found beside it.
+    /// The file counts as a checkpoint only if other files of a checkpoint are in the same folder.
     Possible,
 }
 

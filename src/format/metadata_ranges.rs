@@ -64,7 +64,8 @@ fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'stat
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names one.
+/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names a
+/// container.
 ///
 /// # Errors
 /// `Io`.

@@ -1,6 +1,6 @@
 //! Checkpoint formats: the conversion between bytes on disk and a [`Catalog`].
 //!
-//! Each format has a folder or file of its own. It reads a catalog, and it lays out the files of a target
+//! Each format has a folder or file of its own. A format reads a catalog, and lays out the files of a target
 //! ([`Reservation`](crate::catalog::Reservation)). Formats never copy tensor data.
 
 pub mod archive;

@@ -24,8 +24,8 @@ pub struct RankName {
 pub enum Numbering {
     /// A rank counted from 0, as in `rank_3` or `shard3`.
     Rank,
-    /// A number of a total, as in `00001-of-00002`: a rank if it counts from 0; if it counts from 1, a file of a set as
-    /// Hugging Face writes them.
+    /// A number of a total, as in `00001-of-00002`. If the numbers of a series start at 0, it is a rank. If they start
+    /// at 1, it is the number of a file in a set, as Hugging Face writes sets.
     OfTotal,
 }
 

@@ -355,7 +355,7 @@ impl Series {
         Ok((SeriesFiles { name: self.name.clone(), files: own, has_missing_ranks: warning.is_some() }, warning))
     }
 
-    /// Returns the files that exist, and a warning about missing ones. `covers` decides whether the error suggests to
+    /// Returns the files that exist, and a warning about missing files. `covers` decides whether the error suggests to
     /// continue without them.
     fn present_ranks(
         &self,

@@ -89,7 +89,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         }
         let index = match ShardIndex::read(&index) {
             Ok(index) => index,
-            // A damaged index is no evidence about this file.
+            // A damaged index does not show whether this file is part of a set.
             Err(Error::Format(FormatError::Malformed { .. })) => continue,
             Err(error) => return Err(error),
         };

@@ -1,4 +1,4 @@
-//! The origin of a tensor's split, used for errors when a tensor cannot be split as asked.
+//! The origin of a tensor's split, used for errors when a tensor cannot be split in the requested way.
 //!
 //! Unit of sizes: elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
 //! sizes; see [`Split`]. The hint of an error depends on the origin of the split: a rule, the layout, SRC, or the

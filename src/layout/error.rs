@@ -1,7 +1,7 @@
 //! Errors in a mesh, placement or layout that the user wrote.
 //!
-//! Each message names what was expected and what was found, and can be read without its context. Errors about tiles are
-//! in [`super::CoverError`]. Unit of sizes: elements.
+//! Each message names the expected and the found value, and can be read without its context. Errors about tiles are in
+//! [`super::CoverError`]. Unit of sizes: elements.
 
 use serde_json::{Value as Json, json};
 

@@ -115,7 +115,7 @@ impl FlatParameter {
             if at >= range.end {
                 return None;
             }
-            // Skip parameters without elements.
+            // Skips parameters without elements.
             while self.params.get(next).is_some_and(|param| param.end <= at) {
                 next += 1;
             }

@@ -100,8 +100,8 @@ impl MeshPlacement<'_> {
     fn tile_held_by_group(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
         let own = &self.shared.placements;
         let mut placements = own.clone();
-        // Another mesh dim matters only if it splits a tensor dim before a dim in `stay` does. Otherwise the union of
-        // its parts is everything.
+        // Another mesh dim matters only if it splits a tensor dim before a mesh dim in `stay` splits the same tensor
+        // dim. Otherwise the union of its parts is the whole tensor dim.
         let cuts_before = |dim: &usize| {
             let sharded = own[*dim].sharded_dim();
             let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
@@ -243,7 +243,7 @@ mod tests {
         parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
     }
 
-    /// The mesh of the source, compared with that of the target.
+    /// The mesh of the source, compared with the mesh of the target.
     #[derive(PartialEq)]
     enum SourceMesh {
         Same,

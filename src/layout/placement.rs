@@ -1,7 +1,7 @@
 //! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! Unit: dims; [`super::local_shard`] converts placements to elements. The classes are those of
-//! `torch/distributed/tensor/placement_types.py`, and the short forms are those that PyTorch prints:
+//! Unit: dims; [`super::local_shard`] converts placements to elements. The classes are defined in
+//! `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
 //!
 //! ```text
 //!     S(0)        Shard(dim=0)                          each coordinate has one part
@@ -221,7 +221,7 @@ impl FromStr for PlacementSpec {
     }
 }
 
-/// Returns the value of `key=value` if the key is known, else the whole argument.
+/// Returns the value of `key=value` if the key is known, otherwise the whole argument.
 fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
     match argument.split_once('=') {
         Some((key, value)) if keys.contains(&key.trim()) => value.trim(),

@@ -25,9 +25,10 @@ pub enum Split {
     /// `torch.chunk`, the only rule of DTensor.
     #[default]
     Chunk,
-    /// Parts that differ by at most one element; the first `n mod k` parts are the larger ones.
+    /// Parts that differ by at most one element; the first `n mod k` parts have one more element.
     Balanced,
-    /// Parts of `ceil(n / k)` elements, except the last. If that would leave the last part empty, `floor(n / k)`.
+    /// Parts of `ceil(n / k)` elements, except the last part. If the last part would then be empty, parts of `floor(n /
+    /// k)` elements.
     Makani,
     /// Explicit sizes, one for each coordinate.
     Sizes(Arc<[u64]>),

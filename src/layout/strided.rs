@@ -25,7 +25,7 @@ impl MeshChange<'_> {
     /// is the tensor dim that each mesh dim shards.
     ///
     /// A split factor that equals the product of the sizes of the mesh dims to its right changes with these sizes. If
-    /// these mesh dims are to the left on the new mesh, they split first anyway, and `Shard` is enough.
+    /// these mesh dims are to the left on the new mesh, they split first, and `Shard` is enough.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();

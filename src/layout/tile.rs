@@ -167,7 +167,7 @@ impl Tile {
 struct Boxes<'a> {
     dims: &'a [Intervals],
     rest: SmallVec<[Pieces<'a>; 4]>,
-    /// The next box; `None` after the last.
+    /// The next box; `None` after the last box.
     next: Option<SmallVec<[Piece; 4]>>,
 }
 

@@ -24,7 +24,7 @@ impl DtypeRule {
     /// Parses a rule.
     ///
     /// # Errors
-    /// `Usage` for an unknown dtype or one that tensors cannot be cast to, and `Layout` for an invalid pattern.
+    /// `Usage` for an unknown dtype or a dtype to which tensors cannot be cast, and `Layout` for an invalid pattern.
     pub fn parse(text: &str) -> Result<Self> {
         let (pattern, name) = match text.rsplit_once('=') {
             Some((pattern, name)) => (Some(Pattern::parse(pattern.trim())?), name.trim()),
@@ -73,7 +73,7 @@ impl KeptReason {
     }
 }
 
-/// The number of tensors that are cast, and of those that keep their dtype although a rule matches them.
+/// The number of tensors that are cast, and the number of tensors that keep their dtype although a rule matches them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CastSummary {
     /// The number of tensors that are cast, by old and new dtype.

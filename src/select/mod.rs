@@ -83,7 +83,7 @@ pub struct NameOptions {
     pub dtypes: Vec<DtypeRule>,
 }
 
-/// The selection, and what was left out.
+/// The selection, and the names that were left out.
 #[derive(Debug)]
 pub struct Selected {
     /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.

@@ -32,7 +32,7 @@ pub(super) struct Quantised {
 }
 
 impl Quantised {
-    /// Adds a tensor, if its dtype may be that of a quantised tensor.
+    /// Adds a tensor, if its dtype may be the dtype of a quantised tensor.
     pub fn add(&mut self, name: &str, dtype: Dtype) {
         if dtype.itemsize() > 4 || !(is_small_float(dtype) || is_integer(dtype)) {
             return;

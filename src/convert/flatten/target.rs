@@ -45,7 +45,7 @@ pub enum GroupSize {
 /// The flat layout that the user asks for; `None` where the base layout decides.
 #[derive(Default)]
 pub struct FlattenRequest {
-    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and is not used here.
+    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and not the target.
     layout: Option<FlatLayout>,
     /// The parameters that the optimizer numbers with `use_orig_params`, from the same file.
     numbered: Option<Vec<Vec<Fqn>>>,
@@ -109,7 +109,7 @@ impl FlattenRequest {
         request.with_layout(convert, flat.layout.as_deref(), source)
     }
 
-    /// Adds the layout of the target from `--layout`, or else from `--flat-layout`.
+    /// Adds the layout of the target from `--layout`, otherwise from `--flat-layout`.
     ///
     /// # Errors
     /// `Usage` if both give the units; errors of reading the file.

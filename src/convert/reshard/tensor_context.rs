@@ -27,7 +27,7 @@ pub struct TensorContexts<'a> {
     trained: HashSet<Fqn>,
 }
 
-/// The evidence that separates sharded tensors (parameters) from replicated ones (buffers).
+/// The evidence that separates sharded tensors (parameters) from replicated tensors (buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterEvidence {
     /// The Python class of each tensor in the source's rank files.

@@ -48,7 +48,7 @@ impl Comparison<'_> {
         check_common(args, left.keys(), |name| right.contains_key(name))?;
         let progress =
             Task::start(run.progress, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
-        // The totals of the soundness check are replaced: the result reports what was compared.
+        // The totals of the soundness check are reset, because the result reports only the compared tensors.
         (found.tensors, found.bytes) = (0, 0);
         for (name, id) in left {
             let Some(other_id) = right.remove(&name) else {
@@ -263,7 +263,7 @@ impl Findings {
         }
     }
 
-    /// Compares objects with a listing, by the text that `inspect` prints, because a listing has nothing else.
+    /// Compares objects with a listing. A listing has only the text that `inspect` prints, so these texts are compared.
     fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
         let mut listed: BTreeMap<&str, &Json> =
             listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
@@ -296,14 +296,14 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     }
 }
 
-/// Returns true if one of the names below `root` is among the others.
+/// Returns true if one of `names` is `root`, a dot and one of `others`.
 fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
     let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: HashSet<String> = names.iter().filter_map(below).collect();
     others.iter().any(|name| shorter.contains(name))
 }
 
-/// Returns the first component that all names share, if the rest of one name is among the others.
+/// Returns the first component that all names share, if `others` has one of the names without that component.
 fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
     let (first, _) = names.first()?.split_once('.')?;
     let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
@@ -344,7 +344,7 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
 }
 
 /// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have the same
-/// dotted name. The second value gets a name of its own, so that both are compared.
+/// dotted name. The second value gets a different name, so that both are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {

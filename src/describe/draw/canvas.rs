@@ -133,7 +133,8 @@ impl<'a> Canvas<'a> {
         }
     }
 
-    /// Returns the line of column offsets. The first and last offset are always there, others only if there is room.
+    /// Returns the line of column offsets. It always has the first and the last offset, and other offsets if there is
+    /// room.
     fn offsets_above(&self) -> String {
         let mut text: Vec<char> = Vec::new();
         let mut write = |column: usize, offset: u64, end: usize| {

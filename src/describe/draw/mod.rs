@@ -45,7 +45,7 @@ pub enum ChunkHolder {
     File(String),
 }
 
-/// Maximal number of cuts of one dim. A picture of more cuts would not fit anyway.
+/// Maximal number of cuts of one dim. A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
 /// Maximal number of intervals of one dim in a list.

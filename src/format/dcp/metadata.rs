@@ -1,9 +1,9 @@
 //! Reads the `.metadata` pickle of a DCP directory into packed columns.
 //!
-//! A checkpoint of a million chunks has 68 opcodes and 143 bytes per chunk here; one of a hundred thousand small
+//! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
 //! tensors has 116 opcodes and 260 bytes per tensor. Trees of values would take far more memory. So a visitor turns
-//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and
-//! the entries are then returned name by name. The pickle contains no meshes and no placements.
+//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and the
+//! entries are then returned name by name. The pickle contains no meshes and no placements.
 //!
 //! Unit: bytes for offsets and lengths of items, elements for offsets and sizes of chunks. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
@@ -286,8 +286,8 @@ impl<'a> DcpMetadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order
-    /// of the metadata. The next results are made while the previous ones are taken.
+    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order of
+    /// the metadata. Worker threads make the next results while `take` gets the previous results.
     ///
     /// # Errors
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
@@ -329,7 +329,7 @@ impl<'a> DcpMetadata<'a> {
         if let [only] = parts[..] {
             return take_all(vec![of_part(only)]);
         }
-        // One thread takes results while the others make the next ones.
+        // One thread takes results while the other threads make the next results.
         let mut made = Vec::new();
         for parts in parts.chunks(2 * rayon::current_num_threads()) {
             let make = || parts.par_iter().copied().map(of_part).collect();
@@ -419,7 +419,7 @@ const PART_NAMES: usize = 1 << 10;
 /// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
 const MAX_PATH: usize = 128;
 
-/// The path of each name, as the planner recorded it. Other planners record other data there; without paths, names are
+/// The path of each name, as the planner recorded it. Other planners record other data instead of paths; names are then
 /// used as keys.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,

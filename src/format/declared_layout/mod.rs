@@ -44,7 +44,7 @@ pub struct DeclaredLayout {
     pub split: Option<Split>,
     /// The plan that lays out parameters without a rule.
     pub plan: Option<UnboundPlan>,
-    /// A layout file; its mesh and rules come after those given here.
+    /// A layout file. The mesh and rules of the other fields have priority over its mesh and rules.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold partial values.
     pub reduce: Vec<ReduceRule>,

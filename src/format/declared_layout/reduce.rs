@@ -152,7 +152,7 @@ impl ReducedTensors {
     }
 }
 
-/// Returns whether a key names gradients that are nested in another way than next to a model.
+/// Returns whether a key is a name of gradients.
 fn is_gradients(key: &Key) -> bool {
     matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
 }

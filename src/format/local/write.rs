@@ -99,7 +99,7 @@ fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Removes attributes that cannot be encoded or that contain tensors, which have no names there.
+/// Removes attributes that cannot be encoded or that contain tensors, which have no names inside attributes.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {

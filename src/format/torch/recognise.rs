@@ -42,7 +42,7 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
     }
     let Some(&[low, high]) = head.get(NAME_LEN..NAME_LEN + 2) else { return false };
     let end = NAME + usize::from(u16::from_le_bytes([low, high]));
-    // A name that does not end within the first bytes is a long name.
+    // Only a very long name continues after the first bytes, and is cut off here.
     let name = head.get(NAME..end.min(head.len())).unwrap_or_default();
     name.ends_with(b"/data.pkl")
 }

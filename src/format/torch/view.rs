@@ -7,7 +7,7 @@ use crate::catalog::{Dtype, span};
 use crate::layout::Dims;
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
-/// Returns the view of a plain tensor; `None` for everything else.
+/// Returns the view of a plain tensor; `None` for any other node.
 ///
 /// # Errors
 /// `DecodeError` for a damaged tensor, and for a tensor of an unsupported kind.

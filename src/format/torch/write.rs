@@ -35,7 +35,7 @@ pub struct SavedArchive {
     pub len: u64,
 }
 
-/// A tensor with a storage of its own.
+/// A tensor that has its own storage.
 pub struct SavedTensor {
     pub id: TensorId,
     /// The offset of its data in the file.

@@ -54,7 +54,7 @@ impl RankLayout {
     /// Returns the layout of a DTensor.
     ///
     /// # Errors
-    /// `Unsupported` if its splits are not those of DTensors.
+    /// `Unsupported` if its splits are not `torch.chunk` splits.
     pub fn dtensor(
         fqn: &Fqn,
         entry: &TensorEntry,
@@ -92,7 +92,7 @@ impl RankLayout {
     }
 }
 
-/// Checks that splits are those of `torch.chunk`. PyTorch's classes do not record splits and assume `torch.chunk`.
+/// Checks that all splits are `torch.chunk` splits. PyTorch's classes do not record splits and assume `torch.chunk`.
 fn check_chunks(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -172,7 +172,8 @@ fn common_sharding_dim<'l>(
 }
 
 /// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value of
-/// the rank with the same number; further ranks get the values in turn.
+/// the rank with the same number. If no such rank stores a value, rank `r` gets the value of number `r mod n` of the
+/// `n` ranks that store one.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -258,7 +259,8 @@ fn plan(
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, PlannedTensor>> {
-    // A tensor whose content differs between ranks must not be sharded: only one shard of each would remain.
+    // A tensor whose content differs between ranks must not be sharded: otherwise only one shard of the content of each
+    // rank would remain.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
@@ -379,7 +381,7 @@ impl TorchRankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a part of its own.
+                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a separate part.
                     let own = sharded
                         .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);

@@ -84,7 +84,7 @@ impl RankGroup {
         Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
     }
 
-    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have none.
+    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have no shard.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
         let rows_of = (0..parts).map(|part| chunk(rows, parts, part)).take_while(|range| !range.is_empty());

@@ -60,7 +60,7 @@ pub struct LayoutFile {
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// The split of tensors without a rule of their own. The command line may replace it.
+    /// The split of tensors without a rule. The command line may replace it.
     pub split: Option<Split>,
     rules: Vec<WrittenRule>,
     /// The plan and its styles.
@@ -198,7 +198,7 @@ impl LayoutFile {
     }
 }
 
-/// Returns whether a file is JSON, by its suffix, or else by its first character.
+/// Returns whether a file is JSON, by its suffix, otherwise by its first character.
 fn is_json(name: &str, text: &str) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix.to_ascii_lowercase());
     match suffix.as_deref() {

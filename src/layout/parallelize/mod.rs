@@ -51,7 +51,8 @@ pub use style::{ParallelStyle, ParameterRole};
 /// A style, and a pattern for the modules that get it.
 #[derive(Clone, Debug)]
 pub struct StyleRule {
-    /// A pattern for a module name, or for the name of a parameter without a module of its own (stacked experts).
+    /// A pattern for a module name, or for the name of a parameter that is not the weight or bias of a module (stacked
+    /// experts).
     pub pattern: Pattern,
     pub style: ParallelStyle,
     /// The source of the rule, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.

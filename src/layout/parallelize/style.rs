@@ -1,7 +1,7 @@
 //! Parallel styles: the tensor dim that each style shards, and the name of the style in a layout file.
 //!
-//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. The styles are those of
-//! `torch/distributed/tensor/parallel/style.py`.
+//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. The styles have the same
+//! effect as in `torch/distributed/tensor/parallel/style.py`.
 
 use std::{fmt, str::FromStr};
 

@@ -90,8 +90,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns limits that are generous for any real pickle of `len` bytes. Sharing makes a real tree larger than its
-    /// graph, but not by much: four visits per byte are hundreds for each object that CPython writes.
+    /// Returns limits that are generous for any real pickle of `len` bytes. In real pickles, sharing makes the tree
+    /// only a little larger than the graph. Four visits per byte are hundreds of visits for each object that CPython
+    /// writes.
     pub fn for_input(len: usize) -> Self {
         Self {
             max_depth: 256,

@@ -1,7 +1,7 @@
 //! The globals of a pickle that may become data, in three lists.
 //!
-//! * **Known**: decoded to a value of their own variant (`OrderedDict`, `set`, `bytearray`, ...); that list is
-//!   `known.rs`.
+//! * **Known**: decoded to a separate variant of `Value` (`OrderedDict`, `set`, `bytearray`, ...); `known.rs` has this
+//!   list.
 //! * **Inert**: carried by name with their arguments and state. If they are written again, they run in the program
 //!   that loads the result, so a name is on the list only if creating such an object has no other effect.
 //! * All other names are refused. The lists have no pattern, no prefix and no module: `builtins.getattr`,

@@ -12,7 +12,7 @@ pub(super) enum Verdict {
     /// A bare name: `getattr` of a class inside a class.
     Bare(Symbol),
     OrderedDict,
-    /// A call that is decoded to a value of its own variant.
+    /// A known call, which is decoded to a separate variant of `Value`.
     Known(Symbol),
     /// A call or an object that is carried by name.
     Inert(Symbol),

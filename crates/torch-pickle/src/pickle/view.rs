@@ -126,7 +126,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns bytes that have an opcode of their own. The bytes of protocol 2 are a call of `_codecs.encode`.
+    /// Returns bytes that an opcode for bytes wrote. In protocol 2, bytes are a call of `_codecs.encode` instead.
     pub fn as_bytes(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Bytes(span) => Some(span.of(self.pickle.bytes)),

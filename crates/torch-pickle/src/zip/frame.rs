@@ -1,12 +1,13 @@
 //! Frames: the parts of an archive that determine the location of one of its zip records.
 //!
-//! A DCP data file is a sequence of archives that differ in little but their data. Locating the tensor in each of a
-//! million archives takes a million reads of a directory and a pickle. Archives with the same frame have their data at
-//! the same location, so archives after the first with a frame are only compared with it.
+//! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
+//! in each of a million archives takes a million reads of a directory and a pickle. Archives with the same frame have
+//! their data at the same location, so archives after the first with a frame are only compared with it.
 //!
 //! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
-//! header of the located zip record. Of the CRC-32s in the directory, only those of the zip records that were read
-//! belong to the frame. The CRC-32 of the located zip record is returned with its location, and the others are ignored.
+//! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were
+//! read belong to the frame. The CRC-32 of the located zip record is returned with its location, and the CRC-32s of the
+//! other zip records are ignored.
 //!
 //! Unit: offsets are bytes from the start of the archive. Invariant: an archive with the frame has the same reading
 //! result as the archive from which the frame was made, except for the CRC-32 of the located zip record.
@@ -58,8 +59,9 @@ const ENTRY_BYTES: usize = 46;
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// Returns the frame of the archive in the bytes `range` of a source, of which the zip records `read` were read and
-    /// `located` was located. Returns `None` for an unusual archive; a frame is only an optimisation.
+    /// Returns the frame of an archive, which is in the bytes `range` of a source. `read` are the zip records that were
+    /// read, and `located` is the zip record that was located. Returns `None` for an unusual archive; a frame is only
+    /// an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -108,8 +110,8 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Returns the start of the data of the located zip record in the archive in the bytes `range` of a source, and the
-    /// zip record. Returns `None` if that archive has another frame. `buffer` is reused.
+    /// Locates the zip record of this frame in another archive, which is in the bytes `range` of a source. Returns the
+    /// start of its data, and the zip record; `None` if that archive has another frame. `buffer` is reused.
     ///
     /// # Errors
     /// `Io`.

@@ -255,7 +255,7 @@ impl<'a> ArchiveWriter<'a> {
         header
     }
 
-    /// Writes the data descriptor. Empty zip records have none.
+    /// Writes the data descriptor. Empty zip records have no data descriptor.
     fn descriptor(&mut self, header: u64, len: u64, crc: u32) {
         if len == 0 {
             return;
@@ -349,8 +349,8 @@ fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
 
-    /// The expected offsets are those of PyTorch 2.15 for the zip records of `tiny.pt`: `{w: f32[2,3], wt: w.t()[1:],
-    /// b: bf16 scalar}`.
+    /// The expected offsets are the offsets that PyTorch 2.15 writes for the zip records of `tiny.pt`: `{w: f32[2,3],
+    /// wt: w.t()[1:], b: bf16 scalar}`.
     #[test]
     fn record_offsets_equal_those_of_pytorch() {
         let mut writer = ArchiveWriter::new("tiny");

@@ -39,7 +39,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
-/// Returns whether the state of an optimizer may be that of flat parameters: no tensor has more than 1 dim.
+/// Returns whether the state of an optimizer may be state of flat parameters, which is true if no tensor has more than
+/// 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
@@ -291,7 +292,8 @@ impl RankUnflattener<'_> {
                         return Err(self.wrong_size_error(&unit_shard.unit.key(), state, id, expected, view));
                     }
                 },
-                // A DTensor or ShardedTensor in the state is no part of the flat parameter: every parameter keeps it.
+                // A DTensor or ShardedTensor in the state is not part of the flat parameter, so every parameter gets it
+                // unchanged.
                 other => vec![other.clone(); unit_shard.unit.params.len()],
             };
             new_ids.insert(id, tensors.into_iter().map(|found| contents.push(found)).collect());

@@ -102,7 +102,7 @@ fn unit_gradients(
 }
 
 fn unsupported_error(path: &Path, what: &str) -> Error {
-    // The gradients are a series of their own.
+    // The gradients are a separate series.
     let at = if path.0.is_empty() { String::from("grads") } else { path.to_string() };
     Error::unsupported(format!("{at}: {what}"), format!("leave the gradients out with options::exclude {at}"))
 }

@@ -91,7 +91,8 @@ impl<'v> SourceOptimizer<'v> {
         Ok(Self { path, groups, group_of, states })
     }
 
-    /// Returns the groups of the target: the groups of the layout, or the groups of the source if the layout has none.
+    /// Returns the groups of the target: the groups of the layout, or the groups of the source if the layout has no
+    /// groups.
     pub fn target_groups(
         &self,
         names: &ParameterNames<'_>,

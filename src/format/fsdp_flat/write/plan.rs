@@ -40,7 +40,8 @@ pub enum TensorRole {
     View { at: ParameterIndex, empty: usize },
     /// State of one parameter, absent on ranks that have no part of it.
     Slice(ParameterIndex),
-    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict stay.
+    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict exist on
+    /// all ranks.
     Gradient(ParameterIndex),
     /// State of a flat parameter, as long as the shard in memory.
     State,
