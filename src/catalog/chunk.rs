@@ -21,8 +21,8 @@ use crate::storage::{FileId, FileRange};
 pub enum FileLocation {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// `within` bytes after the start of a stored zip record. The start of its data is in the local header, which is
-    /// read together with the chunk.
+    /// `within` bytes after the start of a stored zip record. The start of the zip record's data is in its local
+    /// header, which is read together with the chunk.
     Record { file: FileId, record: Record, within: u64 },
     /// In the torch.save archive at this range (an item of a DCP data file). Offset and strides are in the archive's
     /// own directory and pickle, which are read together with the chunk.

@@ -167,7 +167,7 @@ impl Drop for Task {
                 bar.finish_and_clear();
                 *lock(&BAR) = None;
             }
-            // `--progress always` prints a line even if the run was too short for one.
+            // `--progress always` prints a line even if the run was shorter than the time between two lines.
             Display::Lines { always: true } if shown.flow.done() > 0 => shown.printer.say(&shown.line(Instant::now())),
             Display::Lines { .. } => {}
         }

@@ -55,7 +55,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
 /// Selects the replicas to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
-    /// Plain tensors that several ranks store whole: no metadata states that they are replicas of one tensor.
+    /// Plain tensors that several ranks store whole. No metadata states that they are replicas of one tensor.
     Plain,
     /// Replicas of plain tensors, DTensors and ShardedTensors.
     All,

@@ -12,7 +12,7 @@ use crate::storage::{lookup, regular_file};
 /// Name of the configuration file, from which loaders build the model.
 pub const CONFIG: &str = "config.json";
 
-/// Size limit in bytes: a larger file is not treated as a configuration.
+/// Size limit in bytes. A larger file is not treated as a configuration.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 /// Returns the folders that may contain the configuration: the source's folder and its parents up to the path that the

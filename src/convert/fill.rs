@@ -239,7 +239,7 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
-                // If names of SRC are left out, its parameter lists lack names whose state FILLER keeps.
+                // If names of SRC are left out, the parameter lists of SRC lack names whose state FILLER keeps.
                 Some(_) if not_taken(self.source) > 0 && is_list_of_parameters(path) => {}
                 // The tensors inside the object are replaced one by one in `tensors`.
                 Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}

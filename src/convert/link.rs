@@ -247,7 +247,8 @@ impl Communicator for Link {
     }
 }
 
-/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports which one is used.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports whether the GPU or the
+/// CPU is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {

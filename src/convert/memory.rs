@@ -129,7 +129,7 @@ pub const BASE_BYTES: u64 = 32 << 20;
 /// Length of the shortest write block that justifies a system call.
 pub const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
-/// Number of threads that keep a disk busy on any number of cores: some threads sleep until their write blocks are
+/// Number of threads that keep a disk busy on any number of cores. Some threads sleep until their write blocks are
 /// written, while others gather the next blocks.
 const DISK_THREADS: usize = 4;
 

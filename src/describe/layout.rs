@@ -99,7 +99,8 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Returns true if the tensor needs no rule: the fallback gives it the right layout, or it is a plain scalar.
+    /// Returns true if the tensor needs no rule, because the fallback gives it the right layout or because it is a
+    /// plain scalar.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
             PlacementChoice::Plain => self.ndim == 0,

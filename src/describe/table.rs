@@ -88,7 +88,7 @@ fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Aligns columns to their widest cell, up to `MAX_WIDTH`: names come from files and may be of any length.
+/// Aligns columns to their widest cell, up to `MAX_WIDTH`, because names come from files and may be of any length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];

@@ -51,8 +51,8 @@ struct OpenChecksum {
 pub struct DeferredChecksums {
     /// Checksums of the parts of spans that reach beyond the write block.
     pub parts: Vec<ChecksumPart>,
-    /// Places of checksums that are not known yet, in ascending order. These places must not be written with the block:
-    /// a process that was believed dead may continue to write after another process has sealed the checkpoint.
+    /// Places of checksums that are not known yet, in ascending order. These places must not be written with the block,
+    /// because a process that was believed dead may continue to write after another process has sealed the checkpoint.
     pub sites: Vec<u64>,
 }
 

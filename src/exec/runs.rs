@@ -55,7 +55,8 @@ pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
-/// Returns whether a piece goes through its file row by row, front to back. A piece of a transposed view does not.
+/// Returns whether a piece goes through its file row by row, front to back. Returns false for a piece of a transposed
+/// view.
 #[must_use]
 pub fn is_row_by_row(piece: &Piece) -> bool {
     let steps = || piece.levels.iter().map(|level| level.source_step);

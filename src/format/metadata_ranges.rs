@@ -2,8 +2,8 @@
 //!
 //! The ranges are found by running the readers and recording their reads. So a mirror of the ranges shows the same
 //! missing files and the same damage as the original, and the rules of a format exist only in its reader. The state of
-//! random number generators counts as metadata: it may differ between ranks, which must be decided before any data is
-//! moved.
+//! random number generators counts as metadata, because it may differ between ranks, which must be decided before any
+//! data is moved.
 //!
 //! Unit: bytes. Invariant: damaged files have metadata ranges as well, and no range reaches beyond the end of its
 //! file.

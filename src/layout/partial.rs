@@ -44,7 +44,7 @@ impl PartialReduction {
     /// Returns the reduction of these placements, or `None` if none of them is Partial.
     ///
     /// # Errors
-    /// `MixedReduction` if the ops of two mesh dims do not commute: only sum and avg do.
+    /// `MixedReduction` if the ops of two mesh dims do not commute. Only sum and avg commute.
     pub fn new(mesh_shape: &[u64], placements: &[Placement]) -> Result<Option<Self>, LayoutError> {
         let mut found: Option<Self> = None;
         for (&size, &placement) in mesh_shape.iter().zip(placements) {

@@ -93,7 +93,8 @@ impl<'a> LikeLayout<'a> {
     }
 }
 
-/// Returns true if a tensor that `--like` lacks is simply replicated: it is 0-d, or each rank has a value of its own.
+/// Returns true if a tensor that `--like` lacks is replicated because it is 0-d, or because each rank has its own
+/// value.
 pub fn is_whole_anyway(path: &Path, entry: &TensorEntry) -> bool {
     entry.shape.is_empty() || model::is_random_state(path.fqn().as_str())
 }

@@ -78,7 +78,7 @@ pub fn reserve(
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
-            // The notes about tensors that are not parameters are dropped: `--unit` asks for whole tensors.
+            // The notes about tensors that are not parameters are dropped, because `--unit` asks for whole tensors.
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
         }

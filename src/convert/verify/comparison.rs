@@ -283,8 +283,8 @@ impl Findings {
     }
 }
 
-/// Adds a hint if the names of SRC and OTHER differ only by a prefix: an exported model has the names that its
-/// checkpoint has below `model`.
+/// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, an exported model has the names that
+/// its checkpoint has below `model`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = model::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);

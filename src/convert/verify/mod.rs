@@ -164,8 +164,8 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
     Ok(())
 }
 
-/// Returns true if tensors cannot be compared because the partial values of one cannot be reduced: its dtype does not
-/// support the reduction, or the result overflows.
+/// Returns true if tensors cannot be compared because the partial values of one tensor cannot be reduced. This is the
+/// case if its dtype does not support the reduction, or if the result overflows.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -100,7 +100,7 @@ mod tests {
         panic!("expected two items with the same frame");
     }
 
-    /// Flips every bit of an item: the result must not depend on the items that were located before.
+    /// Flips every bit of an item. The result must not depend on the items that were located before.
     #[test]
     fn cached_frames_do_not_change_results() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");

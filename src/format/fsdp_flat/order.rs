@@ -49,7 +49,7 @@ fn may_be_channels_last(shape: &[u64]) -> bool {
 }
 
 /// Returns a warning if some weights are row-major in the file that the element order is taken from, although
-/// `channels_last` is possible: a tool may have rewritten them as row-major. `params` gives the name and shape of each
+/// `channels_last` is possible. A tool may have rewritten them as row-major. `params` gives the name and shape of each
 /// parameter and whether it is row-major.
 #[must_use]
 pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {

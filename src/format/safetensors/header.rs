@@ -105,8 +105,8 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     deserializer.deserialize_seq(Sizes)
 }
 
-/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed: a tree of all
-/// values takes many times the memory of the text.
+/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed, because a tree of
+/// all values takes many times the memory of the text.
 #[derive(Default)]
 struct RawHeader {
     metadata: BTreeMap<String, String>,

@@ -47,7 +47,7 @@ const MAX_RANKS_BYTES: u64 = 1 << 27;
 pub struct Reader<'a> {
     pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
-    /// The meshes that were read. A pickle shares mesh objects, and each is read once.
+    /// The meshes that were read. A pickle shares mesh objects, and each mesh object is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
     /// The current nesting of tensors and meshes.
     pub depth: usize,

@@ -400,7 +400,7 @@ impl Merger<'_> {
     }
 }
 
-/// Returns a key as text, and whether the key is a string: a dict may have both `0` and `'0'`.
+/// Returns a key as text, and whether the key is a string, because a dict may have both `0` and `'0'`.
 fn typed_key(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }

@@ -24,7 +24,7 @@ pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
-    /// The dims of the tensor's own mesh, if that is a slice.
+    /// The dims of the tensor's own mesh, if that mesh is a slice of the whole mesh.
     pub slice: Option<&'a [MeshDim]>,
     /// The storage key and the sizes of the local tensor, which is contiguous.
     pub key: usize,

@@ -41,7 +41,8 @@ pub enum RankLayout {
     Distributed {
         /// One placement for each dim of the mesh.
         placements: Vec<Placement>,
-        /// The dims of the tensor's own mesh, if that is to be a slice; the tensor is replicated on the other dims.
+        /// The dims of the tensor's own mesh, if that mesh is to be a slice of the whole mesh. The tensor is replicated
+        /// on the other dims.
         slice: Option<Vec<MeshDim>>,
     },
     /// A plain tensor that is the local part of each rank.
@@ -259,8 +260,8 @@ fn plan(
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, PlannedTensor>> {
-    // A tensor whose content differs between ranks must not be sharded: otherwise only one shard of the content of each
-    // rank would remain.
+    // A tensor whose content differs between ranks must not be sharded, because otherwise only one shard of the content
+    // of each rank would remain.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();

@@ -79,7 +79,8 @@ impl ParallelStyle {
 
     /// Returns the dim along which a parameter is sharded, or `None` if it is replicated.
     ///
-    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias: it belongs to the outputs.
+    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias, because it belongs to the
+    /// outputs.
     #[must_use]
     pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { ParameterRole::Bias } else { part };

@@ -277,8 +277,8 @@ fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) ->
     Some(known)
 }
 
-/// Uses the layout's groups if there are several and they have the same sizes as the source's. A single group holds all
-/// parameters, in an order that shapes can confirm.
+/// Uses the layout's groups if there are several and they have the same sizes as the groups of the source. A single
+/// group holds all parameters, in an order that shapes can confirm.
 fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
