@@ -96,7 +96,7 @@ fn is_alone(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
 }
 
-/// Returns whether a dict is a module with a head, so that its child `model` is only a part of it.
+/// Returns whether a dict is a module with a head. Its child `model` is then only a part of the model.
 fn has_head(value: &Value) -> bool {
     let head = |key: &Value, value: &Value| {
         key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()

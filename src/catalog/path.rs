@@ -76,7 +76,7 @@ pub enum StateLeaf<'a> {
     Object(&'a Value),
 }
 
-/// Returns the leaves of a state dict, in its own order, as DCP flattens it.
+/// Returns the leaves of a state dict, in the order of the state dict, as DCP flattens a state dict.
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
@@ -105,7 +105,7 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether an item causes its list to be traversed.
+/// Returns whether a list that contains this item is traversed.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {

@@ -413,8 +413,8 @@ pub enum TensorClass {
     Local,
 }
 
-/// Returns the command line. `--to` of a verb lists the formats that it writes, and `-h` of a verb ends with a pointer to
-/// `--help`.
+/// Returns the command line. `--to` of a verb lists the formats that the verb writes, and `-h` of a verb ends with a
+/// pointer to `--help`.
 #[must_use]
 pub fn command() -> clap::Command {
     let by_suffix = |rest: &str| {

@@ -114,7 +114,7 @@ fn part(prepared: &mut Prepared, is_published: bool) {
     }
 }
 
-/// Refuses a plan whose processes have disconnected, because its rounds need all of them.
+/// Refuses a plan whose processes have disconnected, because the rounds of the plan need all processes.
 ///
 /// # Errors
 /// `Usage`.

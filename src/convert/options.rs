@@ -323,7 +323,7 @@ pub struct UnshardOptions {
 pub struct ShardOptions {
     /// Checkpoint whose division into files the result gets.
     pub like: Option<PathBuf>,
-    /// Largest file in bytes; a larger tensor gets its own.
+    /// Largest size of a file, in bytes. A larger tensor gets its own file.
     pub max_shard_size: u64,
 }
 
@@ -378,7 +378,7 @@ pub enum Strategy {
 /// Options for the model as whole tensors.
 #[derive(Clone, Debug, Default)]
 pub struct ConsolidateOptions {
-    /// Selects every tensor, under its whole dotted name.
+    /// Selects every tensor. Each keeps its whole dotted name.
     pub everything: bool,
     /// Origin of configuration and tokenizer files.
     pub assets: Assets,

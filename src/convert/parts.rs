@@ -27,7 +27,7 @@ pub struct PartTarget {
     pub state: Value,
     /// Path of this part in the whole state dict.
     pub at: Path,
-    /// Names of its rank files; `None` for a DCP directory, whose file names are fixed.
+    /// Names of the part's rank files; `None` for a DCP directory, whose file names are fixed.
     pub names: Option<RankNamePattern>,
 }
 
@@ -170,8 +170,8 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
     }
 }
 
-/// Returns a sidecar file with its path and modification time in SRC, so that all processes identify it equally even if
-/// they read a copy.
+/// Returns a sidecar file with its path and modification time in SRC. All processes use these to identify the file,
+/// even if they read a copy of it.
 ///
 /// # Errors
 /// `Io` if it cannot be examined or is not a file.

@@ -52,7 +52,8 @@ use crate::storage::filesystem;
 /// Longest time until all processes detect that a process has ended.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time for which a process without GPU or NCCL waits for the other processes, to inform them before it stops.
+/// Time for which a process without GPU or NCCL waits for the other processes to connect. Before the process stops, it
+/// informs them.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 

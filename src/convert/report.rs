@@ -57,7 +57,7 @@ pub enum Outcome {
     Published,
     /// Another process of the run published the destination.
     PublishedByOther,
-    /// This process has finished its part; the process that finishes last publishes.
+    /// This process has finished its part. The process that finishes last publishes the destination.
     PartDone,
     /// The destination already existed and was made from the same source and options.
     UpToDate,

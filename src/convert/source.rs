@@ -38,7 +38,7 @@ impl Defaults {
     }
 }
 
-/// Identity of SRC after `--fill-from` has put its values into another checkpoint, FILLER.
+/// Identity of SRC after `--fill-from` has put the values of SRC into another checkpoint, FILLER.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
@@ -51,7 +51,7 @@ pub struct Filled {
 pub struct ConversionSource {
     /// SRC; with `--fill-from`, FILLER with the files of both checkpoints.
     pub checkpoint: Checkpoint,
-    /// Identity of SRC if its values were put into FILLER.
+    /// Identity of SRC if the values of SRC were put into FILLER.
     pub filled: Option<Filled>,
     /// Checkpoint of `--like`, whose layout the destination gets.
     pub like: Option<Checkpoint>,
@@ -375,7 +375,8 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// Checks that the gradients, to which `--reduce` applies, are selected: not every verb selects them by default.
+/// Checks that the gradients, to which `--reduce` applies, are selected, because not every verb selects gradients by
+/// default.
 ///
 /// # Errors
 /// `Usage` with the option that selects them.
@@ -401,7 +402,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     ))
 }
 
-/// Returns the path of the gradients if none of them is selected.
+/// Returns the path of the gradients if no gradient is selected.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;

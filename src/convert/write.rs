@@ -273,8 +273,8 @@ impl DestinationWriter<'_> {
         published
     }
 
-    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or leaves
-    /// it to that process.
+    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or returns
+    /// and lets that process publish.
     fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // If processes wait for each other, process 0 seals and reports.

@@ -46,7 +46,7 @@ impl SourceBlock {
         Ok(())
     }
 
-    /// Returns the bytes of a range; `None` if the block does not contain all of it.
+    /// Returns the bytes of a range; `None` if the block does not contain the whole range.
     #[must_use]
     pub fn get(&self, range: FileRange) -> Option<&[u8]> {
         let mut start = 0;

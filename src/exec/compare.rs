@@ -91,7 +91,7 @@ pub fn check_locations(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
 pub struct ReplicaDifference {
     /// Index of the replica that is read, in the tensor's chunk table.
     pub first: u32,
-    /// Index of the replica that differs from it.
+    /// Index of the replica that differs from `first`.
     pub second: u32,
     /// Row-major index of the first different element within the chunk.
     pub element: u64,

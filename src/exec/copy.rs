@@ -379,7 +379,7 @@ impl BlockWriter<'_> {
         copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }
 
-    /// Gathers the data of the first of these blocks, and writes all of them with it.
+    /// Gathers the data of the first block in `copies`, and writes all blocks with this data.
     fn write_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;
@@ -491,8 +491,8 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Gathers a segment of the first of these blocks, for all of them. Adds to `lost` the values that casts lost, by
-    /// block, and to `read` the CRCs computed while reading.
+    /// Gathers a segment of the first block in `copies`; the data is used for all blocks. Adds to `lost` the values
+    /// that casts lost, by block, and to `read` the CRCs computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],

@@ -112,7 +112,7 @@ fn measure<const N: usize, T>(
     found
 }
 
-/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would drop it.
+/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would ignore NaN.
 fn larger(left: f64, right: f64) -> f64 {
     if left.is_nan() || right.is_nan() { f64::NAN } else { left.max(right) }
 }

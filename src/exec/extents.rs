@@ -146,7 +146,7 @@ mod tests {
         ranges.into_iter().flat_map(|(file, range)| range.map(move |at| (file, at))).collect()
     }
 
-    /// Checks that the set has the expected bytes, in its only representation.
+    /// Checks that the set has the expected bytes, in the one valid representation.
     fn assert_equals(extents: &Extents, expected: &Bytes) -> Result<(), TestCaseError> {
         prop_assert_eq!(&bytes(extents.iter()), expected);
         prop_assert_eq!(extents.len_bytes(), expected.len() as u64);

@@ -86,7 +86,7 @@ pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
-/// The CRC-32 of a part of a span, or of all of it.
+/// The CRC-32 of a part of a span, or of the whole span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {

@@ -48,14 +48,14 @@ pub struct Outputs {
     /// True once a write has failed. The system reports a failed write only once, and joined blocks that could not be
     /// written are not kept in memory.
     has_failed: AtomicBool,
-    /// The first error of closing a file, until it is reported.
+    /// The first error of closing a file; `None` after the error was reported.
     close_error: Arc<Mutex<Option<Error>>>,
 }
 
 /// Way in which bytes reach the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WriteMode {
-    /// Through the page cache; the kernel chooses when to write them to disk.
+    /// Through the page cache. The kernel chooses when the bytes are written to disk.
     Cache,
     /// Through the page cache, with write-back started immediately.
     WriteBehind,
@@ -66,7 +66,7 @@ enum WriteMode {
 /// An open output file. Any worker may drop and thereby close it, so an error is kept for [`Outputs::close`].
 #[derive(Debug)]
 struct Handle {
-    /// `None` once it is dropped.
+    /// `None` once the handle is dropped.
     file: Option<File>,
     /// A second descriptor of the file, for writes past the page cache.
     direct: Option<File>,
@@ -92,8 +92,8 @@ impl Drop for Handle {
 }
 
 impl Outputs {
-    /// Creates every file under `folder` that has bytes in `todo`, with its full size allocated; a file that exists
-    /// already from another run is kept. `sync` is true if all data must be on disk before it is published, see
+    /// Creates every file under `folder` that has bytes in `todo`, with its full size allocated. A file that another
+    /// run has created is kept. `sync` is true if all data must be on disk before it is published, see
     /// [`Outputs::sync`].
     ///
     /// # Errors

@@ -1,8 +1,8 @@
 //! Finds the folders of a checkpoint below the folder that the user gives.
 //!
 //! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
-//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is
-//! untrusted text: it may only name a folder beside it.
+//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is untrusted
+//! text. It may only name a folder in the same folder.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate

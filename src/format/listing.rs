@@ -51,7 +51,8 @@ fn has_suffix(name: &str, format: Format) -> bool {
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
 }
 
-/// Returns whether a file is a data file, as shown by its name: metadata in other files describes its content.
+/// Returns whether a file is a data file, as shown by its name. Metadata in other files describes the content of a data
+/// file.
 #[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()

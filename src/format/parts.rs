@@ -19,9 +19,9 @@ pub struct CheckpointPart {
     /// The folder relative to the checkpoint's root; empty for the root.
     pub folder: PathBuf,
     pub content: PartContent,
-    /// The pattern of its file names, if it has one file per rank.
+    /// The pattern of the part's file names, if the part has one file per rank.
     pub name_pattern: Option<RankNamePattern>,
-    /// The number of its rank files; 0 if it does not have one file per rank.
+    /// The number of the part's rank files; 0 if the part does not have one file per rank.
     pub world_size: u32,
 }
 

@@ -131,7 +131,7 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns whether a file itself records which of its bytes are tensor data, judged by its path and its first
+    /// Returns whether a file itself records which of its bytes are tensor data, as shown by its path and its first
     /// bytes.
     fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
         false

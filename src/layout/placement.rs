@@ -10,8 +10,8 @@
 //!     P(sum)      Partial(reduce_op=sum)                each coordinate has a partial value of the tensor
 //! ```
 //!
-//! `StridedShard` is not a kind of `Shard`: code that treats one as the other reads the wrong elements without an
-//! error.
+//! `StridedShard` is not a kind of `Shard`: code that treats a `StridedShard` as a `Shard` reads the wrong elements
+//! without an error.
 //!
 //! Invariant: a [`Placement`] names a tensor dim that exists. Text may count dims from the end, and `S(1)` may be
 //! applied to a 1-d tensor, so text is parsed to a [`PlacementSpec`] first.

@@ -74,7 +74,8 @@ pub fn assemble(
         let shares = |mesh_dim: usize| {
             shared.placements.get(mesh_dim).is_some_and(|placement| placement.sharded_dim() == Some(dim))
         };
-        // Take one rank for each part of this dim: on the mesh dims that do not shard it, the first coordinate.
+        // Takes one rank for each part of this dim: on mesh dims that do not shard this dim, its coordinate equals the
+        // coordinate of the first rank.
         let first = &group[0].1;
         let along = group.iter().filter(|(_, at)| (0..at.len()).all(|dim| shares(dim) || at[dim] == first[dim]));
         let total = along.map(|(rank, _)| sizes[rank][dim.0]).try_fold(0_u64, u64::checked_add);

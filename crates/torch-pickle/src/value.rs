@@ -102,7 +102,7 @@ pub struct Dict<T, X = Infallible> {
     pub kind: DictKind,
     /// The keys and values.
     pub entries: Vec<Entry<T, X>>,
-    /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict there.
+    /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict in them.
     pub attributes: Option<Box<Value<T, X>>>,
 }
 

@@ -185,7 +185,7 @@ impl ComparedNames {
     }
 }
 
-/// Refuses `--common` if no tensor name is common to both: such a comparison would always succeed.
+/// Refuses `--common` if no tensor name is common to both, because such a comparison would always succeed.
 fn check_common<'n>(
     args: &VerifyOptions,
     mut ours: impl Iterator<Item = &'n String>,

@@ -68,7 +68,7 @@ impl Reader<'_> {
         DecodeError::malformed(what)
     }
 
-    /// Returns an error of reading the file, which may be independent of its content.
+    /// Converts an error of reading the file. Also stores the error if it is not about the content of the file.
     fn read_error(&self, error: Error) -> DecodeError {
         let what = DecodeError::malformed(error.to_string());
         if !error.is_about_content() {

@@ -1,8 +1,8 @@
 //! Merges the torch.save files of all ranks into one state dict.
 //!
 //! Containers are merged by key. A DTensor or ShardedTensor contributes its local part. Plain tensors and objects that
-//! several ranks store must be equal on all of them: objects are compared here, tensor data when it is read. Rank 0 is
-//! never preferred. Unit of shapes and offsets: elements.
+//! several ranks store must be equal on all of them: objects are compared while files are merged, tensor data when it
+//! is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;

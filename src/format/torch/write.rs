@@ -38,7 +38,7 @@ pub struct SavedArchive {
 /// A tensor that has its own storage.
 pub struct SavedTensor {
     pub id: TensorId,
-    /// The offset of its data in the file.
+    /// The offset of the tensor's data in the file.
     pub offset: u64,
     order: SavedOrder,
 }

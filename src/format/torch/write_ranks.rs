@@ -246,10 +246,10 @@ fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
 
 /// A tensor to write.
 struct PlannedTensor {
-    /// The first of its names.
+    /// The first name of the tensor.
     fqn: Fqn,
     layout: RankLayout,
-    /// The number of its uses in the tree. All uses refer to the same object, as in the job that saved it.
+    /// The number of uses of the tensor in the tree. All uses refer to the same object, as in the job that saved it.
     count: usize,
 }
 
@@ -316,7 +316,7 @@ impl PlannedTensor {
 struct TorchRankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
-    /// The rank's tile of each tensor; `None` if it has no part.
+    /// The rank's tile of each tensor; `None` if the rank has no part of the tensor.
     tiles: Vec<Option<Tile>>,
     /// Whether the files have DTensors, and so a mesh.
     distributed: bool,

@@ -238,7 +238,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         value.ok_or_else(|| DecodeError::malformed(format!("{symbol} made in an unknown way")))
     }
 
-    // The loops below are plain: iterator adapters would add frames to each level of the recursion.
+    // The loops below use no iterator adapters, because adapters would add stack frames to each level of the recursion.
 
     fn arguments(&mut self, r: Ref<'a>) -> Decode<Vec<Value<T, X>>> {
         let args = r.args().into_iter().flatten();

@@ -59,7 +59,7 @@ pub use visitor::{NoVisitor, Row, Visitor};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteLeaves};
 
-/// The maximum length of a pickle in bytes: positions in pickles have 32 bits.
+/// The maximum length of a pickle in bytes. Positions in pickles have 32 bits.
 pub const MAX_BYTES: u64 = u32::MAX as u64;
 
 /// Parses the pickle at the start of `bytes`. Also returns the length of the pickle in bytes, including STOP.

@@ -350,7 +350,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// Reads MEMOIZE, if it follows.
+    /// Reads the next opcode if it is MEMOIZE.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;

@@ -199,7 +199,7 @@ impl Archive {
     }
 }
 
-/// The maximum length of zip records that are read from memory, if the source has them there.
+/// The maximum length of zip records that are read from memory, if the source has their bytes in memory.
 const SHORT_BYTES: u64 = 64 << 10;
 
 /// Returns the start of the data of a zip record.

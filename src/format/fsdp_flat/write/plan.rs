@@ -158,7 +158,8 @@ impl<'a> FlatPlan<'a> {
         self.layout.shard_group_size > 1
     }
 
-    /// Returns the range of the unit's flat parameter that a shard holds of a parameter; empty if it holds none.
+    /// Returns the part of a parameter that a shard stores, as a range of the unit's flat parameter. The range is empty
+    /// if the shard stores no part.
     pub fn local_range(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
         let flat = &self.flat_params[at.unit];
         let (param, shard) = (&flat.params()[at.param], flat.shard(shard));
