@@ -44,8 +44,8 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds the processes that see a damaged file to the error about that file. No process sees all of SRC, so `verify`
-    /// cannot find these processes.
+    /// Adds the processes that see a damaged file to the error about that file. No process sees all of SRC, so the user
+    /// cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()

@@ -77,7 +77,7 @@ pub enum Match {
     Certain,
     /// The names occur in other formats as well.
     Likely,
-    /// The file counts as a checkpoint only if other files of a checkpoint are in the same folder.
+    /// The file counts as part of a checkpoint only if a format finds other files in the same folder.
     Possible,
 }
 
