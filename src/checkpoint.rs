@@ -1,5 +1,5 @@
-//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Offsets and
-//! sizes of boxes count elements; buffers count bytes.
+//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Unit:
+//! elements for offsets and sizes of boxes, bytes for buffers.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -24,13 +24,13 @@ use crate::progress::{NoProgress, Progress};
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
-    /// Format, resources, and what the files do not record.
+    /// Format, resources, and the layout that the files do not record.
     pub source: SourceOptions,
     /// Parts of a folder that are read.
     pub contents: Contents,
-    /// Checkpoint of the same model that gives the shapes FSDP1 flat parameters lack.
+    /// Checkpoint of the same model that gives the shapes of FSDP1 flat parameters if the source lacks them.
     pub like: Option<PathBuf>,
-    /// Opens a set of files even if some are missing, and lists those in [`Checkpoint::missing`].
+    /// Opens a set of files even if some are missing, and lists the missing files in [`Checkpoint::missing`].
     pub incomplete: bool,
     /// Reads FSDP1 flat parameters as 1-d tensors if nothing gives the shapes of their parameters.
     pub raw_flat: bool,
@@ -38,8 +38,8 @@ pub struct OpenOptions {
     pub keep_names: bool,
     /// Identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,
-    /// Options of the operation that follows. Processes that work together need it, because they compare it. `None`
-    /// also refuses options for FSDP1 flat parameters if the source has none.
+    /// Options of the operation that follows. Processes that exchange bytes must set it, because they compare these
+    /// options. With `None`, options for FSDP1 flat parameters are refused if the source has no flat parameters.
     pub writes: Option<Writes>,
 }
 
@@ -219,8 +219,8 @@ impl Checkpoint {
         self.read_box(name, &vec![0; shape.len()], &shape, buffer)
     }
 
-    /// Reads one box of a tensor into `buffer`, without reading the rest. The box begins at `offsets` and has these
-    /// `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
+    /// Reads one box of a tensor into `buffer`, and no other data of the tensor. The box begins at `offsets` and has
+    /// these `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than
@@ -368,7 +368,7 @@ impl TensorInfo<'_> {
         self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)
     }
 
-    /// Returns the device mesh, such as `dp=2,tp=4`. `None` if the format does not record it.
+    /// Returns the device mesh, such as `dp=2,tp=4`. `None` if the format does not record the mesh.
     #[must_use]
     pub fn mesh(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())

@@ -97,7 +97,8 @@ impl Conversion {
         checkpoint.clone_alone().into()
     }
 
-    /// Keeps only names that `pattern` covers, and their optimizer state. Another call keeps more.
+    /// Keeps only names that `pattern` covers, and their optimizer state. A further call keeps the names of both
+    /// patterns.
     ///
     /// # Errors
     /// `Layout` for an invalid pattern. Planning fails if the pattern covers nothing.
@@ -117,7 +118,7 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets all options of names and dtypes at once. Replaces earlier settings.
+    /// Sets all options of names and dtypes. Replaces earlier settings of names and dtypes.
     #[must_use]
     pub fn select(mut self, select: SelectOptions) -> Self {
         self.convert.select = select;
@@ -259,10 +260,10 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes the bytes that an execution would read and the memory it would need, and checks the destination, if
-    /// [`Conversion::destination`] set one.
+    /// Computes the bytes that an execution would read and the memory that it would need. Also checks the destination,
+    /// if [`Conversion::destination`] has set one.
     ///
-    /// Processes that exchange bytes disconnect after a preview, so such a plan cannot be executed afterwards.
+    /// Processes that exchange bytes disconnect after a preview, so the plan cannot be executed after a preview.
     ///
     /// # Errors
     /// Errors of reading the source.
@@ -274,7 +275,7 @@ impl Plan {
     /// Moves the bytes and publishes the result at `destination`; creates missing parent folders. One of several
     /// processes writes only its own share; [`Report::outcome`] shows whether the destination is complete.
     ///
-    /// A single file gets this path whatever its suffix; [`Conversion::destination`] chooses the format by suffix.
+    /// A single file gets this path with any suffix. Only [`Conversion::destination`] chooses the format by the suffix.
     ///
     /// # Atomicity
     /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that is killed leaves

@@ -1,4 +1,4 @@
-//! The errors of the library. Each area has an error type of its own, and [`Error`] contains all of them.
+//! The errors of the library. Each area has its own error type, and [`Error`] contains all of them.
 //!
 //! A message names the file or tensor, the expected value and the value found. [`Error::hint`] gives the next step for
 //! the user. Messages and hints name an option as `options::max_memory`, by its field in [`options`](crate::options).
@@ -117,7 +117,7 @@ impl Error {
         }
     }
 
-    /// Adds a hint to an error about missing files that has none.
+    /// Adds a hint to an error about missing files, if the error has no hint.
     #[must_use]
     pub(crate) fn missing_hint(mut self, text: &str) -> Self {
         if let Self::Format(FormatError::Missing { hint, .. }) = self.innermost_mut() {

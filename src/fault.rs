@@ -55,7 +55,7 @@ pub fn is_testing_faults() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()
 }
 
-/// Returns how long to wait for other processes: `hurried` in a crash test, else `usual`.
+/// Returns how long to wait for other processes: `hurried` in a crash test, otherwise `usual`.
 #[must_use]
 pub fn wait_time(usual: Duration, hurried: Duration) -> Duration {
     if is_testing_faults() { hurried } else { usual }

@@ -1,4 +1,4 @@
-//! Parse, dispatch, print the error and its hint, turn it into an exit code.
+//! Parses the arguments, runs the verb, prints an error with its hint, and returns the exit code.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     let arguments = normalise_long_options(std::env::args_os());
     let cli = match cli::parse(&arguments) {
         Ok(cli) => cli,
-        // `--help` and `--version` come here, too.
+        // clap also returns an error for `--help` and `--version`.
         Err(error) => return ExitCode::from(commands::not_parsed(&error, &arguments)),
     };
     let printer = Printer::new(cli.talk);

@@ -1,7 +1,7 @@
 //! Short lists of names for messages: a few names, numbered runs as ranges, and the number of the other names.
 //!
-//! Counts names. A checkpoint of a cluster has thousands of files, tensors and ranks, and a message is readable only if
-//! it names a few of them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
+//! Unit: names. A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it
+//! names a few of them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -204,7 +204,8 @@ pub fn natural_order(left: &str, right: &str) -> Ordering {
                 (a, b) = (rest_a, rest_b);
             }
             (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            // The texts differ at most in leading zeros. Plain order decides, so that the order is total.
+            // The texts differ at most in leading zeros. They are then compared as ordinary text, so that the order is
+            // total.
             (None, None) => return left.cmp(right),
             (x, y) => return x.cmp(&y),
         }

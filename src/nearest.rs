@@ -1,11 +1,11 @@
 //! Finds the names nearest to a pattern that matches nothing, for hints of errors.
 //!
-//! Distances count edited characters.
+//! Unit of distances: edited characters.
 
 use crate::layout::Pattern;
 
-/// Returns the names nearest to a pattern by edit distance. Wildcards are ignored. The pattern is compared with every
-/// run of components of a name that is as long as the pattern, because the pattern may mean a module.
+/// Returns the names nearest to a pattern by edit distance. Wildcards are ignored. A pattern may mean a module, so it
+/// is compared with every part of a name that has the same number of components.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;

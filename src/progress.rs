@@ -1,7 +1,7 @@
 //! Reports of a long operation while it runs: bytes done, phases and messages.
 //!
 //! The library prints nothing. It passes byte counts and messages to a [`Progress`], which a terminal, a log or a test
-//! implements. All counts are in bytes.
+//! implements. Unit: bytes.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::exec::Reporter;
 
 /// Receives progress and messages. Every method has a default that ignores its arguments.
 ///
-/// Worker threads call the methods: [`advance`](Self::advance) once for each block of some megabytes.
+/// Worker threads call the methods. They call [`advance`](Self::advance) once for each block of some megabytes.
 pub trait Progress: Send + Sync {
     /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next one begins.
     fn begin(&self, _task: &'static str, _bytes: u64) {}
@@ -73,7 +73,7 @@ pub enum Level {
     Detail,
     /// A fact about the result that is the same for all processes of a run.
     Note,
-    /// The result of this process alone.
+    /// The result of this process, if other processes may have another result.
     Outcome,
     /// A result that may differ from what the user wanted.
     Warning,

@@ -72,7 +72,8 @@ fn is_visible(c: char) -> bool {
     }
     let is_ignorable = matches!(c, '\u{34f}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}' | '\u{180b}'..='\u{180f}'
         | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{e0000}'..='\u{e0fff}');
-    // `escape_debug` prints a combining mark only after another character, and escapes what cannot be printed.
+    // `escape_debug` prints a combining mark only after another character, and escapes characters that cannot be
+    // printed.
     let mut behind_another = ['x', c].iter().collect::<String>();
     behind_another = behind_another.escape_debug().skip(1).collect();
     !is_ignorable && !behind_another.starts_with('\\')

@@ -1,4 +1,4 @@
-//! Starts threads with one task of their own. Threads that share work are rayon's.
+//! Starts threads that each have a single task. Threads that share work belong to rayon.
 
 use std::io;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};

@@ -1,10 +1,11 @@
 //! The chunks of a tensor and their locations in files, stored in packed columns.
 //!
-//! Bounds, sizes and strides count elements; locations count bytes. A chunk is a [`Tile`] of its tensor (nearly always
-//! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a row stores
-//! only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for chunks that are
-//! not contiguous, and tiles only for chunks of several boxes. Other checkpoints have a hundred thousand tensors of one
-//! chunk each, so a single row is stored inline in the table. PyTorch's counterpart is `TensorStorageMetadata.chunks`.
+//! Unit: elements for bounds, sizes and strides, bytes for locations. A chunk is a [`Tile`] of its tensor (nearly
+//! always one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a row
+//! stores only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for chunks
+//! that are not contiguous, and tiles only for chunks of several boxes. Other checkpoints have a hundred thousand
+//! tensors of one chunk each, so a single row is stored inline in the table. PyTorch's counterpart is
+//! `TensorStorageMetadata.chunks`.
 
 use std::collections::BTreeMap;
 
@@ -20,8 +21,8 @@ use crate::storage::{FileId, FileRange};
 pub enum FileLocation {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// `within` bytes after the start of a stored zip record. The start of its data is in the local header, which is
-    /// read together with the chunk.
+    /// `within` bytes after the start of a stored zip record. The start of the zip record's data is in its local
+    /// header, which is read together with the chunk.
     Record { file: FileId, record: Record, within: u64 },
     /// In the torch.save archive at this range (an item of a DCP data file). Offset and strides are in the archive's
     /// own directory and pickle, which are read together with the chunk.
@@ -62,7 +63,7 @@ pub struct ChecksummedRange {
 }
 
 impl ChecksummedRange {
-    /// Returns the range of a record whose data starts at `start`, or `None` if the record has no checksum.
+    /// Returns the range of a zip record whose data starts at `start`, or `None` if the zip record has no checksum.
     #[must_use]
     pub fn of_record(record: Record, start: u64) -> Option<Self> {
         (record.crc != 0).then_some(Self { start, len: record.len, crc: record.crc })
@@ -77,7 +78,7 @@ pub struct StridedLocation {
     pub offset: u64,
     /// The strides in elements.
     pub strides: Dims,
-    /// The range of the zip record that contains the chunk, if the record has a checksum.
+    /// The range of the zip record that contains the chunk, if the zip record has a checksum.
     pub checksum: Option<ChecksummedRange>,
 }
 
@@ -194,7 +195,7 @@ impl ChunkTable {
         self.locations[index].0
     }
 
-    /// Adds `by` to every file id, when the files become part of a longer list.
+    /// Adds `by` to every file id, because the files have become part of a longer list.
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.locations {
             match place {

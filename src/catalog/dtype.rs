@@ -1,10 +1,10 @@
 //! Element types, with their names in PyTorch, in safetensors and on the command line.
 //!
-//! Sizes count bytes. Invariant: each dtype has one row in the table, in the order of declaration.
+//! Unit of sizes: bytes. Invariant: each dtype has one row in the table, in the order of declaration.
 
 use std::fmt;
 
-/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes count bytes.
+/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     /// Boolean, one byte (`torch.bool`).
@@ -53,8 +53,8 @@ pub enum Dtype {
     F4E2m1fnX2,
 }
 
-/// A row of the table: the dtype, its short name, its attribute in `torch`, its typed storage class (dtypes without one
-/// are saved as untyped bytes), its safetensors tag, and its size in bytes.
+/// A row of the table: the dtype, its short name, its attribute in `torch`, its typed storage class (dtypes without a
+/// storage class are saved as untyped bytes), its safetensors tag, and its size in bytes.
 type Row = (Dtype, &'static str, &'static str, Option<&'static str>, Option<&'static str>, u64);
 
 const TABLE: [Row; 22] = [
@@ -135,7 +135,7 @@ impl Dtype {
         self.row().3
     }
 
-    /// Returns the dtype tag in a safetensors header, or `None` if safetensors has none.
+    /// Returns the dtype tag in a safetensors header, or `None` if safetensors has no tag for the dtype.
     #[must_use]
     pub fn safetensors_tag(self) -> Option<&'static str> {
         self.row().4

@@ -2,7 +2,7 @@
 
 use serde_json::{Value as Json, json};
 
-/// A tensor or value that the files of a checkpoint do not hold exactly once and everywhere alike.
+/// A tensor or value that is not stored exactly once, or that ranks store differently.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
@@ -11,7 +11,7 @@ pub enum CatalogError {
     #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
     Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
 
-    /// Ranks or replicas that should hold the same value hold different ones.
+    /// Ranks or replicas that should store the same value store different values.
     #[error("{fqn}: {what} differs between {between}: {detail}")]
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
 }
@@ -41,7 +41,7 @@ impl CoverageKind {
 }
 
 impl CatalogError {
-    /// Returns what the reader can do next.
+    /// Returns the hint for the user.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         let (Self::Coverage { hint, .. } | Self::Conflict { hint, .. }) = self;
@@ -62,7 +62,7 @@ impl CatalogError {
         }
     }
 
-    /// Returns the fields of the JSON document that this error knows.
+    /// Returns the fields that this error adds to the JSON document.
     pub(crate) fn fields(&self) -> Json {
         let (expected, found) = match self {
             Self::Coverage { kind, region, detail, .. } => {

@@ -1,8 +1,8 @@
 //! The flat layout of an FSDP1 model: its units, and the parameters of each flat parameter in order.
 //!
-//! Sizes and alignments count elements, and names are relative to the model. FSDP1 files record this layout only in
-//! part or not at all, and a wrong order of equal shapes would scramble a model silently. The layout is read from files
-//! if possible, or given by the user, and is written next to every flat output. Invariant: a layout that passes
+//! Unit of sizes and alignments: elements. Names are relative to the model. FSDP1 files record this layout only in part
+//! or not at all, and a wrong order of equal shapes would scramble a model silently. The layout is read from files if
+//! possible, or given by the user, and is written next to every flat output. Invariant: a layout that passes
 //! [`FlatLayout::check`] has each name once. PyTorch's counterpart is `FlatParamHandle` in
 //! `torch/distributed/fsdp/_flat_param.py`.
 
@@ -21,14 +21,14 @@ pub const FLAT_PARAM: &str = "_flat_param";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatLayout {
     pub world_size: u32,
-    /// The number of ranks that shard one copy of a flat parameter: the world size, fewer under `HYBRID_SHARD`, or 1
+    /// The number of ranks that shard one copy of a flat parameter: the world size, or fewer under `HYBRID_SHARD`, or 1
     /// under `NO_SHARD`.
     pub shard_group_size: u32,
     pub use_orig_params: bool,
-    /// The units: the root unit first, the others in registration order.
+    /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
-    /// The names that the optimizer updates, one list for each parameter group, in order: parameters with
-    /// `use_orig_params`, else flat parameters.
+    /// The names that the optimizer updates, one list for each parameter group, in order. With `use_orig_params` these
+    /// are parameters, otherwise flat parameters.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -99,8 +99,8 @@ impl FlatLayout {
     /// units. The flat parameter of the root is registered first, even if the first parameter of the model is in
     /// another unit.
     ///
-    /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. Callers that know the
-    /// optimizer must refuse the latter.
+    /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. In the second case,
+    /// callers that know the optimizer must refuse the layout.
     #[must_use]
     pub fn optimizer_of_units(&self) -> Option<Vec<Vec<Fqn>>> {
         let groups = self.optimizer.as_ref()?;

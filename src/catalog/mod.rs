@@ -1,8 +1,8 @@
 //! The catalog: the content of a checkpoint, independent of its format.
 //!
-//! Counts elements, except offsets in files, which are bytes. A catalog has logical tensors, each covered by chunks
-//! that are stored in files, and the Python values around them. Reading any format gives a [`Catalog`]; a target layout
-//! gives another one, and a conversion copies their intersection. Invariant: nothing here depends on a format.
+//! Unit: elements; bytes for offsets in files. A catalog has logical tensors, each covered by chunks that are stored in
+//! files, and the Python values around them. Reading any format gives a [`Catalog`]; a target layout gives another
+//! catalog, and a conversion copies the elements that both catalogs have. Invariant: nothing here depends on a format.
 //! PyTorch's counterpart is `Metadata` in `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
@@ -115,7 +115,7 @@ pub struct TensorEntry {
     /// The mesh and placements, if the format records them (DCP does not).
     pub sharding: Option<Box<Sharding>>,
     /// The strides of the global tensor in elements, if it was dense in memory but not row-major (`channels_last`) and
-    /// the format records it. Chunks have strides of their own.
+    /// the format records it. Each chunk also has its own strides.
     pub stride: Option<Box<Dims>>,
     /// The partial values, if ranks hold partial values: `Placement::Partial`.
     pub partial_values: Option<Box<PartialValues>>,
@@ -167,7 +167,7 @@ impl TensorEntry {
     }
 
     /// Returns whether the tensor is known to be distributed. If not, every rank has the complete tensor, or the format
-    /// does not record it (DCP).
+    /// does not record whether the tensor is distributed (DCP).
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.class != Class::Tensor || self.sharding.is_some()

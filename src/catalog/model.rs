@@ -1,6 +1,6 @@
 //! Finds the model in a state dict, and the parameter of each gradient.
 //!
-//! The unit is the tensor. Invariant: the nesting of the state dict decides, not the dots in names.
+//! Unit: tensors. Invariant: the nesting of the state dict decides, not the dots in names.
 
 use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
@@ -59,7 +59,8 @@ pub fn model(state: &Value) -> Model {
     Model { root, tensors: found }
 }
 
-/// Returns the tensors of the model. If there are only gradients, returns these; they have the names of the parameters.
+/// Returns the tensors of the model. If there are only gradients, returns the gradients, which have the names of the
+/// parameters.
 #[must_use]
 pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     let model = model(state);
@@ -95,7 +96,7 @@ fn is_alone(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
 }
 
-/// Returns whether a dict is a module with a head, so that its child `model` is only a part of it.
+/// Returns whether a dict is a module with a head. Its child `model` is then only a part of the model.
 fn has_head(value: &Value) -> bool {
     let head = |key: &Value, value: &Value| {
         key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()
@@ -124,7 +125,7 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     })
 }
 
-/// Returns whether a name is that of random number generator state, which may differ from rank to rank.
+/// Returns whether this is the name of random number generator state, which may differ from rank to rank.
 #[must_use]
 pub fn is_random_state(name: &str) -> bool {
     const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];

@@ -1,8 +1,8 @@
 //! Finds the parameter that owns an optimizer state tensor or a gradient, and the names that rules match for it.
 //!
-//! The unit is the tensor. Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies
-//! to its gradient and its moments. An optimizer refers to parameters by name or by number; see [`optimizer`].
-//! Invariant: a number is resolved only if exactly one assignment is possible.
+//! Unit: tensors. Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies to its
+//! gradient and its moments. An optimizer refers to parameters by name or by number; see [`optimizer`]. Invariant: a
+//! number is resolved only if exactly one assignment is possible.
 
 use std::collections::{HashMap, HashSet};
 
@@ -65,7 +65,8 @@ impl<'a> Owners<'a> {
     }
 
     /// Returns the names that rules match for a tensor. If `other_shape` is true, the state differs in shape from its
-    /// parameter (a step, a factored moment), so rules for the parameter do not apply. Numbers are not names.
+    /// parameter (a step, a factored moment), so rules for the parameter do not apply. A number is never returned as a
+    /// name.
     #[must_use]
     pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
         let mut names = model::rule_names(path, &self.model_root);
@@ -85,9 +86,9 @@ impl<'a> Owners<'a> {
 /// Such a state dict does not record which parameter a number belongs to. PyTorch numbers parameters in the order of
 /// `model.parameters()`, which is the order of the model's state dict without buffers and frozen parameters.
 ///
-/// Returns `None` unless there is exactly one possible assignment: one parameter group, numbered from 0, and exactly
+/// Returns `None` unless exactly one assignment is possible: there is one parameter group, numbered from 0, and exactly
 /// one subsequence of the model's tensors in which all state tensors with dims have the shape of their parameter, and
-/// are DTensors if and only if the parameter is. `may_be` excludes tensors that are not parameters.
+/// are DTensors if and only if their parameter is a DTensor. `may_be` excludes tensors that are not parameters.
 #[must_use]
 pub fn numbered_parameters(
     catalog: &Catalog,

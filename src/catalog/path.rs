@@ -1,8 +1,8 @@
 //! Paths in a state dict: traversing a state dict, and building one from paths.
 //!
-//! The unit is the value. The rules are those of `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`:
-//! dicts are always traversed, a list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name
-//! is the path joined with dots. One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
+//! Unit: values. The rules follow `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always
+//! traversed, a list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name is the path
+//! joined with dots. One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -76,7 +76,7 @@ pub enum StateLeaf<'a> {
     Object(&'a Value),
 }
 
-/// Returns the leaves of a state dict, in its own order, as DCP flattens it.
+/// Returns the leaves of a state dict, in the order of the state dict, as DCP flattens a state dict.
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
@@ -105,7 +105,7 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether an item causes its list to be traversed.
+/// Returns whether a list that contains this item is traversed.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
@@ -280,8 +280,8 @@ pub fn key_text(key: &Value) -> Arc<str> {
 }
 
 /// A builder of a state dict from flat paths, like `unflatten_state_dict` in
-/// `torch/distributed/checkpoint/_nested_dict.py`. A container is a list if the next key is a position, else a dict.
-/// Lists are padded with `None`.
+/// `torch/distributed/checkpoint/_nested_dict.py`. A container is a list if the next key of the path is a position,
+/// otherwise a dict. Lists are padded with `None`.
 #[derive(Debug, Default)]
 pub struct Unflatten {
     root: IndexMap<Arc<str>, NestedNode, RandomState>,
@@ -294,7 +294,7 @@ enum NestedNode {
     List(BTreeMap<u64, NestedNode>),
 }
 
-/// The maximum number of positions that all lists may skip. More means that a path is damaged.
+/// The maximum number of positions that all lists may skip. A path that skips more positions is damaged.
 const MAX_PADDING: u64 = 1 << 16;
 
 impl Unflatten {

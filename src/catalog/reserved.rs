@@ -1,6 +1,6 @@
 //! Reservations: the exact layout of the output files, before any tensor data is copied.
 //!
-//! Counts bytes. A format *reserves* its files: it serialises everything except tensor data (headers, pickles, indexes)
+//! Unit: bytes. A format *reserves* its files: it serialises everything except tensor data (headers, pickles, indexes)
 //! and gives each chunk of tensor data an offset. The executor then *fills* the files without knowledge of the format.
 //! CRC-32 values, which depend on the data, have fixed offsets and are written when their range is complete. Invariant:
 //! header bytes and chunks together cover each file exactly once.
@@ -148,7 +148,7 @@ impl OutputFile {
 }
 
 impl Reservation {
-    /// Returns the memory that the reservation needs until it is written: header bytes (shared ones once), chunk
+    /// Returns the memory that the reservation needs until it is written: header bytes (shared bytes count once), chunk
     /// tables, and the plan of the tensor with the most chunks.
     #[must_use]
     pub fn planning_bytes(&self, source: &Catalog) -> u64 {
@@ -169,7 +169,7 @@ impl Reservation {
     /// and its CRC offsets are inside one write block.
     #[must_use]
     pub fn pending_checksum_bytes(&self, strip_bytes: u64) -> u64 {
-        /// The size of a value; and of its range and open offsets, in lists that have grown by doubling.
+        /// The size of a value, and of its range and open offsets. The lists that contain them have grown by doubling.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
         let of_sum = |sum: &ChecksumSpan| {

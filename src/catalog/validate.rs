@@ -1,9 +1,9 @@
 //! Proves that the chunks of a tensor cover it exactly once.
 //!
-//! Counts elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
+//! Unit: elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
 //! picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this applies to the
-//! chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor without a proof cannot
-//! be planned.
+//! chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor whose coverage was not
+//! checked cannot be planned.
 //!
 //! PyTorch has the same check at save time: `_validate_global_plan` in
 //! `torch/distributed/checkpoint/default_planner.py`. It has no check at load time, where elements in a gap silently
@@ -27,7 +27,8 @@ pub type Holders = SmallVec<[u32; 4]>;
 /// Most tensors have one tile, which needs no allocation.
 type Tiles = SmallVec<[Tile; 1]>;
 
-/// The distinct tiles of a tensor or of one partial value, the chunks of each tile, and the proof that they cover it.
+/// The distinct tiles of a tensor or of one partial value, the chunks of each tile, and the proof that the tiles cover
+/// every element exactly once.
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Tiles,
@@ -37,8 +38,8 @@ pub struct Tiling {
 }
 
 impl TensorEntry {
-    /// Groups replicas and proves that the distinct tiles cover the tensor. Returns one tiling for each partial value,
-    /// or one tiling if the ranks hold values.
+    /// Groups replicas and checks that the distinct tiles cover every element of the tensor exactly once. Returns one
+    /// tiling for each partial value,  or one tiling if the ranks hold values.
     ///
     /// # Errors
     /// `Coverage` with the first invalid region.
@@ -49,7 +50,8 @@ impl TensorEntry {
         let Some(partial) = self.partial_values.as_ref().filter(|_| self.numel() > 0) else {
             return Ok(vec![self.tiling(chunks, None)?]);
         };
-        // The mesh in a damaged file may be much larger than the number of chunks, so test membership in a set.
+        // The mesh in a damaged file may be much larger than the number of chunks, so the code tests membership in a
+        // set.
         let present: HashSet<u64> = partial.by_chunk.iter().copied().collect();
         if let Some(missing) = (0..partial.reduction.count()).find(|number| !present.contains(number)) {
             return self.tiling(0..0, Some((&partial.reduction, missing))).map(|tiling| vec![tiling]);
@@ -61,7 +63,8 @@ impl TensorEntry {
         (0..).zip(of_each).map(|(number, chunks)| self.tiling(chunks, Some((&partial.reduction, number)))).collect()
     }
 
-    /// Proves that some of the chunks cover the tensor: those of one partial value, if it is given.
+    /// Checks that some of the chunks cover the tensor exactly once. With a partial value, these are the chunks of that
+    /// partial value.
     fn tiling(
         &self,
         chunks: impl IntoIterator<Item = u32, IntoIter: ExactSizeIterator>,

@@ -2,7 +2,6 @@
 //!
 //! Values are independent of formats: pickle readers make them, and writers of any format take them. A tensor in a
 //! value is a reference to an entry of the catalog. A value is a tree, so objects that Python shares are repeated.
-//! Sizes are not counted here.
 //!
 //! Invariant: a value is nested at most 256 deep (the limit of the pickle reader), so comparing, printing and dropping
 //! it may recurse. Code that builds values must keep this limit.
@@ -41,8 +40,8 @@ pub struct RankValue {
 }
 
 impl RankValue {
-    /// Returns the value for a rank. If the same rank stored a value, it is that value. Otherwise rank `r` gets the
-    /// value of the `r mod n`-th of the `n` ranks that stored one.
+    /// Returns the value for a rank. If the same rank stored a value, it is that value. Otherwise the `n` ranks that
+    /// stored a value are numbered from 0, and rank `r` gets the value of number `r mod n`.
     #[must_use]
     pub fn value_for(rank_values: &[Self], rank: Rank) -> Option<&Value> {
         if let Some(own) = rank_values.iter().find(|rank_value| rank_value.ranks.contains(&rank)) {
@@ -80,7 +79,7 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     }
 }
 
-/// Adds `by` to every tensor id in a value, when the tensors become part of a longer list.
+/// Adds `by` to every tensor id in a value, because the tensors have become part of a longer list.
 pub fn shift_tensors(value: &mut Value, by: u32) {
     value.map_tensors(&mut |id| TensorId(id.0 + by));
 }

@@ -1,4 +1,4 @@
-//! The command line as declared to clap: structs only, so that help, man pages and completions come from one place.
+//! The command line as declared to clap. It has only structs, so that help, man pages and completions have one source.
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts have brackets that are no links")]
 
@@ -23,7 +23,7 @@ use dtshard::options::Quantity;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]
-// An option that is given twice counts as given last, so that aliases with options can be corrected.
+// If an option is given twice, the last one counts, so that users can add options to an alias and override its options.
 #[command(name = "dtshard", version, max_term_width = 120, after_help = EXAMPLES, args_override_self = true)]
 pub struct Cli {
     #[command(subcommand)]
@@ -413,8 +413,8 @@ pub enum TensorClass {
     Local,
 }
 
-/// Returns the command line. `--to` of a verb lists the formats that it writes, and `-h` of a verb ends with a pointer to
-/// `--help`.
+/// Returns the command line. `--to` of a verb lists the formats that the verb writes, and `-h` of a verb ends with a
+/// pointer to `--help`.
 #[must_use]
 pub fn command() -> clap::Command {
     let by_suffix = |rest: &str| {

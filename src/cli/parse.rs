@@ -22,7 +22,7 @@ pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
         let verbs = verbs_with(&option);
         if let Some(((last, others), name)) = verbs.split_last().zip(option.split('=').next()) {
             let verbs = if others.is_empty() { last.clone() } else { format!("{} and {last}", others.join(", ")) };
-            // Nearly the same name is not what was meant.
+            // The user does not mean another option with a similar name.
             error.remove(ContextKind::SuggestedArg);
             let tip = format!("{name} is an option of {verbs}");
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));

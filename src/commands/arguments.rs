@@ -112,7 +112,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Applies the arguments that all verbs which write share.
+    /// Applies the arguments that are common to all verbs that write.
     pub fn apply(&self, conversion: Conversion) -> Conversion {
         let mut conversion = conversion.select(self.select.options()).tied(match self.tied {
             cli::Tied::Keep => Tied::Keep,

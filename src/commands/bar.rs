@@ -1,4 +1,4 @@
-//! Progress bar on the terminal, and output beside it.
+//! Progress bar on the terminal, and other output while the bar is shown.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use indicatif::ProgressBar;
 /// Bar that is on the terminal now.
 pub static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// Locks a mutex. A panic of another thread does not matter here.
+/// Locks a mutex. A panic of another thread is ignored.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -11,7 +11,7 @@ use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setu
 /// Converts SRC, and publishes the result at DST.
 ///
 /// # Errors
-/// As planning and executing a conversion. DST is then unchanged.
+/// The errors of planning and executing a conversion. DST is then unchanged.
 pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer) -> Result<Status> {
     if args.exchange.rendezvous.is_some() {
         return Err(Error::usage(
@@ -52,7 +52,7 @@ fn print_report(report: &Report, waits: bool, printer: &Printer) -> Result<()> {
         printer.hint(hint);
     }
     match report.outcome {
-        // If processes wait for each other, the first prints the line, whichever process publishes.
+        // If processes wait for each other, the first process prints the line, regardless of which process publishes.
         Outcome::Published | Outcome::PublishedByOther if waits => printer.line(&report.to_string()),
         _ => printer.outcome(&report.to_string()),
     }

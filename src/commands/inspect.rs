@@ -12,7 +12,7 @@ const COLUMNS: usize = 100;
 /// Prints the contents of SRC.
 ///
 /// # Errors
-/// As opening SRC; `Usage` for a name that no tensor has.
+/// The errors of opening SRC; `Usage` for a name that no tensor has.
 pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     if args.draw && printer.json() {
         return Err(Error::usage(

@@ -1,4 +1,5 @@
-//! Options that decide on the result. An error names the option whose value differs from that of an interrupted run.
+//! Options that determine the result. An error names the option whose value differs from the value in an interrupted
+//! run.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -35,7 +36,8 @@ const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "verify",
 ];
 
-/// Returns the options of the verb that decide on the result, as they are written, with their values: `--dtype` and `bf16`.
+/// Returns the options of the verb that determine the result, as they are written, with their values: `--dtype` and
+/// `bf16`.
 pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
     let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {

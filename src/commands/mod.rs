@@ -1,4 +1,5 @@
-//! Verbs, one file each: a verb turns its arguments into options of the library, makes one call, and prints the report.
+//! Verbs. Each verb has a file; it turns its arguments into options of the library, makes one call, and prints the
+//! report.
 
 mod arguments;
 mod bar;
@@ -39,7 +40,7 @@ impl Status {
     }
 }
 
-/// Returns the exit code of an error: 2, or that of the signal that stopped the run.
+/// Returns the exit code of an error: the exit code of the signal that stopped the run, otherwise 2.
 #[must_use]
 pub fn exit_code(error: &Error) -> u8 {
     match error {
@@ -51,12 +52,12 @@ pub fn exit_code(error: &Error) -> u8 {
 /// Prints why arguments were not parsed, or the help that they ask for, and returns the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
-    // `--part` is unknown here, and a contradicting environment does not matter.
+    // The value of `--part` is not known, and a contradicting environment is ignored.
     let launch = launch(None, None, false, &process_environment).unwrap_or_else(|_| Launch::alone());
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
-/// Returns which of the processes of a run this one is.
+/// Returns the number of this process among the processes of a run.
 ///
 /// # Errors
 /// `Usage` if the command line and the environment contradict each other.
@@ -71,7 +72,7 @@ pub fn launch_of(command: &Command) -> Result<Launch> {
 /// Runs a verb, or this process's part of it.
 ///
 /// # Errors
-/// As the verb.
+/// The errors of the verb.
 pub fn run(cli: Cli, launch: Launch, printer: &Printer) -> Result<Status> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, printer),

@@ -1,7 +1,8 @@
 //! Output of the program: data on standard output, messages on standard error.
 //!
-//! All text passes through [`harmless`], because others wrote the names in a checkpoint: a name must not send escape codes to
-//! a terminal, and must not look like another name or like a message. JSON documents have such characters as JSON escapes.
+//! All text passes through [`harmless`], because the names in a checkpoint are untrusted: a name must not send escape
+//! codes to a terminal, and must not imitate another name or a message. JSON documents contain such characters as JSON
+//! escapes.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -35,15 +36,15 @@ impl Printer {
         Self { choice, part: Part::alone(), documents: true }
     }
 
-    /// Returns the printer of one of several processes. Their lines may appear on one terminal, so each line begins with the
-    /// part, and only the first process prints what all processes have in common.
+    /// Returns the printer of one of several processes. Their lines may appear on one terminal, so each line begins
+    /// with the part of the process, and only the first process prints messages that are equal in all processes.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
         Self { part: launch.part, documents: first || !launch.launcher.shares_output(), ..self }
     }
 
-    /// Returns whether this process prints what all processes have in common.
+    /// Returns whether this process prints messages that are equal in all processes.
     fn speaks(&self) -> bool {
         !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
     }
@@ -79,7 +80,8 @@ impl Printer {
         write_stdout(&lines.join("\n"))
     }
 
-    /// Prints a drawing. It is coloured if standard output is a terminal or `CLICOLOR_FORCE` is set, unless `NO_COLOR` is set.
+    /// Prints a drawing, in colour if standard output is a terminal or `CLICOLOR_FORCE` is set, unless `NO_COLOR` is
+    /// set.
     pub fn picture(&self, lines: &[Vec<Span>]) -> Result<()> {
         if self.choice.json {
             return Ok(());
@@ -87,7 +89,7 @@ impl Printer {
         write_stdout(&paint(lines, AutoStream::choice(&io::stdout()) != ColorChoice::Never))
     }
 
-    /// Returns the width for data in columns: that of the terminal, at most `most`.
+    /// Returns the width for data in columns: the width of the terminal, but at most `most`.
     #[must_use]
     pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
@@ -106,7 +108,7 @@ impl Printer {
         write_stdout(&(escape_invisible_json(&spelled(&text)) + "\n"))
     }
 
-    /// Prints a line that all processes have in common.
+    /// Prints a line that is equal in all processes.
     pub fn line(&self, text: &str) {
         if self.speaks() {
             self.say(text);
@@ -132,28 +134,28 @@ impl Printer {
         }
     }
 
-    /// Prints what was done, and why the reader may care.
+    /// Prints a note: a fact about the result.
     pub fn note(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Note, text);
         }
     }
 
-    /// Prints what to do next.
+    /// Prints a hint: the next step for the user.
     pub fn hint(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Hint, text);
         }
     }
 
-    /// Prints a warning that all processes have in common.
+    /// Prints a warning that is equal in all processes.
     pub fn warning(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Warning, text);
         }
     }
 
-    /// Prints a warning of this process.
+    /// Prints a warning about this process alone.
     pub fn own_warning(&self, text: &str) {
         if !self.choice.quiet {
             self.say_as(Label::Warning, text);
@@ -169,17 +171,18 @@ impl Printer {
             self.say_as(Label::Hint, lines.next().unwrap_or_default());
             lines.for_each(|line| self.say(&format!("    {line}")));
         }
-        // The run has failed already.
+        // The run has already failed, so an error of printing is ignored.
         let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
-    /// Prints what clap returned instead of parsed arguments, and returns the exit code. Help and version are data; everything
-    /// else is an error, with a JSON document like other errors. Processes of one launcher have the same command line, so the
-    /// first prints the whole text, and the others only the error.
+    /// Prints the output of clap if arguments were not parsed, and returns the exit code. Help and version are data;
+    /// everything else is an error, with a JSON document like other errors. Processes of one launcher have the same
+    /// command line, so the first process prints the whole text, and the others only the error.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
         let is_first = self.part.index == 0;
         let print = || {
-            // Arguments may be file names that a shell expanded. Text with colours must not be escaped.
+            // Arguments may be file names that a shell expanded, so they are escaped. Text with colours must not be
+            // escaped.
             let text = error.render().to_string();
             if text.split('\n').any(|line| escape_invisible(line) != line) {
                 text.trim_end().split('\n').for_each(|line| write_stderr("", line));
@@ -221,13 +224,13 @@ impl Printer {
     }
 }
 
-/// Spells the options that a message of the library names as the command line has them: `options::max_memory` is
-/// `--max-memory`.
+/// Replaces the option names of the library in a message by the names of the command line: `options::max_memory`
+/// becomes `--max-memory`.
 fn spelled(text: &str) -> Cow<'_, str> {
     spell_options(text, |name| format!("--{}", name.replace('_', "-")))
 }
 
-/// Writes to standard output. A reader that has closed the pipe (`| head`) is no error.
+/// Writes to standard output. It is not an error if the reader has closed the pipe (`| head`).
 fn write_stdout(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -236,12 +239,13 @@ fn write_stdout(text: &str) -> Result<()> {
     }
 }
 
-/// Writes a line to standard error: `head` as it is, and `text` made harmless. A terminal that went away is no error.
+/// Writes a line to standard error: `head` unchanged, and `text` with escapes. It is not an error if the terminal was
+/// closed.
 fn write_stderr(head: &str, text: &str) {
     without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", escape_invisible(text))));
 }
 
-/// Kind of a message. Its colour shows on a terminal, unless `NO_COLOR` is set.
+/// Kind of a message. It is shown in its colour on a terminal, unless `NO_COLOR` is set.
 #[derive(Clone, Copy)]
 enum Label {
     Error,
@@ -329,7 +333,7 @@ mod tests {
         assert_eq!(of(1, Launcher::Slurm, usual).progress(), ProgressChoice::Never);
         let always = TalkArgs { progress: ProgressChoice::Always, ..usual };
         assert_eq!(of(1, Launcher::Slurm, always).progress(), ProgressChoice::Always);
-        // Elements of an array have a standard output each.
+        // Elements of a Slurm array have separate standard outputs.
         assert!(of(1, Launcher::SlurmArray, usual).documents && !of(1, Launcher::Slurm, usual).documents);
     }
 

@@ -1,7 +1,8 @@
 //! Progress of a run: a bar with rate and remaining time on a terminal, a line every ten seconds elsewhere.
 //!
-//! Rate and remaining time count bytes that move. They leave out the time before the first bytes, bytes of an earlier run,
-//! and the time in which files are allocated or synced; such phases are named instead.
+//! Unit of rate and remaining time: bytes that move. Both leave out the time before the first bytes, the bytes of an
+//! earlier run, and the time in which files are allocated or synced. In such a phase, the display names the phase
+//! instead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -90,7 +91,7 @@ impl Progress for TerminalProgress {
 struct Task {
     /// `None` if nothing is shown.
     shown: Option<Arc<Shown>>,
-    /// Updates the display, also while no bytes move.
+    /// Updates the display, even if no bytes move.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -126,7 +127,7 @@ impl Task {
         let (flow, is_over, ended) = (Flow::default(), Mutex::default(), Condvar::default());
         let shown = Arc::new(Shown { verb, total, display, printer: *printer, flow, is_over, ended });
         let own = Arc::clone(&shown);
-        // If the thread cannot start, the run goes on without a display.
+        // If the thread cannot start, the run continues without a display.
         let thread = std::thread::Builder::new().name("progress".into()).spawn(move || own.show()).ok();
         Self { shown: Some(shown), thread }
     }
@@ -166,7 +167,7 @@ impl Drop for Task {
                 bar.finish_and_clear();
                 *lock(&BAR) = None;
             }
-            // `--progress always` prints a line even if the run was too short for one.
+            // `--progress always` prints a line even if the run was shorter than the time between two lines.
             Display::Lines { always: true } if shown.flow.done() > 0 => shown.printer.say(&shown.line(Instant::now())),
             Display::Lines { .. } => {}
         }
@@ -187,7 +188,8 @@ impl Shown {
                 return;
             }
             match &self.display {
-                // Workers may see the signal late, and a second signal ends the process at once, so remove the bar now.
+                // Workers may see the signal late, and a second signal ends the process immediately, so the bar is
+                // removed now.
                 Display::Bar(bar) if is_interrupted.load(Ordering::Relaxed) => {
                     bar.finish_and_clear();
                     *lock(&BAR) = None;
@@ -205,7 +207,7 @@ impl Shown {
         bar.set_position(self.flow.done());
     }
 
-    /// `writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)`
+    /// Returns a line such as `writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)`.
     fn line(&self, now: Instant) -> String {
         let done = self.flow.done();
         #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
@@ -279,7 +281,8 @@ impl Flow {
         }
     }
 
-    /// `500.00 MB/s, 3 s left`; nothing before bytes move, and while files are allocated or synced.
+    /// Returns a text such as `500.00 MB/s, 3 s left`. It is `None` before bytes move, and while files are allocated or
+    /// synced.
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
         let timing = lock(&self.timing);

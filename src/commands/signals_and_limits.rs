@@ -10,9 +10,10 @@ use dtshard::{Error, Result, Stop};
 
 /// Raises the limit of open files, and returns a flag that INT, TERM, USR1 and USR2 set from now on.
 ///
-/// A second INT ends the process at once, so that a hung file system cannot block a user. A second TERM does not: a
-/// scheduler that cancels a job sends TERM twice within milliseconds, and KILL later. SIGXFSZ is ignored, so that a write
-/// beyond the limit of file size fails with an error; the signal would end the process in the middle of its work.
+/// A second INT ends the process immediately, so that a hung file system cannot block a user. A second TERM does not,
+/// because a scheduler that cancels a job sends TERM twice within milliseconds, and KILL later. SIGXFSZ is ignored, so
+/// that a write beyond the limit of file size fails with an error; the signal would end the process in the middle of
+/// its work.
 ///
 /// # Errors
 /// `Io` if the handlers cannot be installed.
@@ -37,10 +38,10 @@ fn listen(stop: &Stop) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Raises the soft limit on descriptors to the hard one.
+/// Raises the soft limit on descriptors to the hard limit.
 ///
-/// The soft limit is low for programs that use select(2), which this program does not. If the limit cannot be raised, the
-/// library keeps fewer files open.
+/// The soft limit is low for programs that use select(2), which this program does not use. If the limit cannot be
+/// raised, the library keeps fewer files open.
 fn raise_open_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -50,8 +51,9 @@ fn raise_open_file_limit() {
 
 /// Makes the allocator return large blocks to the system as soon as they are freed.
 ///
-/// By default glibc raises its threshold and keeps such blocks, so that tables which are used one after the other add up.
-/// Smaller blocks stay in the allocator: each page that is returned costs a page fault later.
+/// By default glibc raises its threshold and keeps such blocks, so the memory of tables that are used one after the
+/// other would add up. Smaller blocks stay in the allocator, because each page that is returned costs a page fault
+/// later.
 fn give_back_large_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -1,7 +1,7 @@
 //! Terminal on which the progress bar is drawn.
 //!
-//! The cursor rests at the start of the bar's line. indicatif leaves it at the end; there the `^C` that a terminal echoes
-//! would wrap to the next line, and the bar would stay on the line above.
+//! The cursor stays at the start of the bar's line. indicatif would leave it at the end of the line. There, the `^C`
+//! that a terminal echoes would wrap to the next line, and the bar would stay on the line above.
 
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
@@ -11,7 +11,7 @@ use indicatif::TermLike;
 /// Standard error.
 #[derive(Debug, Default)]
 pub struct Terminal {
-    /// Output that is written at once, so that other output does not interleave.
+    /// Output that is collected and written in one piece, so that other output does not interleave.
     buffer: Mutex<String>,
 }
 

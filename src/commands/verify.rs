@@ -1,4 +1,4 @@
-//! `verify`: checks one checkpoint, or compares the values of two.
+//! `verify`: checks one checkpoint, or compares the values of two checkpoints.
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, signals_and_limits};

@@ -1,10 +1,10 @@
 //! Bucket size: the bytes of tensor data that each process reads, sends and receives in one exchange round.
 //!
-//! `--bucket-size` sets it. Without that option, it is at most 64 MB and as large as `--max-memory` allows beside the
-//! headers of DST, which is known after all processes have laid out DST. All processes must have equal rounds, so all
-//! use the bucket size of the process with the least memory.
+//! `--bucket-size` sets the bucket size. Without that option, the bucket size is at most 64 MB, and at most the memory
+//! that `--max-memory` leaves after the headers of DST; the length of the headers is known after all processes have
+//! laid out DST. All processes must have equal rounds, so all use the bucket size of the process with the least memory.
 //!
-//! All sizes are in bytes. Invariant: a bucket size that the user chose never changes.
+//! Unit: bytes. Invariant: a bucket size that the user chose never changes.
 
 use crate::comm::Communicator;
 use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};
@@ -14,7 +14,7 @@ use crate::exchange::PLAN_BYTES;
 /// Default bucket size, large enough for the full speed of every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
 
-/// Smallest automatic bucket size: smaller buckets cost more time than their memory is worth.
+/// Smallest automatic bucket size. Smaller buckets cost more time than their memory is worth.
 pub const LEAST_BYTES: u64 = 1_000_000;
 
 /// Number of buffers of bucket size: read and write buffers (with partial values) of two rounds each, one send buffer
@@ -37,7 +37,7 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size if the options allow an exchange, before SRC is known.
+    /// Returns the bucket size, or `None` if the options do not allow an exchange. SRC need not be open yet.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {

@@ -1,8 +1,9 @@
 //! Progress of writing, in bytes of output: reports the bytes of this process to the progress display and to the other
 //! processes, and shows the bytes of all processes.
 //!
-//! The journal of a record decides whether an earlier run or another process of this run wrote it. A process on another
-//! node counts as running once its files change. Invariant: the displayed progress never decreases.
+//! A process has one journal per run. So the journal of a range shows whether an earlier run or another process of this
+//! run wrote the range. A process on another node counts as running once its files change. Invariant: the displayed
+//! progress never decreases.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ pub struct EarlierWork {
 }
 
 impl EarlierWork {
-    /// Returns the bytes of `known`, divided by journal.
+    /// Returns the number of bytes that each journal in `known` records.
     pub fn of(known: &CompletedWork) -> Self {
         Self { by_journal: known.len_bytes_by_journal() }
     }
@@ -46,12 +47,12 @@ pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// Time of the last look at the other processes and the bytes shown for them; `None` if this process shows only its
-    /// own.
+    /// Time of the last check of the other processes, and the bytes shown for them; `None` if this process shows only
+    /// its own bytes.
     others: Option<Mutex<(Instant, u64)>>,
 }
 
-/// Time between two looks at the other processes.
+/// Time between two checks of the other processes.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
@@ -77,7 +78,7 @@ impl Reporter for Meter<'_> {
     fn advance(&self, bytes: u64) {
         self.staging.done_bytes().fetch_add(bytes, Ordering::Relaxed);
         self.progress.advance(bytes);
-        // If another thread holds the lock, that thread already looks at the other processes.
+        // If another thread holds the lock, that thread already checks the other processes.
         let Some(Ok(mut last)) = self.others.as_ref().map(Mutex::try_lock) else { return };
         let (looked, shown) = *last;
         if looked.elapsed() < LOOK_EVERY {

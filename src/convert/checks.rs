@@ -1,7 +1,7 @@
 //! Checks that read the data of a source: stored checksums against the data, and replicas of a tensor against each
 //! other.
 //!
-//! Each check reports which tensor or file is wrong. Progress is counted in bytes.
+//! Each check reports which tensor or file is wrong. Unit of progress: bytes.
 
 use rayon::prelude::*;
 
@@ -39,7 +39,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
                 progress.advance(bytes);
                 run.stop.check()
             })?;
-            // The bytes between the records have no checksum.
+            // The bytes between zip records have no checksum.
             progress.advance(archive.len.saturating_sub(summed));
             Ok(())
         })
@@ -55,7 +55,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
 /// Selects the replicas to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
-    /// Plain tensors that several ranks store whole: no metadata states that they are replicas of one tensor.
+    /// Plain tensors that several ranks store whole. No metadata states that they are replicas of one tensor.
     Plain,
     /// Replicas of plain tensors, DTensors and ShardedTensors.
     All,

@@ -2,7 +2,7 @@
 //!
 //! The reader stores objects that differ between ranks as [`Value::Other`]. Plain tensors must be read to be compared;
 //! a tensor that differs becomes such a value, with one tensor per rank. Random number state is expected to differ
-//! between ranks, so every rank keeps its own without the option.
+//! between ranks, so every rank keeps its own state even if the option is not given.
 
 use std::collections::{BTreeMap, HashSet};
 

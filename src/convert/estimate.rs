@@ -1,7 +1,7 @@
 //! Estimates of the memory that a conversion uses: the memory left for exchange rounds, and the peak.
 //!
-//! All sizes are in bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so
-//! they reduce the memory for rounds and write blocks.
+//! Unit: bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so they reduce
+//! the memory for rounds and write blocks.
 
 use super::memory::{
     BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
@@ -22,7 +22,7 @@ fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the bytes of headers, pickles and tables that exceed the fixed allowance for them.
+/// Returns the bytes of headers, pickles and tables of DST beyond the fixed allowance for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
@@ -47,7 +47,7 @@ pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Returns the options with write blocks that fit into the memory limit. A process that exchanges bytes may get fewer
+/// Returns options whose write blocks fit into the memory limit. A process that exchanges bytes may also get fewer
 /// threads.
 ///
 /// # Errors

@@ -37,7 +37,7 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
     settled.map_err(|error| failed(prepared, error))
 }
 
-/// Adds checkpoint and process to an error, and informs the other processes why this one ends.
+/// Adds checkpoint and process to an error, and informs the other processes why this process ends.
 fn failed(prepared: &mut Prepared, error: Error) -> Error {
     let error = prepared.source.locate(error);
     if let Some(peers) = prepared.source.peers.take() {
@@ -47,7 +47,8 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
     error
 }
 
-/// Makes rounds as long as the memory beside the headers of DST allows. Collective if there are peers.
+/// Chooses the longest rounds whose buffers fit into memory together with the headers of DST. Collective if there are
+/// peers.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -113,7 +114,7 @@ fn part(prepared: &mut Prepared, is_published: bool) {
     }
 }
 
-/// Refuses a plan whose processes have disconnected, because its rounds need all of them.
+/// Refuses a plan whose processes have disconnected, because the rounds of the plan need all processes.
 ///
 /// # Errors
 /// `Usage`.
@@ -254,7 +255,7 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has tensors, unless the user chose to drop differing ones.
+/// Checks that the result has tensors, unless the user chose to drop tensors that differ between ranks.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

@@ -61,7 +61,7 @@ pub fn with_others(
     Ok(source)
 }
 
-/// Opens a further checkpoint beside SRC, which must be complete.
+/// Opens another checkpoint in addition to SRC. The checkpoint must be complete.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
@@ -93,7 +93,7 @@ fn fill(
     Ok(ConversionSource { checkpoint: filler, selection: wanted, filled, ..source })
 }
 
-/// Counts of the values that come from SRC, and of the per-rank values that do not.
+/// Number of values that come from SRC, and number of per-rank values of SRC that are not used.
 struct FillCounts {
     tensors: usize,
     objects: usize,
@@ -239,7 +239,7 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
-                // If names of SRC are left out, its parameter lists lack names whose state FILLER keeps.
+                // If names of SRC are left out, the parameter lists of SRC lack names whose state FILLER keeps.
                 Some(_) if not_taken(self.source) > 0 && is_list_of_parameters(path) => {}
                 // The tensors inside the object are replaced one by one in `tensors`.
                 Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}

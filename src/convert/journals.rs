@@ -57,7 +57,7 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Validates the entries of files in `own`, and returns the completed work without invalid entries.
+    /// Validates the journal entries of the files in `own`, and returns the completed work without invalid entries.
     ///
     /// # Errors
     /// `Io`, `Stopped`.
@@ -68,7 +68,7 @@ impl JournalSet<'_> {
             known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
         };
         if contradicts(&known, &misfits) {
-            // An invalidation applies to all processes, so the mismatch must not come from a stale file-system cache.
+            // An invalidation applies to all processes, so a stale file-system cache must not cause the mismatch.
             self.staging.confirm(&self.run.stop, "what is recorded as written", || {
                 (known, misfits) = self.known_and_misfits(own)?;
                 Ok(!contradicts(&known, &misfits))

@@ -1,9 +1,9 @@
 //! Number of threads and length of write blocks that fit into the memory limit. [`estimate`](super::estimate) computes
 //! the memory of a whole conversion.
 //!
-//! All sizes are in bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The reported peak
-//! (`peak_bytes`) also includes the catalog, whose size grows with the number of chunks and has no bound. Invariant: no
-//! run uses more memory than the reported peak.
+//! Unit: bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The reported peak (`peak_bytes`)
+//! also includes the catalog, whose size grows with the number of chunks and has no bound. Invariant: no run uses more
+//! memory than the reported peak.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -81,7 +81,7 @@ pub fn work_options(
 pub struct Workers(Option<rayon::ThreadPool>);
 
 impl Workers {
-    /// Starts `wanted` threads, or fewer if the system does not allow this process that many.
+    /// Starts `wanted` threads, or fewer if the system does not allow so many threads for this process.
     pub fn start(wanted: usize) -> Self {
         let threads = startable_threads(wanted);
         let pool = (threads > 0).then(|| rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok());
@@ -129,7 +129,7 @@ pub const BASE_BYTES: u64 = 32 << 20;
 /// Length of the shortest write block that justifies a system call.
 pub const MIN_WRITE_BLOCK_BYTES: u64 = 64 << 10;
 
-/// Number of threads that keep a disk busy on any number of cores: some threads sleep until their write blocks are
+/// Number of threads that keep a disk busy on any number of cores. Some threads sleep until their write blocks are
 /// written, while others gather the next blocks.
 const DISK_THREADS: usize = 4;
 
@@ -161,7 +161,7 @@ pub fn affordable(max_memory: u64, scratch: u64, write_block_bytes: u64) -> usiz
 pub enum ReadTiming {
     /// A worker reads the data of a block just before it writes the block.
     AsTheyWrite,
-    /// Some workers read the next round while others write the current one.
+    /// Some workers read the next round while other workers write the current round.
     Ahead,
 }
 
@@ -227,7 +227,7 @@ pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
     room_beside_workers(args.io, options, args.max_memory)
 }
 
-/// Returns the bytes that remain for rounds beside the buffers of the workers.
+/// Returns the bytes that remain for rounds after the buffers of the workers.
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
     let workers = options.threads as u64 * (options.write_block_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))

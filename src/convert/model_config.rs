@@ -1,4 +1,4 @@
-//! Lookup of a model's configuration (`config.json`) beside its weights.
+//! Lookup of a model's configuration, which is `config.json` in the folder of the weights.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::storage::{lookup, regular_file};
 /// Name of the configuration file, from which loaders build the model.
 pub const CONFIG: &str = "config.json";
 
-/// Size limit in bytes: a larger file is not treated as a configuration.
+/// Size limit in bytes. A larger file is not treated as a configuration.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 /// Returns the folders that may contain the configuration: the source's folder and its parents up to the path that the

@@ -5,8 +5,8 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::storage::lookup;
 
-/// Refuses a destination inside the source, or a source inside the destination: writing would change files that are
-/// read.
+/// Refuses a destination inside the source, or a source inside the destination, because writing would change files that
+/// are read.
 ///
 /// # Errors
 /// `Usage` if they overlap.

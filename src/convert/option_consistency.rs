@@ -62,7 +62,7 @@ pub fn compare(communicator: &impl Communicator, options: &BTreeMap<String, Stri
     let Some(rank) = messages.iter().position(|other| *other != messages[0]) else { return Ok(()) };
     // No process ends before all have received the options.
     communicator.barrier()?;
-    // Another version of dtshard may send another encoding, which reads as no options.
+    // Another version of dtshard may send another encoding, which is read as an empty list of options.
     let options =
         |rank: usize| -> BTreeMap<String, String> { serde_json::from_slice(&messages[rank]).unwrap_or_default() };
     let (first, other) = (options(0), options(rank));

@@ -116,8 +116,8 @@ pub struct CheckOptions {
 pub enum OnConflict {
     /// The value of the lowest rank.
     Rank0,
-    /// The values of all ranks: each rank file stores its own, and other formats store a dict of `rank_0`, `rank_1`,
-    /// ...
+    /// The values of all ranks: each rank file stores the value of its rank, and other formats store a dict of
+    /// `rank_0`, `rank_1`, ...
     PerRank,
     /// No value: the name is left out.
     Drop,
@@ -323,7 +323,7 @@ pub struct UnshardOptions {
 pub struct ShardOptions {
     /// Checkpoint whose division into files the result gets.
     pub like: Option<PathBuf>,
-    /// Largest file in bytes; a larger tensor gets its own.
+    /// Largest size of a file, in bytes. A larger tensor gets its own file.
     pub max_shard_size: u64,
 }
 
@@ -378,7 +378,7 @@ pub enum Strategy {
 /// Options for the model as whole tensors.
 #[derive(Clone, Debug, Default)]
 pub struct ConsolidateOptions {
-    /// Selects every tensor, under its whole dotted name.
+    /// Selects every tensor. Each keeps its whole dotted name.
     pub everything: bool,
     /// Origin of configuration and tokenizer files.
     pub assets: Assets,

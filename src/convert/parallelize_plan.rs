@@ -1,5 +1,5 @@
 //! Parallelize plan from the command line: a built-in plan or a layout file with styles, for a target (`--plan`) or a
-//! source (`--src-plan`). It mirrors PyTorch's `parallelize_module`.
+//! source (`--src-plan`). PyTorch's counterpart is `parallelize_module`.
 
 use std::path::Path;
 

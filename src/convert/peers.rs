@@ -52,7 +52,8 @@ use crate::storage::filesystem;
 /// Longest time until all processes detect that a process has ended.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time for which a process without GPU or NCCL waits for the other processes, to inform them before it stops.
+/// Time for which a process without GPU or NCCL waits for the other processes to connect. Before the process stops, it
+/// informs them.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 
@@ -370,8 +371,8 @@ impl Peers {
         }))
     }
 
-    /// Returns which processes see which files of the checkpoint. With `--fill-from`, it also has files that all
-    /// processes see.
+    /// Returns which processes see which files of the checkpoint. With `--fill-from`, the checkpoint also has files
+    /// that all processes see.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -510,7 +511,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
 /// Name of the metadata mirror in the folder of a run.
 const MIRROR: &str = "mirror";
 
-/// Connects to the other processes: by MPI if MPI started them, otherwise by record files beside DST.
+/// Connects to the other processes: by MPI if MPI started them, otherwise by message files beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;

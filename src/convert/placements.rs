@@ -17,8 +17,8 @@ fn lies(list: &str) -> Option<PlacementChoice> {
     }
 }
 
-/// Parses placement options. A bare list is the fallback for every tensor, `PATTERN=LIST` is a rule, and
-/// `PATTERN=plain` is a rule for tensors that are whole on every rank.
+/// Parses placement options. A list without a pattern is the fallback: it applies to every tensor that no rule matches.
+/// `PATTERN=LIST` is a rule, and `PATTERN=plain` is a rule for tensors that every rank stores whole, as plain tensors.
 ///
 /// # Errors
 /// `Layout` for an invalid list or pattern, `Usage` for a second fallback.

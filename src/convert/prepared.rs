@@ -1,4 +1,4 @@
-//! A completely planned conversion, and the check of its destination. Sizes are in bytes.
+//! A completely planned conversion, and the check of its destination. Unit: bytes.
 
 use std::path::Path;
 

@@ -31,7 +31,7 @@ impl ProcessTable {
         Ok(Self { of: communicator.size(), places })
     }
 
-    /// Returns a process with all that is known about it.
+    /// Returns a process, with its node and process id if they are known.
     #[must_use]
     pub fn peer(&self, index: u32) -> Peer {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
@@ -44,8 +44,8 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds to the error for a damaged file which processes see it. No process sees all of SRC, so `verify` cannot find
-    /// it.
+    /// Adds the processes that see a damaged file to the error about that file. No process sees all of SRC, so the user
+    /// cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()

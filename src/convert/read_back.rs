@@ -70,7 +70,7 @@ impl ReadBack<'_> {
                 compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
                     .map(|chunk| format!("{} differs from the expected content", tensor.entry.chunk_name(chunk)))
             };
-            // Every rank file has its own copy of a replicated tensor, so the copies are compared, too.
+            // Every rank file has its own copy of a replicated tensor, so the copies are also compared.
             let found = match found {
                 None if tensor.shares.is_empty() => {
                     compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?.map(

@@ -28,7 +28,7 @@ const MAX_COMPARED_BYTES: u64 = 64 << 20;
 pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[SidecarFile]) -> Result<()> {
     let metadata = match fs::metadata(destination) {
         Ok(metadata) => metadata,
-        // The path does not exist, or it is a dangling link, which is replaced itself.
+        // The path does not exist, or it is a dangling link. A dangling link itself is replaced.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
         Err(error) => return Err(Error::io("look at", destination)(error)),
     };
@@ -36,7 +36,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
         let is_checkpoint = metadata.is_file() && is_checkpoint_file(destination)?;
         return if is_checkpoint { Ok(()) } else { Err(no_checkpoint(destination)) };
     }
-    // A file replaces only an empty folder or a link, which publishing checks.
+    // A file can replace only an empty folder or a link. Publishing checks this.
     if shape == DestinationKind::File {
         return Ok(());
     }
@@ -105,8 +105,8 @@ impl FoundFile<'_> {
         Ok(())
     }
 
-    /// Examines a folder. Returns true if the whole folder is foreign: it is not a known folder, and some of its files
-    /// are not from an earlier run.
+    /// Examines a folder. Returns true if the whole folder is foreign. This is the case if it is not a known folder and
+    /// some of its files are not from an earlier run.
     fn enter(&mut self, folder: &Path) -> Result<bool> {
         if is_known_folder(folder) {
             self.walk(folder)?;

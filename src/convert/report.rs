@@ -1,6 +1,6 @@
 //! Reports of a conversion: the notes before the work begins, the preview, the closing line and the JSON document.
 //!
-//! All four are computed from one [`Account`], so they agree. Sizes are in bytes.
+//! All four are computed from one [`Account`], so they agree. Unit: bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -57,7 +57,7 @@ pub enum Outcome {
     Published,
     /// Another process of the run published the destination.
     PublishedByOther,
-    /// This process has finished its part; the process that finishes last publishes.
+    /// This process has finished its part. The process that finishes last publishes the destination.
     PartDone,
     /// The destination already existed and was made from the same source and options.
     UpToDate,

@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
-/// Selection of a verb if the command line names nothing else.
+/// Default selection of a verb, for a command line without name options.
 pub struct Defaults {
     pub root: Root,
     pub wrappers: Wrappers,
@@ -38,7 +38,7 @@ impl Defaults {
     }
 }
 
-/// Identity of SRC after `--fill-from` has put its values into another checkpoint, FILLER.
+/// Identity of SRC after `--fill-from` has put the values of SRC into another checkpoint, FILLER.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
@@ -51,7 +51,7 @@ pub struct Filled {
 pub struct ConversionSource {
     /// SRC; with `--fill-from`, FILLER with the files of both checkpoints.
     pub checkpoint: Checkpoint,
-    /// Identity of SRC if its values were put into FILLER.
+    /// Identity of SRC if the values of SRC were put into FILLER.
     pub filled: Option<Filled>,
     /// Checkpoint of `--like`, whose layout the destination gets.
     pub like: Option<Checkpoint>,
@@ -69,7 +69,8 @@ pub struct ConversionSource {
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint with the option that includes what `defaults` leave out, unless the caller selected names.
+/// Returns a hint with the option that includes the names that `defaults` leave out. Returns no hint if the caller
+/// selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -158,7 +159,7 @@ impl ConversionSource {
         read
     }
 
-    /// Informs the other processes why this one ends.
+    /// Informs the other processes why this process ends.
     pub fn tell(&self, error: &Error) {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
@@ -178,7 +179,8 @@ impl ConversionSource {
 
     /// Chooses the values where ranks differ.
     ///
-    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise just before the copy.
+    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise they are compared just
+    /// before the copy.
     ///
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
@@ -373,7 +375,8 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// Checks that the gradients, to which `--reduce` applies, are selected: not every verb selects them by default.
+/// Checks that the gradients, to which `--reduce` applies, are selected, because not every verb selects gradients by
+/// default.
 ///
 /// # Errors
 /// `Usage` with the option that selects them.
@@ -399,7 +402,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     ))
 }
 
-/// Returns the path of the gradients if none of them is selected.
+/// Returns the path of the gradients if no gradient is selected.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;

@@ -10,7 +10,8 @@ use crate::storage::lookup;
 /// Returns the format to write: `--to`, otherwise the format of DST's suffix, otherwise `default`.
 ///
 /// # Errors
-/// `Usage` if the suffix belongs to an unsupported file format or looks misspelt: DST would become a folder.
+/// `Usage` if the suffix belongs to an unsupported file format or looks misspelt. Without this error, DST would become
+/// a folder.
 pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     let to = named_format(args, destination, default)?;
     match &args.torch_version {

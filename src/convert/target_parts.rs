@@ -15,7 +15,8 @@ use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, R
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 
-/// Returns the checkpoint whose format details the result gets: that of `--like`, otherwise the source.
+/// Returns the checkpoint from which the result copies details of the format: the checkpoint of `--like`, otherwise the
+/// source.
 pub fn example_of(source: &ConversionSource) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
@@ -26,7 +27,7 @@ pub struct PartTarget {
     pub state: Value,
     /// Path of this part in the whole state dict.
     pub at: Path,
-    /// Names of its rank files; `None` for a DCP directory, whose file names are fixed.
+    /// Names of the part's rank files; `None` for a DCP directory, whose file names are fixed.
     pub names: Option<RankNamePattern>,
 }
 
@@ -150,7 +151,7 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns about optimizer files that trainers saved separately: they are copied unchanged, and match only the ranks of
+/// Warns about optimizer files that trainers saved separately. They are copied unchanged, and match only the ranks of
 /// SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
@@ -169,8 +170,8 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
     }
 }
 
-/// Returns a sidecar file with its path and modification time in SRC, so that all processes identify it equally even if
-/// they read a copy.
+/// Returns a sidecar file with its path and modification time in SRC. All processes use these to identify the file,
+/// even if they read a copy of it.
 ///
 /// # Errors
 /// `Io` if it cannot be examined or is not a file.

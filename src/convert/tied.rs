@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 
-/// Names of embeddings in known model classes, each with the name of the tied output layer. GPT-NeoX is not included:
-/// its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.
+/// Names of embeddings in known model classes, each with the name of the tied output layer. GPT-NeoX is not included,
+/// because its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.
 const TIED: [(&str, &str); 7] = [
     // Llama, Mistral, Qwen, Gemma, Phi
     ("model.embed_tokens.weight", "lm_head.weight"),

@@ -1,8 +1,8 @@
 //! Transports between connected processes, for control messages and for tensor data.
 //!
-//! Control messages use record files in the [work folder](super::work_folder), NCCL or MPI. Tensor data uses NCCL
-//! between GPUs, MPI between hosts, or no transport at all: then files of SRC are copied to a folder that all processes
-//! see.
+//! Control messages use message files in the [work folder](super::work_folder), NCCL or MPI. Tensor data uses NCCL
+//! between GPUs or MPI between hosts. Without a transport for tensor data, files of SRC are copied to a folder that all
+//! processes see.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -165,7 +165,7 @@ impl Link {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses the transport of tensor data. Collective; all processes choose the same.
+    /// Chooses the transport of tensor data. Collective; all processes choose the same transport.
     ///
     /// # Errors
     /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.
@@ -247,7 +247,8 @@ impl Communicator for Link {
     }
 }
 
-/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports which one is used.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports whether the GPU or the
+/// CPU is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {
@@ -258,8 +259,8 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arith
 }
 
 impl LinkRequest<'_> {
-    /// Returns the GPU of this process if every process has one, otherwise why the first process without one has none.
-    /// Collective.
+    /// Returns the GPU of this process if every process has a GPU. Otherwise returns the reason why the first process
+    /// without a GPU cannot use one. Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());

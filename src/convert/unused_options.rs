@@ -60,7 +60,7 @@ pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &St
     })
 }
 
-/// Returns the reason why processes exchange no bytes, or `None` if they do.
+/// Returns the reason why processes exchange no bytes, or `None` if they exchange bytes.
 fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Option<String> {
     Some(String::from(match args.exchange.backend {
         _ if conversion.source.is_exchanged() => return None,

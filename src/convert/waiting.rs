@@ -28,7 +28,7 @@ pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     move |words| progress.outcome(words)
 }
 
-/// Returns a reporter of the files or parts that this process waits for. It reports after a delay, or at once with
+/// Returns a reporter of the files or parts that this process waits for. It reports after a delay, or immediately with
 /// `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});

@@ -17,8 +17,8 @@ use crate::quantity::count;
 /// A tied name that is only recorded, and the name under which its tensor is written.
 type Alias = (Fqn, Fqn);
 
-/// Returns the tensors to write with their names, in natural order, and the names that are only recorded, each with the
-/// name that is written.
+/// Returns the tensors to write with their names, in natural order. Also returns the tied names that are only recorded,
+/// each with the name under which its tensor is written.
 pub fn names_to_write(
     source: &ConversionSource,
     mut tensors: Vec<(Fqn, TensorId)>,

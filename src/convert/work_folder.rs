@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! .DST.dtshard-work/
-//!     run-1f0c96a2b7d4e35f/    the records of one launch, and its metadata mirror of SRC
+//!     run-1f0c96a2b7d4e35f/    the message files of one launch, and its metadata mirror of SRC
 //!     copy/                    files of SRC, kept for --resume
 //! ```
 //!
@@ -121,7 +121,7 @@ impl WorkFolder {
         }
     }
 
-    /// Returns the folder for the record files of this launch.
+    /// Returns the folder for the message files of this launch.
     #[must_use]
     pub fn of_run(&self) -> &AnchoredPath {
         &self.run
@@ -152,7 +152,8 @@ impl WorkFolder {
                 sleep(Duration::from_millis(10));
             }
         }
-        // Process 0 has waited for the other processes. After publication, leases of the remaining ones are ignored.
+        // Process 0 has waited for the other processes. After publication, leases of processes that are still connected
+        // are ignored.
         if is_in_use(&self.run) && !(self.is_first && self.is_published) {
             return;
         }
@@ -187,7 +188,8 @@ fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
     AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
-/// Removes the files that killed runs left beside DST. For a process that published DST without connecting to others.
+/// Removes the files that killed runs left beside DST. A process calls this if it published DST without connecting to
+/// other processes.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
         let folder = beside(destination, name);
@@ -253,7 +255,7 @@ mod tests {
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
-    /// The launcher gives two runs no names, or one name.
+    /// The launcher gives both runs no name, or the same name.
     #[test]
     fn runs_that_meet_by_other_means_have_folders_of_their_own() {
         let root = tempfile::tempdir().unwrap();

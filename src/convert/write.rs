@@ -95,8 +95,8 @@ pub fn write_destination(
                 clear_beside(destination);
             }
             match produced {
-                // Other processes recorded all parts first, or assumed that this one was dead: the files that it misses
-                // were published.
+                // Other processes recorded all parts first, or assumed that this process was dead. The files that this
+                // process misses were published.
                 Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
                 Err(Error::Stopped(stopped)) if staging.is_kept() => {
                     Err(stopped.keeping(staging.partial(), producer.kept()).into())
@@ -118,7 +118,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the claim of this process on a destination: how it may replace, resume or restart what exists there.
+/// Returns the claim of this process on a destination: whether it may replace an existing checkpoint, and whether it
+/// may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -206,7 +207,7 @@ impl DestinationWriter<'_> {
         let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&source_tensors(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
-        // A single process that reads nothing back publishes at once, so it records nothing at the end.
+        // A single process that reads nothing back publishes immediately, so it records nothing at the end.
         let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);
@@ -244,10 +245,11 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// Returns the completed work, after invalidating partly written replicas: NCCL must reduce all replicas of a value
-    /// in one operation, or their last bits may differ. Collective.
+    /// Invalidates partly written replicas, and returns the completed work. NCCL must reduce all replicas of a value in
+    /// one operation, because otherwise their last bits may differ. Collective.
     fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
-        // After the first barrier, no process invalidates entries; before the second, no process starts to write.
+        // After the first barrier, no process invalidates entries. Before the second barrier, no process starts to
+        // write.
         peers.barrier()?;
         if self.part().index == 0 {
             self.records.doubt_torn()?;
@@ -271,8 +273,8 @@ impl DestinationWriter<'_> {
         published
     }
 
-    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or leaves
-    /// it to that process.
+    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or returns
+    /// and lets that process publish.
     fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // If processes wait for each other, process 0 seals and reports.

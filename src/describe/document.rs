@@ -1,4 +1,4 @@
-//! The JSON document that `inspect --json` prints. Shapes, offsets and sizes count elements.
+//! The JSON document that `inspect --json` prints. Unit of shapes, offsets and sizes: elements.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -47,7 +47,8 @@ pub fn object_document(value: &Value) -> Json {
     json!({ "type": value.type_name(), "value": object_value(value) })
 }
 
-/// Returns the names and sizes of mesh dimensions: `[["dp", 4], ["tp", 2]]`; the name is null if a dimension has none.
+/// Returns the names and sizes of mesh dimensions: `[["dp", 4], ["tp", 2]]`; the name is null if a dimension has no
+/// name.
 fn mesh_document(mesh: &DeviceMesh) -> Json {
     let name = |dim: usize| mesh.names().map(|names| names[dim].clone());
     (0..mesh.ndim()).map(|dim| json!([name(dim), mesh.shape()[dim]])).collect()
@@ -68,7 +69,7 @@ fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> J
     document
 }
 
-/// Returns a value as JSON if JSON can express it, else as the text that Python would print.
+/// Returns a value as JSON if JSON can express it, otherwise as the text that Python would print.
 fn object_value(value: &Value) -> Json {
     match value {
         Value::None => Json::Null,

@@ -1,9 +1,9 @@
 //! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
 //!
 //! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
-//! of placements becomes the fallback, and other tensors of the model get rules. Then the same resolver applies the
-//! finished document, which shows the tensors that still need a rule. Invariant: a printed document gives every tensor
-//! the layout that it has in the checkpoint.
+//! of placements becomes the fallback, which is the list for all tensors without a rule. Other tensors of the model get
+//! rules. Then the same resolver applies the finished document, which shows the tensors that still need a rule.
+//! Invariant: a printed document gives every tensor the layout that it has in the checkpoint.
 
 #[cfg(test)]
 mod tests;
@@ -99,7 +99,8 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Returns true if the tensor needs no rule: the fallback gives it the right layout, or it is a plain scalar.
+    /// Returns true if the tensor needs no rule, because the fallback gives it the right layout or because it is a
+    /// plain scalar.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
             PlacementChoice::Plain => self.ndim == 0,
@@ -180,8 +181,8 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
 
 /// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// Number of lists to try as the fallback. The most frequent list is not always the one that fits the most tensors,
-    /// but few lists are frequent.
+    /// Number of lists to try as the fallback. The most frequent list does not always fit the most tensors, but a list
+    /// that fits the most tensors is frequent.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -307,8 +308,8 @@ fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
-/// Maximal number of pattern matches. Every pattern is matched with every tensor, here and by each reader of the
-/// layout.
+/// Maximal number of pattern matches. This function and each reader of the layout match every pattern with every
+/// tensor.
 const MAX_TRIALS: usize = 1 << 24;
 
 /// Checks that the number of pattern matches is not too large.
@@ -327,7 +328,7 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     ))
 }
 
-/// Returns the tensors for which the layout, once printed and read again, gives another layout than the checkpoint's.
+/// Returns the tensors for which the printed layout, when it is read again, gives another layout than the checkpoint.
 fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
@@ -337,7 +338,7 @@ fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[Nam
     for (index, tensor) in tensors.iter().enumerate() {
         let is_right = match lies(&mut resolver, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
             Ok(found) => found == tensor.lies,
-            // The pattern of another tensor covers this one as well: `w` covers `w.scale`.
+            // The pattern of another tensor also covers this tensor: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
             Err(error) => return Err(error),
         };

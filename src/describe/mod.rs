@@ -102,7 +102,8 @@ fn model_root(catalog: &Catalog) -> Option<String> {
     Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// Returns the tensors that `wanted` selects, by exact name or else by pattern; all tensors if `wanted` is empty.
+/// Returns the tensors that `wanted` selects, by exact name, otherwise by pattern. Returns all tensors if `wanted` is
+/// empty.
 fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);
@@ -221,8 +222,8 @@ struct StoredBox {
     file: Option<String>,
 }
 
-/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor; an
-/// empty one has the offsets that PyTorch reports.
+/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor. An
+/// empty local tensor is one box with the offsets that PyTorch reports.
 fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {

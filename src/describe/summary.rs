@@ -27,7 +27,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
         lines.push(("found at", checkpoint.root.display().to_string()));
     }
     if !checkpoint.missing.is_empty() {
-        // If the user named one file of a set, the others are not missing: they were only not read.
+        // If the user named one file of a set, the other files are not missing; they were not read.
         let is_one_file = !lookup::is_folder(&checkpoint.place(&checkpoint.root))?;
         lines.push((if is_one_file { "not read" } else { "missing" }, short_list(&checkpoint.missing, FEW)));
     }
@@ -188,7 +188,7 @@ fn mesh_text(mesh: &DeviceMesh) -> String {
 fn tied(view: &Inspection<'_>) -> Vec<String> {
     let mut count = vec![0_u32; view.checkpoint.catalog.tensors.len()];
     view.names.iter().for_each(|(_, id)| count[id.0 as usize] += 1);
-    // Counting first saves memory: there may be a million tensors, and only a few have several names.
+    // Counting first saves memory, because there may be a million tensors, and only a few have several names.
     let mut names: IndexMap<TensorId, Vec<&str>> = IndexMap::new();
     for (name, id) in view.names.iter().filter(|(_, id)| count[id.0 as usize] > 1) {
         names.entry(*id).or_default().push(name.as_str());

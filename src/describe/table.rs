@@ -1,4 +1,4 @@
-//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Offsets and sizes count
+//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Unit of offsets and sizes:
 //! elements.
 
 use std::iter::{self, zip};
@@ -34,7 +34,8 @@ fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
-/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one.
+/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one
+/// box.
 fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }
@@ -87,7 +88,7 @@ fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Aligns columns to their widest cell, up to `MAX_WIDTH`: names come from files and may be of any length.
+/// Aligns columns to their widest cell, up to `MAX_WIDTH`, because names come from files and may be of any length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];

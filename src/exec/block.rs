@@ -1,18 +1,19 @@
 //! A block of source bytes that a worker reads once and copies from many times.
 //!
-//! Counts bytes. Where the write blocks of a [row group](super::row_groups) need short runs of the same rows, the
-//! worker first reads all needed ranges into the source block, then fills each write block from it. A range that is not
-//! in the source block is read directly, so correctness does not depend on its content. Invariant: `bytes` holds
-//! `ranges` in their order and without gaps, and is at most [`BLOCK_BYTES`] long.
+//! Unit: bytes. If the write blocks of a [row group](super::row_groups) need short runs of the same rows, the worker
+//! first reads all needed ranges into the source block, then fills each write block from it. A range that is not in the
+//! source block is read directly, so correctness does not depend on its content. Invariant: `bytes` contains the bytes
+//! of `ranges` in the same order and without gaps, and is at most [`BLOCK_BYTES`] long.
 
 use super::{BLOCK_BYTES, sized_buffer};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Ranges with a smaller gap between them are read by one call: it takes no longer, and disk blocks are not shorter.
+/// Largest gap between two ranges that are read by one call. Reading such a gap takes no extra time, because a disk
+/// block is at least this long.
 const GAP_BYTES: u64 = 4 << 10;
 
-/// Source bytes in memory, and the file ranges that they are.
+/// Source bytes in memory, and the file ranges from which they were read.
 ///
 /// Source bytes in memory, and the file ranges that they are.
 #[derive(Debug, Default)]
@@ -22,7 +23,7 @@ pub struct SourceBlock {
 }
 
 impl SourceBlock {
-    /// Reads the wanted ranges, as many as fit.
+    /// Reads as many of the wanted ranges as fit into the block.
     ///
     /// # Errors
     /// Errors of reading.
@@ -45,7 +46,7 @@ impl SourceBlock {
         Ok(())
     }
 
-    /// Returns the bytes of a range; `None` if the block does not contain all of it.
+    /// Returns the bytes of a range; `None` if the block does not contain the whole range.
     #[must_use]
     pub fn get(&self, range: FileRange) -> Option<&[u8]> {
         let mut start = 0;
@@ -79,15 +80,15 @@ impl SourceBlock {
 pub struct WantedRanges(Vec<FileRange>);
 
 impl WantedRanges {
-    /// Adds a range. Nearly all pieces of a write block come in the order of their source, so there are few ranges at
-    /// any time.
+    /// Adds a range. Nearly all pieces of a write block come in the order of their source and are merged, so the list
+    /// stays short.
     pub fn add(&mut self, next: FileRange) {
         if !self.0.last_mut().is_some_and(|last| merge(last, &next)) {
             self.0.push(next);
         }
     }
 
-    /// Returns the ranges in file order, with near ranges merged.
+    /// Returns the ranges in file order. Ranges with a small gap between them are merged.
     fn merged(mut self) -> Vec<FileRange> {
         self.0.sort_unstable_by_key(|range| (range.file, range.offset));
         self.0.dedup_by(|next, last| merge(last, next));
@@ -95,7 +96,8 @@ impl WantedRanges {
     }
 }
 
-/// Merges `next`, which begins no earlier than `last`, into `last` if they are near; returns whether it did.
+/// Merges `next` into `last` if the gap between them is small, and returns whether it did. `next` must not begin before
+/// `last`.
 fn merge(last: &mut FileRange, next: &FileRange) -> bool {
     let end = last.offset + last.len;
     let joins = last.file == next.file && last.offset <= next.offset && next.offset <= end + GAP_BYTES;

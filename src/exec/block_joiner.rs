@@ -1,11 +1,12 @@
 //! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write whole blocks.
 //!
 //! A write block that begins or ends inside a block of its file has one part of that block, and the neighbouring write
-//! block has the rest. Written through the page cache, each part takes the file's lock alone and waits for all direct
-//! writes of other threads: ends of a few bytes cost more than the megabytes between them. So the joiner keeps these
-//! parts in memory, and the worker that adds the last part writes the whole block in one call with its own blocks.
+//! block has the rest. If such a part were written through the page cache, the write would lock the file and wait for
+//! all direct writes of other threads; a few bytes would cost more time than the megabytes between them. Therefore the
+//! joiner keeps these parts in memory, and the worker that adds the last part writes the whole block in one call with
+//! its own blocks.
 //!
-//! Counts bytes. Invariant: each byte is added once, so a block is complete when it has [`ALIGNMENT`] bytes; at most
+//! Unit: bytes. Invariant: each byte is added once, so a block is complete when it has [`ALIGNMENT`] bytes; at most
 //! [`MAX_PENDING`] blocks are kept. The last block of a file is rarely complete; it is written with the other
 //! incomplete blocks when the file is synced.
 
@@ -17,10 +18,11 @@ use smallvec::SmallVec;
 
 use crate::storage::direct::ALIGNMENT;
 
-/// Incomplete blocks that are kept. Beyond that, the oldest is evicted and written as it is.
+/// Largest number of incomplete blocks in memory. To add another block, the joiner evicts the oldest one, and the
+/// caller writes the parts of the evicted block.
 const MAX_PENDING: usize = 512;
 
-/// Memory that a joiner takes: an allocator may leave as much memory unused to align a block as the block has.
+/// Memory of a joiner. To align a block, an allocator may leave as much memory unused as the block has.
 pub const BLOCK_JOINER_BYTES: u64 = MAX_PENDING as u64 * 2 * ALIGNMENT;
 
 const BLOCK: usize = 4096;

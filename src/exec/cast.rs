@@ -1,9 +1,9 @@
 //! Casts between floating-point dtypes, bit for bit equal to PyTorch's CPU `tensor.to(dtype)`.
 //!
-//! Takes and returns bytes and counts elements inside; elements are little-endian and need no alignment.
+//! Input and output are bytes; the loops count elements. Elements are little-endian and need no alignment.
 //!
-//! The rules are those of PyTorch 2.15.0, see `floats.rs`. Every cast goes through f32, so a cast of f64 to f16, bf16
-//! or an 8-bit float rounds twice.
+//! The rules of PyTorch 2.15.0 apply; see `floats.rs`. Every cast goes through f32, so a cast of f64 to f16, bf16 or an
+//! 8-bit float rounds twice.
 
 use std::iter::zip;
 
@@ -27,14 +27,14 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
     /// Values beyond the largest finite value of the target dtype; they became infinite, NaN or that largest value.
-    /// Infinities count if the target dtype has none.
+    /// Infinities count if the target dtype has no infinity.
     pub overflows: u64,
     /// NaNs in the source.
     pub nans: u64,
 }
 
 impl LossCounts {
-    /// Adds other counts to these.
+    /// Adds other counts to these counts.
     pub fn add(&mut self, other: Self) {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);
@@ -49,7 +49,7 @@ impl LossCounts {
 }
 
 impl Cast {
-    /// Returns the cast between two dtypes; `None` if they are equal or one of them is not castable.
+    /// Returns the cast between two dtypes; `None` if the dtypes are equal or if one of them cannot be cast.
     #[must_use]
     pub fn new(from: Dtype, to: Dtype) -> Option<Self> {
         use Dtype::{Bf16, F8E4m3fn, F8E4m3fnuz, F8E5m2, F8E5m2fnuz, F16, F32, F64};
@@ -73,7 +73,7 @@ impl Cast {
     /// Casts the elements of `source` into `target`.
     ///
     /// # Panics
-    /// If the two do not have the same number of elements.
+    /// If `source` and `target` do not have the same number of elements.
     pub fn convert(&self, source: &[u8], target: &mut [u8]) -> LossCounts {
         match self.from {
             Dtype::F64 => self.load_with(source, target, load_f64),
@@ -84,7 +84,7 @@ impl Cast {
         }
     }
 
-    /// Runs one loop per pair of dtypes, in which the compiler knows everything but the values.
+    /// Runs the loop of one pair of dtypes. Only the values are unknown when the compiler compiles the loop.
     #[inline]
     fn load_with<const N: usize>(
         self,
@@ -115,7 +115,7 @@ impl Cast {
     }
 }
 
-/// Elements counted in 32-bit counters at a time: narrow counters let the compiler vectorise the loop.
+/// Number of elements that are counted in 32-bit counters. Narrow counters let the compiler vectorise the loop.
 const BLOCK: usize = 4096;
 
 /// Converts each element, and counts the values that the target cannot represent.
@@ -185,7 +185,7 @@ mod tests {
         for cast in pairs() {
             let source = cases.tensor(cast.from().name()).unwrap();
             let expected = cases.tensor(&format!("{}.{}", cast.from(), cast.to())).unwrap();
-            // Shifted by one byte, so that no element is aligned.
+            // The data is shifted by one byte, so that no element is aligned.
             let shifted: Vec<u8> = std::iter::once(0).chain(source.data().iter().copied()).collect();
             let (found, _) = converted(cast, &shifted[1..]);
             let size = usize::try_from(cast.from().itemsize()).unwrap();
@@ -226,7 +226,7 @@ mod tests {
             (Dtype::F64, 0),
             (Dtype::F16, 3),
             (Dtype::Bf16, 0),
-            // These dtypes cannot represent infinity either.
+            // These dtypes cannot represent infinity.
             (Dtype::F8E4m3fn, 6),
             (Dtype::F8E4m3fnuz, 8),
             (Dtype::F8E5m2, 4),

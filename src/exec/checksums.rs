@@ -1,13 +1,15 @@
-//! Computes the CRC-32s that output files contain: from checksums of parts to checksums of whole spans, then into the
-//! file.
+//! Computes the CRC-32s that output files contain: combines the checksums of parts into checksums of whole spans, and
+//! writes the checksums into the files.
 //!
-//! Most spans are tensors within one write block, with the site of the checksum behind them: these checksums are put
-//! into the block before it is written. A span that several write blocks share is logged in parts with them. A run that
-//! writes all data combines these parts when all data is written, then fills the blocks that hold only header bytes
-//! (such as the directory of a torch file), and then writes the checksums that are still missing. Where several runs
-//! write a checkpoint, the process that seals it has the parts of all runs ([`write_combined`]).
+//! A span is a byte range that has a checksum. A site is a place in the file where a checksum is stored. Most spans are
+//! tensors within one write block, and their site follows them in the same block: these checksums are put into the
+//! block before it is written. If several write blocks share a span, each block logs the checksum of its part. A run
+//! that writes all data combines these parts when all data is written, then fills the blocks that have only header
+//! bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If several runs
+//! write a checkpoint, the process that seals the checkpoint combines the parts of all runs ([`write_combined`]).
 //!
-//! Counts bytes. Invariant: spans ascend, and so do their first sites and their second sites (see [`ChecksumSpan`]).
+//! Unit: bytes. Invariant: spans are in ascending order; their first sites are in ascending order, too, and so are
+//! their second sites (see [`ChecksumSpan`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -34,7 +36,7 @@ pub struct Checksums<'a> {
     covers_all_data: bool,
     /// All checksums of each file, known once all data is written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// Sites whose block was written before the checksum was known.
+    /// Places of checksums whose write block was written before the checksum was known. They are filled in later.
     unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
@@ -44,13 +46,13 @@ struct OpenChecksum {
     site: u64,
 }
 
-/// Checksum work that remains after the sites in a write block have been filled.
+/// Checksum work that remains after all known checksums were put into a write block.
 #[derive(Default)]
 pub struct DeferredChecksums {
     /// Checksums of the parts of spans that reach beyond the write block.
     pub parts: Vec<ChecksumPart>,
-    /// Sites, ascending, whose checksum is not known. They must not be written with the block: a process that was
-    /// believed dead may continue to write after another process has sealed the checkpoint.
+    /// Places of checksums that are not known yet, in ascending order. These places must not be written with the block,
+    /// because a process that was believed dead may continue to write after another process has sealed the checkpoint.
     pub sites: Vec<u64>,
 }
 
@@ -59,8 +61,8 @@ pub struct DeferredChecksums {
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
 impl BlockChecksums {
-    /// Adds the checksum of `bytes`, which are at `place` of the file. `known` holds the checksums of some ranges in
-    /// it, ascending.
+    /// Adds the checksum of `bytes`, which are at `place` of the file. `known` lists the checksums of some ranges
+    /// inside `place`, in ascending order.
     pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[ChecksumPart]) {
         let crc = Digest::without_sites(place, bytes, known);
         self.0.push(ChecksumPart { offset: place.start, len: place.end - place.start, crc });
@@ -107,7 +109,7 @@ impl<'a> Checksums<'a> {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
-    /// Puts the checksums that are known by now into a write block, which is complete otherwise. `parts` are the
+    /// Puts all checksums that are known now into a write block, whose other bytes are complete. `parts` are the
     /// checksums of this block.
     pub fn fill_sites(
         &self,
@@ -133,7 +135,7 @@ impl<'a> Checksums<'a> {
                     }
                     None => {
                         deferred.sites.push(site);
-                        // Otherwise the previous block has noted it.
+                        // Otherwise the site begins in the previous block, which has already recorded it.
                         if self.covers_all_data && range.start <= site {
                             let open = OpenChecksum { file, sum: index, site };
                             self.unwritten.lock().expect("no panic while the lock is held").push(open);
@@ -164,11 +166,11 @@ impl<'a> Checksums<'a> {
             file.checksums.iter().map(&mut value).collect()
         };
         let values = (0_u32..).zip(self.files).map(file_values).collect();
-        // The only call of `set`.
+        // `set` is called only here, so it cannot fail.
         let _ = self.values.set(values);
     }
 
-    /// Writes the checksums whose block was written before they were known.
+    /// Writes the checksums that were not known when their block was written.
     ///
     /// # Errors
     /// `Io`.
@@ -181,8 +183,8 @@ impl<'a> Checksums<'a> {
     }
 }
 
-/// Combines parts from journals, which must ascend, into checksums of spans, and writes them to their sites. Checksums
-/// of spans without parts were written with their block.
+/// Combines parts from journals, which must be in ascending order, into checksums of spans, and writes these checksums
+/// to their sites. The checksum of a span without parts was already written with its block.
 ///
 /// # Errors
 /// `Io`; `Malformed` if the parts do not make up their span.

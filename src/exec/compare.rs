@@ -1,5 +1,5 @@
-//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Counts bytes, and
-//! elements if the name says so.
+//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Unit: bytes;
+//! elements where the name says so.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -29,10 +29,11 @@ pub fn digests(
     entries.par_iter().map(|(id, entry, dtype)| Ok((*id, digest(entry, *dtype)?))).collect()
 }
 
-/// Returns the BLAKE3 hash of a tensor's values, cast to `dtype` if they have another one. It does not depend on the
-/// tensor's layout or format.
+/// Returns the BLAKE3 hash of a tensor's values. Values of another dtype are cast to `dtype` first. The hash does not
+/// depend on the tensor's layout or format.
 ///
-/// Hashes the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major, little-endian.
+/// The hash covers the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major,
+/// little-endian.
 ///
 /// # Errors
 /// Errors of reading (`Coverage`, `Malformed`, `Io`), `Stopped`; `Unsupported` if there is no such cast.
@@ -58,8 +59,8 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
-/// Compares two tensors of equal shape, both read as `dtype` (each is cast if it has another dtype); `None` if they are
-/// equal bit for bit.
+/// Returns the first difference between two tensors of equal shape, both read as `dtype` (each is cast if it has
+/// another dtype); `None` if the tensors are equal bit for bit.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -90,7 +91,7 @@ pub fn check_locations(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
 pub struct ReplicaDifference {
     /// Index of the replica that is read, in the tensor's chunk table.
     pub first: u32,
-    /// Index of the replica that differs from it.
+    /// Index of the replica that differs from `first`.
     pub second: u32,
     /// Row-major index of the first different element within the chunk.
     pub element: u64,
@@ -167,7 +168,7 @@ pub fn share_difference(
 enum CompareMode {
     /// All values.
     Full,
-    /// Only the values up to the first difference. The number and size of the differences is then not complete.
+    /// Only the values up to the first difference. The number and the size of the differences are then not complete.
     FirstDifference,
 }
 
@@ -180,7 +181,8 @@ fn compare_blocks(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<Difference>> {
-    // The byte up to which there is work: blocks come in order, so a difference makes all later blocks irrelevant.
+    // End of the bytes that still have to be compared. Workers take the blocks in order, so after a difference all
+    // later blocks are irrelevant.
     let end = AtomicU64::new(u64::MAX);
     let found = Mutex::new(None::<Difference>);
     // Each thread has two buffers within the memory of one write block.
@@ -254,8 +256,8 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Returns true if tensors cannot be compared because the partial values of one cannot be reduced: its dtype does not
-/// support the reduction, or the result overflows.
+/// Returns true if tensors cannot be compared because the partial values of one tensor cannot be reduced. This is the
+/// case if its dtype does not support the reduction, or if the result overflows.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -9,7 +9,7 @@
 //! A run may have to write only some of the output: its own part, or the rest that an earlier run left. Tensors without
 //! such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source has been checked.
 //!
-//! Counts bytes of output. Invariant: each byte that is to be written is written once, from one write block.
+//! Unit: bytes of output. Invariant: each byte that is to be written is written once, from one write block.
 
 use std::collections::BTreeMap;
 use std::iter::zip;
@@ -37,8 +37,8 @@ use crate::error::Result;
 use crate::storage::AnchoredPath;
 use crate::storage::direct::Buffer;
 
-/// Memory of a planned tile until it is in a write block: as an entry of its tensor and of the window, its output
-/// range, and its part of a write block, in lists that have grown to hold them.
+/// Memory of a planned tile until the tile is in a write block. The factor 4 covers a second copy of the tile, the
+/// tile's segment of a write block, and unused capacity of the lists that contain them.
 const PLANNED_BYTES: u64 = 4 * (size_of::<PlannedTile>() + size_of::<OutputRange>()) as u64;
 
 /// Counters of a copy.
@@ -48,9 +48,9 @@ pub struct Stats {
     pub bytes_read: u64,
     /// Bytes of output that earlier runs had written.
     pub bytes_already_written: u64,
-    /// Contiguous runs in which the data is read.
+    /// Number of contiguous runs in the source files that are read.
     pub runs: u64,
-    /// Memory of the largest plan: only the plans of one window exist at a time.
+    /// Memory of the plans of the largest window. Only the plans of one window exist at a time.
     pub planned_bytes: u64,
     /// Bytes of values that NCCL reduced.
     pub nccl_reduced_bytes: u64,
@@ -74,7 +74,7 @@ pub struct CastCount {
 }
 
 impl Stats {
-    /// Returns the counters of a copy that has not begun: only the number of casts is known.
+    /// Returns the counters at the start of a copy, when only the number of casts is known.
     pub(crate) fn for_reservation(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
@@ -91,7 +91,7 @@ impl Stats {
         let tile_stats = |planned: &PlannedTile| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + planned.tile.heap_bytes(), ..Self::default() };
             planned.tile.pieces(|piece| {
-                // Saturating: each rank may read all partial values.
+                // The sum saturates, because each rank may read all partial values.
                 stats.runs = stats.runs.saturating_add(piece.runs());
                 stats.bytes_read = stats.bytes_read.saturating_add(piece.len_bytes());
             });
@@ -129,7 +129,7 @@ pub struct WriteContext<'a> {
     pub reservation: &'a Reservation,
     /// The folder of the output files.
     pub folder: &'a AnchoredPath,
-    /// Knows the byte ranges to write, and records the finished ones.
+    /// Provides the byte ranges to write, and records the finished ranges.
     pub log: &'a dyn WorkLog,
     /// The settings.
     pub options: &'a Options,
@@ -167,15 +167,15 @@ pub fn copy(input: Input<'_>, context: WriteContext<'_>) -> Result<Stats> {
         window_bytes: 0,
         first: None,
     };
-    // One thread creates one file, so the other threads may plan.
+    // A single file is created by a single thread, so the other threads can plan at the same time.
     let (outputs, ()) = rayon::join(|| context.create_files(), || tile_source.plan_ahead());
     write(input, outputs?, tile_source, context)
 }
 
 /// A source of the tiles that fill write blocks.
 pub trait TileSource {
-    /// Replaces the tiles in `tiles` by the next ones; `None` after the last. The caller has written the previous
-    /// tiles.
+    /// Replaces the tiles in `tiles` by the next tiles, and returns `None` after the last tiles. The caller has already
+    /// written the previous tiles.
     ///
     /// # Errors
     /// Errors of planning, reading or receiving them.
@@ -186,13 +186,14 @@ pub trait TileSource {
 pub struct TileBatch {
     /// The position in the output of each tile.
     pub output_ranges: Vec<OutputRange>,
-    /// Counters of reading them, without casts.
+    /// Counters of reading the tiles of this batch, without casts.
     pub read_stats: Stats,
-    /// Whether, once this batch is written, all source data used so far is verified to be what its writer wrote.
+    /// True if the source data of this batch and all earlier batches has been completely checked against the checksums
+    /// of its files.
     pub is_checked: bool,
 }
 
-/// Tiles that are read while they are written, window by window.
+/// Tiles whose data is read just before it is written, window by window.
 struct FileTiles<'a> {
     input: Input<'a>,
     todo: &'a Extents,
@@ -298,11 +299,11 @@ pub fn write(
     Ok(stats)
 }
 
-/// Counts what [`copy`] would do, without doing it. Chunks are located, so unreadable chunks are errors here; values
-/// lost by casts are not counted.
+/// Returns the counters that [`copy`] would return, and copies nothing. Chunks are located, so a chunk that cannot be
+/// read is an error. Values lost by casts are not counted.
 ///
 /// # Errors
-/// Errors of [`copy`], except those of writing.
+/// Errors of [`copy`], except errors of writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::for_reservation(input, reservation);
     let todo = Extents::of_files(&reservation.files);
@@ -316,8 +317,8 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     Ok(stats)
 }
 
-/// Memory of a worker, which the workers of the next window reuse: allocating it again would cost too much for windows
-/// of small tensors.
+/// Buffers of a worker. The workers of the next window reuse them, because allocating them again would take too long
+/// for windows of small tensors.
 #[derive(Default)]
 struct WorkerBuffers {
     buffer: Buffer,
@@ -378,7 +379,7 @@ impl BlockWriter<'_> {
         copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }
 
-    /// Gathers the data of the first of these blocks, and writes all of them with it.
+    /// Gathers the data of the first block in `copies`, and writes all blocks with this data.
     fn write_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;
@@ -490,8 +491,8 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Gathers a segment of the first of these blocks, for all of them. Adds to `lost` the values that casts lost, by
-    /// block, and to `read` the CRCs computed while reading.
+    /// Gathers a segment of the first block in `copies`; the data is used for all blocks. Adds to `lost` the values
+    /// that casts lost, by block, and to `read` the CRCs computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],

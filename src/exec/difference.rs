@@ -1,9 +1,9 @@
 //! Measures how two equally long byte ranges of elements differ: the first difference, the number of differences, and
-//! the largest distance. Counts elements.
+//! the largest distance. Unit: elements.
 //!
-//! Elements differ if their bits do: 0.0 and -0.0 differ with distance 0, and so do two NaNs with different bits. The
-//! distance of a NaN and a number is NaN, and then so is the largest distance. Joining two results is commutative and
-//! associative, so the result does not depend on which thread compared which range.
+//! Two elements differ if their bits differ: 0.0 and -0.0 differ with distance 0, and two NaNs with different bits also
+//! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then NaN, too. Joining
+//! two results is commutative and associative, so the result does not depend on which thread compared which range.
 
 use std::iter::zip;
 
@@ -112,7 +112,7 @@ fn measure<const N: usize, T>(
     found
 }
 
-/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would drop it.
+/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would ignore NaN.
 fn larger(left: f64, right: f64) -> f64 {
     if left.is_nan() || right.is_nan() { f64::NAN } else { left.max(right) }
 }

@@ -1,10 +1,10 @@
 //! Digests of ranges of output files, which show whether a range still has the bytes that some process wrote.
 //!
-//! A digest is a CRC-32 in which checksum sites count as zeros: some checksums are written with their write block,
-//! others when all data is written, so the bytes at a site depend on the time. [`super::checksums`] verifies the
-//! checksums themselves.
+//! A digest is a CRC-32 in which the bytes of stored checksums count as zeros. Some checksums are written with their
+//! write block and others when all data is written, so these bytes depend on the time. [`super::checksums`] verifies
+//! the checksums themselves.
 //!
-//! Counts bytes.
+//! Unit: bytes.
 
 use std::fs::File;
 use std::ops::Range;
@@ -27,7 +27,7 @@ pub const MIN_COMBINE_BYTES: u64 = 16 << 10;
 pub struct Digest {
     hasher: Hasher,
     at: u64,
-    /// Checksum sites that are still ahead, the last one first.
+    /// Offsets of the stored checksums in the rest of the range, in descending order.
     sites: Vec<u64>,
 }
 
@@ -40,14 +40,14 @@ impl Digest {
         Self { hasher: Hasher::new(), at: range.start, sites }
     }
 
-    /// Returns the digest of `bytes`, which begin at the start of the range. `summed` holds known CRCs of some ranges
-    /// in it, ascending.
+    /// Returns the digest of `bytes`, which begin at the start of the range. `summed` lists known CRCs of some ranges
+    /// inside the range, in ascending order.
     #[must_use]
     pub fn of_bytes(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         Self::new(file, range).combine_with(bytes, summed)
     }
 
-    /// Returns the digest of a range without checksum sites, as [`Digest::of_bytes`] does.
+    /// Returns the digest of a range that contains no stored checksum, as [`Digest::of_bytes`] does.
     #[must_use]
     pub fn without_sites(range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.combine_with(bytes, summed)

@@ -1,15 +1,15 @@
-//! Divides the output among processes, so that each process knows its bytes without communication. Counts bytes.
+//! Divides the output among processes, so that each process knows its bytes without communication. Unit: bytes.
 //!
-//! All output files are concatenated in thought, and each process gets one range of about the same length. A cut goes
-//! to a file boundary if one is near, since whole files are simplest to write; otherwise to a multiple of 64 KiB within
-//! its file, which is the largest page size in use. Network file systems write whole pages, so no page may have two
-//! writers.
+//! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
+//! moves to a file boundary if one is near, because whole files are simplest to write. Otherwise it moves to a multiple
+//! of 64 KiB within its file, which is the largest page size in use: network file systems write whole pages, so no page
+//! may have two writers.
 //!
-//! Processes that exchange source data are divided otherwise: each writes the files of its own ranks, so that data that
-//! stays on its rank is not sent, as in PyTorch's `DTensor.redistribute`.
+//! Processes that exchange source data get other parts: each process writes the files of its own ranks. Data that stays
+//! on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
 //!
 //! Invariant: the parts tile the output. A cut is at most a sixteenth of a part, or 64 KiB, away from the cut of equal
-//! parts; with files of its own ranks a part is at most twice as long as an equal part.
+//! parts. If each process writes the files of its own ranks, a part is at most twice as long as an equal part.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,8 @@ const PAGE_BYTES: u64 = 64 << 10;
 /// A file boundary is near if it is within this fraction (one in 16) of an equal part.
 const NEAR_FRACTION: u128 = 16;
 
-/// A process's own files may be this many times as long as an equal part, which rounding up the longest shard can need.
+/// Largest allowed length of a process's own files, as a multiple of an equal part. The factor 2 is needed because the
+/// longest shard is rounded up.
 const MAX_EXCESS: u128 = 2;
 
 /// Returns the byte ranges of this part, all parts being about equal.
@@ -47,12 +48,12 @@ pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
     share
 }
 
-/// Returns the byte ranges of this part where processes exchange source data: the files of its own ranks, if each
-/// process has the same number of ranks and none has much more to write than others. Files without a rank belong to the
-/// first part.
+/// Returns the byte ranges of this part if processes exchange source data. They are the files of the process's own
+/// ranks, if each process has the same number of ranks and no process has to write much more than the others. Files
+/// without a rank belong to the first part.
 ///
 /// # Panics
-/// Panics like [`even_share`].
+/// If all files together have 2^64 bytes.
 #[must_use]
 pub fn own_rank_files(files: &[OutputFile], part: Part) -> Extents {
     let ranks = files.iter().filter_map(|file| file.rank).map(|rank| u64::from(rank.0) + 1).max().unwrap_or(0);
@@ -94,8 +95,8 @@ impl ConcatenatedFiles {
         file.checked_sub(1).map_or(0, |before| self.ends[before])
     }
 
-    /// Returns the end of the first `count` of `of` parts. It never decreases with `count`: within a file, a cut near
-    /// its start goes to its start, a cut near its end to its end, and a cut between stays between.
+    /// Returns the end of the first `count` of `of` parts. The result never decreases with `count`: a cut near the
+    /// start of a file moves to the start, a cut near the end moves to the end, and any other cut stays between them.
     fn cut(&self, count: u32, of: u32) -> u64 {
         let total = self.ends.last().copied().unwrap_or(0);
         let even = u128::from(total) * u128::from(count) / u128::from(of);
@@ -183,7 +184,7 @@ mod tests {
 
     #[test]
     fn exchanging_process_writes_files_of_its_ranks() {
-        // Two series, the last shards of which are short.
+        // Two series whose last shards are short.
         let mut files = files_of_ranks(&[(0, 30), (1, 30), (2, 30), (3, 10), (0, 60), (1, 60), (2, 60), (3, 20)]);
         files.push(OutputFile::new(".metadata"));
         let of = |of: u32, index: u32| own_rank_files(&files, Part { index, of }).iter().collect::<Vec<_>>();

@@ -3,8 +3,8 @@
 //! Finished work is recorded as bytes, not as tensors or write blocks, so the record stays valid when the next run
 //! divides the work differently.
 //!
-//! Counts bytes. Invariant: the ranges of a file ascend, none is empty, and no two overlap or touch, so equal sets have
-//! equal representations; a file without ranges is not listed.
+//! Unit: bytes. Invariant: the ranges of a file are in ascending order, no range is empty, and no two ranges overlap or
+//! touch. So equal sets have equal representations. A file without ranges is not listed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,8 +32,8 @@ impl Extents {
         all
     }
 
-    /// Adds a range and merges it with ranges that it overlaps or touches. Cheap if it is behind all others of the
-    /// file.
+    /// Adds a range and merges it with ranges that it overlaps or touches. This is fast if the range is behind all
+    /// other ranges of the file.
     pub fn insert(&mut self, file: u32, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -58,7 +58,7 @@ impl Extents {
         self.within(file, range.clone()).next().is_some()
     }
 
-    /// Returns the parts of a range that are in the set, ascending.
+    /// Returns the parts of a range that are in the set, in ascending order.
     pub fn within(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let here = self.from(file, range.start).iter().take_while(move |known| known.start < range.end);
         here.map(move |known| known.start.max(range.start)..known.end.min(range.end)).filter(|range| !range.is_empty())
@@ -70,7 +70,7 @@ impl Extents {
         &known[known.partition_point(|range| range.end <= at)..]
     }
 
-    /// Returns the bytes that are in this set and not in the other.
+    /// Returns the bytes that are in this set and not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         let mut left = Self::new();
@@ -110,12 +110,12 @@ impl Extents {
         self.files.contains_key(&file)
     }
 
-    /// Returns the files with bytes in the set, ascending.
+    /// Returns the files with bytes in the set, in ascending order.
     pub fn files(&self) -> impl Iterator<Item = u32> + '_ {
         self.files.keys().copied()
     }
 
-    /// Returns all ranges with their files, ascending.
+    /// Returns all ranges with their files, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Range<u64>)> + '_ {
         self.files.iter().flat_map(|(file, ranges)| ranges.iter().map(|range| (*file, range.clone())))
     }
@@ -146,7 +146,7 @@ mod tests {
         ranges.into_iter().flat_map(|(file, range)| range.map(move |at| (file, at))).collect()
     }
 
-    /// Checks that the set has the expected bytes, in its only representation.
+    /// Checks that the set has the expected bytes, in the one valid representation.
     fn assert_equals(extents: &Extents, expected: &Bytes) -> Result<(), TestCaseError> {
         prop_assert_eq!(&bytes(extents.iter()), expected);
         prop_assert_eq!(extents.len_bytes(), expected.len() as u64);

@@ -6,9 +6,9 @@
 //! that a copy takes from the source's tables. Options are not hashed: if an option changes the result, it changes the
 //! reservation.
 //!
-//! The hash input consists of 64-bit little-endian numbers, and of bytes preceded by their length; a list is preceded
-//! by its length, and an alternative by its number. Long lists are hashed in parts, and the digests of the parts are
-//! hashed in their place. So no field can be confused with the next. Invariant: a fingerprint does not depend on
+//! The hash input consists of 64-bit little-endian numbers, and of bytes preceded by their length. A list is preceded
+//! by its length, and an alternative by its number. A long list is divided into parts, and the digest of each part is
+//! hashed instead of the part. So no field can be confused with the next. Invariant: a fingerprint does not depend on
 //! threads, on the order of a hash map, or on memory addresses.
 
 use std::collections::HashMap;
@@ -69,9 +69,9 @@ impl From<Fingerprint> for String {
     }
 }
 
-/// Returns the fingerprint of the checkpoint that this `version` makes from `input`. Source files are hashed with their
-/// paths relative to `roots`, the checkpoints that are read (each a folder, or a file beside the other files), so that
-/// they may be mounted anywhere.
+/// Returns the fingerprint of the checkpoint that this `version` makes from `input`. `roots` are the checkpoints that
+/// are read; each is a folder, or a file beside the other files. Source files are hashed with their paths relative to
+/// these roots, so that a root may be mounted anywhere.
 #[must_use]
 pub fn fingerprint(
     version: &str,
@@ -103,8 +103,8 @@ pub fn fingerprint(
     digest.finish()
 }
 
-/// Returns the number of a root and the path relative to it, for a path below or beside that root; for any other path
-/// its last name.
+/// Returns the index of the root that contains the path, and the path relative to that root. For a root that is a file,
+/// the path may be beside the root. For any other path, returns the number of roots and the file name.
 pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
     let found = (0_u64..).zip(roots).find_map(|(index, root)| {
@@ -117,17 +117,17 @@ pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p
 /// Bytes collected for one call of the hash function.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Longest header bytes that are hashed directly; a digest of their own would cost more.
+/// Maximum length of header bytes that are hashed directly. A separate digest of such short bytes would cost more.
 const SHORT_BYTES: usize = 128;
 
-/// Items of one part of a list, for any number of threads.
+/// Number of items in one part of a list. It does not depend on the number of threads.
 const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]
 struct Digest {
     hasher: blake3::Hasher,
     buffer: Vec<u8>,
-    /// Digests of header bytes that many files share, by address: each is hashed once.
+    /// Digests of header bytes that many files share, by memory address, so that shared bytes are hashed once.
     header_digests: HashMap<*const u8, [u8; 32], RandomState>,
 }
 

@@ -1,6 +1,7 @@
-//! Finished byte ranges of output files: what a copy reports while it runs, and the trait that receives the reports.
+//! Finished byte ranges of output files, which a copy reports while it runs, and the trait that receives the reports.
 //!
-//! Counts bytes. Invariant: the checksum parts of an entry lie within its range, ascend, and do not overlap.
+//! Unit: bytes. Invariant: the checksum parts of an entry lie within its range, are in ascending order, and do not
+//! overlap.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +15,7 @@ use super::{Extents, Stop};
 use crate::catalog::{Dtype, OutputFile};
 use crate::error::Result;
 
-/// Knows the bytes that a copy has to write, and records the finished ones, so that a later run need not write them
+/// Provides the bytes that a copy has to write, and records the finished bytes, so that a later run need not write them
 /// again.
 pub trait WorkLog: Sync {
     /// Returns the byte ranges that are to be written.
@@ -41,7 +42,7 @@ pub trait WorkLog: Sync {
     /// `Io`, `Stopped`
     fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()>;
 
-    /// Records what can be recorded when a run ends early.
+    /// Records all finished ranges that can be recorded when a run ends early.
     fn stop(&self, outputs: &Outputs);
 
     /// Returns the values that casts lost in this run.
@@ -58,9 +59,9 @@ pub struct FinishedRange {
     pub range: Range<u64>,
     /// Digest of the bytes, see [`Digest`](super::digest::Digest).
     pub digest: u32,
-    /// Parts of checksum spans within the range whose checksum is not in the file yet, ascending.
+    /// Checksum parts within the range whose span has no checksum in the file yet, in ascending order.
     pub checksum_parts: Vec<ChecksumPart>,
-    /// Values that casts lost in it; they count as often as the bytes are written.
+    /// Numbers of values that casts lost in the range. A value counts each time its bytes are written.
     pub cast_losses: CastLosses,
 }
 
@@ -68,7 +69,7 @@ pub struct FinishedRange {
 pub type CastLosses = BTreeMap<DtypePair, LossCounts>;
 
 impl FinishedRange {
-    /// Appends the range that begins at the end of this one.
+    /// Appends `next`, which begins at the end of this range.
     pub(crate) fn append(&mut self, next: &mut Self) {
         let hasher = |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
         let mut both = hasher(self);
@@ -85,7 +86,7 @@ pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
-/// The CRC-32 of a part of a span, or of all of it.
+/// The CRC-32 of a part of a span, or of the whole span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {
@@ -98,13 +99,13 @@ pub struct ChecksumPart {
 }
 
 impl ChecksumPart {
-    /// Returns a hasher that can be combined with those of other parts.
+    /// Returns a hasher that can be combined with the hashers of other parts.
     #[must_use]
     pub fn hasher(&self) -> Hasher {
         Hasher::new_with_initial_len(self.crc, self.len)
     }
 
-    /// Joins consecutive parts of one span. The parts must ascend.
+    /// Joins consecutive parts of one span. The parts must be in ascending order.
     pub(crate) fn join(parts: &mut Vec<Self>, file: &OutputFile) {
         parts.dedup_by(|next, part| {
             let is_next = part.offset + part.len == next.offset

@@ -1,22 +1,21 @@
 //! Converts floats as bit patterns: reads each format as an f32, and rounds an f32 to each format. [Casts](super::cast)
 //! and [reductions](super::reduce) use it; `src/gpu/kernels/floats.cuh` does the same on devices.
 //!
-//! Works on single elements, which are little-endian. Each rounding is to nearest, ties to even, and subnormals are
-//! kept.
+//! Unit: one element, little-endian. Each rounding is to nearest, ties to even, and subnormals are kept.
 //!
 //! The rules are those of PyTorch 2.15.0 on x86-64, measured over every 16-bit pattern and millions of 32- and 64-bit
 //! patterns (`tests/fixtures/cast` has the results). Findings:
 //!
-//! - f8_e4m3fn has no infinity and saturates at 448; infinities also become 448. The `fnuz` dtypes have one NaN, 0x80,
-//!   which overflows and infinities become as well, and no negative zero.
-//! - Tensors of 1, 3 and 10,000 elements agree in every value, and in every NaN except these: a contiguous tensor long
-//!   enough for vector instructions gives bf16 NaNs as 0xffff, whatever sign and payload, and widens f16 NaNs with
-//!   their payload; the scalar code (strided tensors, f64 to bf16 and f16 to f32 of a few elements and at the end of
-//!   many) gives 0x7fc0 and 0x7fffffff. f16 to bf16 gives 0x7fc0 at any length. This module always gives the results of
-//!   long contiguous tensors, on every machine.
+//! - f8_e4m3fn has no infinity and saturates at 448; infinities also become 448. The `fnuz` dtypes have no negative
+//!   zero and a single NaN, 0x80. Overflows and infinities also become this NaN.
+//! - Tensors of 1, 3 and 10,000 elements give the same result for every value that is not NaN. NaNs differ. PyTorch's
+//!   vector code (contiguous tensors that are long enough) gives bf16 NaNs as 0xffff, whatever the sign and payload,
+//!   and widens f16 NaNs with their payload. PyTorch's scalar code (strided tensors; for f64 to bf16 and f16 to f32
+//!   also short tensors and the last elements of long ones) gives 0x7fc0 and 0x7fffffff. A cast from f16 to bf16 gives
+//!   0x7fc0 at any length. This module always gives the results of long contiguous tensors, on every machine.
 //!
-//! The `half` crate is not used: if the processor has f16c, its f64 to f16 rounds twice, otherwise once, and it keeps
-//! the payload of bf16 NaNs.
+//! The `half` crate is not used, because its results depend on the processor: with f16c, its cast from f64 to f16
+//! rounds twice, otherwise once. It also keeps the payload of bf16 NaNs.
 
 /// A source element as the bits of an f32.
 #[derive(Clone, Copy)]
@@ -60,7 +59,7 @@ pub(crate) struct NarrowFloat {
     bias: u32,
     /// Bits of the smallest f32 that rounds beyond the largest finite value.
     first_beyond: u32,
-    /// Bits that are stored for it and all larger values, without the sign.
+    /// Bits that are stored for `first_beyond` and all larger values, without the sign.
     beyond: u32,
     /// Support of the dtype for infinities.
     pub infinity: Infinity,
@@ -78,7 +77,7 @@ pub(crate) const F16: NarrowFloat = NarrowFloat {
     nan: Nan::Payload,
 };
 
-/// bfloat16, as casts from f32 and f64 round to it.
+/// bfloat16 as the target of casts from f32 and f64.
 pub(crate) const BF16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 7,
@@ -90,7 +89,7 @@ pub(crate) const BF16: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(0xffff),
 };
 
-/// bfloat16, as casts from f16 round to it: with another NaN.
+/// bfloat16 as the target of casts from f16, which give another NaN.
 pub(crate) const BF16_OF_F16: NarrowFloat = NarrowFloat { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
 /// f8_e4m3fn: no infinities, saturates.
@@ -142,15 +141,15 @@ pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
 const FNUZ_NAN: u32 = 0x80;
 
 impl NarrowFloat {
-    /// Rounds the bits of an f32 to this format; the second value is true if the value is out of range. Computes both
-    /// roundings and chooses one, so that loops have no branches.
+    /// Rounds the bits of an f32 to this format; the second value is true if the value is out of range. Computes the
+    /// rounding for normal and for subnormal results and chooses one of the two, so that loops have no branches.
     #[inline]
     fn round(&self, single: u32) -> (u32, bool) {
         let value = magnitude(single);
         let sign = (single >> 31) << (self.bits - 1);
         let drop = 23 - self.mantissa;
-        // Normal: adds just under half a step, or half a step if the last bit kept is odd; carries go up into the
-        // exponent as they should.
+        // Normal: adds just under half a step, or half a step if the last bit kept is odd. A carry into the exponent
+        // gives the correct result.
         let carried = value.wrapping_add((1 << (drop - 1)) - 1 + ((value >> drop) & 1));
         let normal = (carried >> drop).wrapping_sub((127 - self.bias) << self.mantissa);
         // Subnormal: adds a float whose last bit is worth the smallest subnormal, so that the processor rounds at that
@@ -158,7 +157,7 @@ impl NarrowFloat {
         let anchor = (127 + 24 - self.bias - self.mantissa) << 23;
         let sum = f32::from_bits(value) + f32::from_bits(anchor);
         let subnormal = sum.to_bits().wrapping_sub(anchor);
-        // bf16 has the exponents of f32, and so its subnormals.
+        // bf16 has the same exponents as f32, and therefore the same subnormals.
         let least_normal = if self.bias == 127 { 0 } else { (128 - self.bias) << 23 };
         let finite = if value < least_normal { subnormal } else { normal };
         let beyond = value >= self.first_beyond;

@@ -1,5 +1,5 @@
-//! Gathers elements of a target tile into a buffer, from the source chunks that hold them. Counts elements, and bytes
-//! if the name says so.
+//! Gathers elements of a target tile into a buffer, from the source chunks that contain them. Unit: elements; bytes
+//! where the name says so.
 //!
 //! A tile that is cast is read through a scratch buffer, block by block, so memory does not grow with the tile. Partial
 //! values that are reduced are also read block by block, one partial value after the other. `runs.rs` reads the runs of
@@ -25,7 +25,7 @@ use crate::layout::partial::Share;
 use crate::layout::{CommonRange, Dims, Tile};
 use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
 
-/// Locations of the chunks of one tensor that were found already: the tiles of a tensor share source chunks. Empty if
+/// Cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. Without a cache if
 /// only one tile of the tensor is read.
 #[derive(Debug, Default)]
 pub struct Locations(Option<HashMap<u32, StridedLocation>>);
@@ -93,7 +93,7 @@ enum PartialSource {
 pub struct TileElements {
     /// The shared memory.
     pub memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
-    /// The bytes of this tile in it.
+    /// The byte range of this tile in the shared memory.
     pub range: Range<usize>,
 }
 
@@ -173,7 +173,7 @@ impl PreparedTile {
         prepared
     }
 
-    /// Plans to read one stored chunk as it is, without its replicas: for comparing replicas.
+    /// Plans to read one stored chunk unchanged and without its replicas, so that replicas can be compared.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::new`].
@@ -210,7 +210,7 @@ impl PreparedTile {
         Ok(Self { cast: Some(cast), ..self })
     }
 
-    /// Returns the bytes of an element, as it is read.
+    /// Returns the size in bytes of an element that [`PreparedTile::read`] returns.
     #[must_use]
     pub fn itemsize(&self) -> u64 {
         self.cast.map_or(self.dtype, |cast| cast.to()).itemsize()
@@ -230,8 +230,8 @@ impl PreparedTile {
         self.read_with_checksums(input, first, buffer, scratch, None).map(drop)
     }
 
-    /// Reads as [`PreparedTile::read`] does, records the CRCs of source records, and returns the values that the cast
-    /// lost. Only CRCs of bytes that are neither cast nor reduced are kept for the output.
+    /// Reads as [`PreparedTile::read`] does, records the CRCs of zip records of the source, and returns the values that
+    /// the cast lost. Only CRCs of bytes that are neither cast nor reduced are kept for the output.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::read`].
@@ -308,7 +308,7 @@ impl PreparedTile {
         Ok(())
     }
 
-    /// Returns the source bytes that the tile takes.
+    /// Returns the number of source bytes that the tile takes.
     #[must_use]
     pub fn source_bytes(&self) -> u64 {
         self.numel * self.dtype.itemsize() * self.sources.len() as u64
@@ -337,16 +337,16 @@ impl PreparedTile {
         }
     }
 
-    /// Returns the heap memory that it takes.
+    /// Returns the heap memory of the tile, in bytes.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
-        /// Memory of a location in [`Locations`], and the overhead of an allocator for lists this short.
+        /// Memory of a location in [`Locations`], including the overhead of an allocator for a short list.
         const FOUND: usize = size_of::<(u32, StridedLocation)>() * 2 + 128;
         let overlap = size_of::<Overlap>() + size_of::<StridedLocation>() + FOUND;
         let name = self.fqn.as_str().len() + 32;
         let part = |part: &LocatedPlan| {
             let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
-            // A single one is in the tile itself; longer lists have grown in powers of two.
+            // A single location is in the tile itself; the capacity of a longer list is a power of two.
             let listed = Some(part.plan.overlaps.len()).filter(|overlaps| *overlaps > 1);
             listed.map_or(0, |overlaps| overlaps.next_power_of_two().max(4) * overlap)
                 + segments.map(|list| (list.capacity() + 1) * size_of::<CommonRange>()).sum::<usize>()
@@ -404,7 +404,7 @@ impl LocatedPlan {
         Pieces::new(&self.plan, |overlap| &self.located[overlap].strides, itemsize)
     }
 
-    /// Fills `buffer` with elements of the source dtype, and records the CRCs of runs of records with checksums.
+    /// Fills `buffer` with elements of the source dtype, and records the CRCs of runs in zip records with checksums.
     fn read(
         &self,
         input: Input<'_>,

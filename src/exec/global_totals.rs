@@ -1,6 +1,8 @@
-//! Totals over all processes that exchange data: each sends its own counters, and all compute the same sums.
+//! Totals over all processes that exchange data: each process sends its own counters, and all processes compute the
+//! same sums.
 //!
-//! Counts bytes. Invariant: a message that is not two counters is an error in all processes, and names its sender.
+//! Unit: bytes. Invariant: a message that is not two counters is an error in all processes, and the error names the
+//! sender.
 
 use crate::comm::Communicator;
 use crate::error::{Error, Result};

@@ -1,14 +1,14 @@
 //! The output files. They are created at their full size first, so that a full disk is an error before any data is
 //! copied.
 //!
-//! Data that must be on disk at the end is written past the page cache (`O_DIRECT`) if the file system is good at that;
-//! otherwise it goes through the page cache and its write-back starts at once. Data that need not be on disk goes
+//! Data that must be on disk at the end is written past the page cache (`O_DIRECT`) if the file system does that well.
+//! Otherwise it goes through the page cache, and its write-back starts immediately. Data that need not be on disk goes
 //! through the page cache in small calls.
 //!
-//! Counts bytes. Invariant: only whole file blocks are written past the page cache; a file block that write blocks
-//! share is written when [all of it](super::block_joiner) is there, so no file block is written both ways at a time.
-//! Incomplete blocks are written before the file is synced. Once accepted data could not be written to disk, no file is
-//! ever reported as synced.
+//! Unit: bytes. Invariant: only whole file blocks are written past the page cache. If write blocks share a file block,
+//! it is written when it is [complete](super::block_joiner), so no file block is written in both ways at the same time.
+//! Incomplete blocks are written before the file is synced. If accepted data could not be written to disk, no file is
+//! reported as synced afterwards.
 
 use std::fs::File;
 use std::io::IoSlice;
@@ -29,8 +29,8 @@ use crate::storage::AnchoredPath;
 use crate::storage::direct::{self, ALIGNMENT};
 use crate::storage::filesystem::{close, open_file_budget, start_write_back, suits_direct_writes_in, write_back};
 
-/// Bytes that one call writes through the page cache. The kernel allocates the memory of a call at once; it finds short
-/// free ranges faster than long ones.
+/// Bytes that one call writes through the page cache. The kernel allocates memory for the whole call, and it finds
+/// short free ranges faster than long ones.
 const CALL_BYTES: usize = 256 << 10;
 
 /// Fewest bytes of whole file blocks that are worth a direct write.
@@ -45,19 +45,19 @@ pub struct Outputs {
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// Incomplete blocks of files that are written past the page cache.
     joiner: BlockJoiner,
-    /// True once a write has failed. The system reports a failed write once, and the joined blocks that could not be
-    /// written are gone.
+    /// True once a write has failed. The system reports a failed write only once, and joined blocks that could not be
+    /// written are not kept in memory.
     has_failed: AtomicBool,
-    /// The first error of closing a file, until it is reported.
+    /// The first error of closing a file; `None` after the error was reported.
     close_error: Arc<Mutex<Option<Error>>>,
 }
 
-/// Path of bytes to the disk.
+/// Way in which bytes reach the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WriteMode {
-    /// Through the page cache; the kernel chooses when to write them to disk.
+    /// Through the page cache. The kernel chooses when the bytes are written to disk.
     Cache,
-    /// Through the page cache, with write-back started at once.
+    /// Through the page cache, with write-back started immediately.
     WriteBehind,
     /// Past the page cache.
     Direct,
@@ -66,7 +66,7 @@ enum WriteMode {
 /// An open output file. Any worker may drop and thereby close it, so an error is kept for [`Outputs::close`].
 #[derive(Debug)]
 struct Handle {
-    /// `None` once it is dropped.
+    /// `None` once the handle is dropped.
     file: Option<File>,
     /// A second descriptor of the file, for writes past the page cache.
     direct: Option<File>,
@@ -92,8 +92,8 @@ impl Drop for Handle {
 }
 
 impl Outputs {
-    /// Creates every file under `folder` that has bytes in `todo`, with its full size allocated; a file that exists
-    /// already from another run is kept. `sync` is true if all data must be on disk before it is published, see
+    /// Creates every file under `folder` that has bytes in `todo`, with its full size allocated. A file that another
+    /// run has created is kept. `sync` is true if all data must be on disk before it is published, see
     /// [`Outputs::sync`].
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Outputs {
         let outputs = Self::open_existing(folder, files, sync)?;
         let is_touched = |(index, file): &(u32, &OutputFile)| file.len == 0 || todo.has_file(*index);
         let touched: Vec<(u32, &OutputFile)> = (0..).zip(files).filter(is_touched).collect();
-        // Keeps the folder open, so that not each file opens the same folders again.
+        // The folder stays open, so that its path is not resolved again for each file.
         let anchor = folder.as_anchor().map_err(Error::io("open", folder))?;
         for (_, file) in &touched {
             let above = file.path.parent().unwrap_or(Path::new(""));
@@ -185,7 +185,7 @@ impl Outputs {
         self.record_failure(written.map_err(Error::io("write", &self.paths[file as usize])))
     }
 
-    /// Records a failed write, since the workers that added the data believe it to be written.
+    /// Records a failed write, because the workers that added the data assume that it was written.
     fn record_failure(&self, done: Result<()>) -> Result<()> {
         done.inspect_err(|error| {
             if matches!(error, Error::Storage(StorageError::Io { .. })) {
@@ -215,8 +215,8 @@ impl Outputs {
         self.record_failure(self.open(rest.file()).and_then(write))
     }
 
-    /// Syncs one file to disk (fsync). Its data is written back first, in blocks, with a check of `stop` in between,
-    /// since one fsync of many GB could not be interrupted.
+    /// Syncs one file to disk (fsync). Its data is written back first, block by block, and `stop` is checked after each
+    /// block, because one fsync of many GB cannot be interrupted.
     ///
     /// # Errors
     /// `Io` naming the file, also if an earlier write failed; `Stopped`.
@@ -225,12 +225,12 @@ impl Outputs {
         self.record_failure(self.write_and_sync(file, stop))
     }
 
-    /// Closes the files that no worker uses, and checks that none was closed with an error.
+    /// Closes the files that no worker uses, and checks that no file was closed with an error.
     ///
     /// # Errors
     /// `Io` naming a file, also if an earlier write failed.
     pub fn close(&self) -> Result<()> {
-        // Closes without the lock, since closing may take long.
+        // Closes the files without holding the lock, because closing may take long.
         let open = std::mem::take(&mut *self.open.lock().expect("no panic while the lock is held"));
         drop(open);
         let error = self.close_error.lock().expect("no panic while the lock is held").take();
@@ -274,7 +274,7 @@ fn write_cached(file: &File, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
     let mut at = offset;
     let mut rest = bytes;
     while !rest.is_empty() {
-        // Calls end at page boundaries if possible, so that each page is touched once.
+        // Calls end at page boundaries if possible, so that each page is written by one call.
         let ragged = usize::try_from(at % CALL_BYTES as u64).expect("less than a call");
         let (call, after) = rest.split_at(rest.len().min(CALL_BYTES - ragged));
         file.write_all_at(call, at)?;
@@ -298,9 +298,9 @@ fn write_blocks(handle: &Handle, direct: &File, offset: u64, blocks: [&[u8]; 3])
     })
 }
 
-/// Writes past the page cache; returns false if not all was written: the file system opens files for direct writes and
-/// refuses the writes, or the memory is not aligned. Any other error shows when the bytes are written through the page
-/// cache.
+/// Writes past the page cache. Returns false if not all bytes were written: the memory is not aligned, or the file
+/// system refuses direct writes although it opened the file for them. Any other error occurs again when the caller
+/// writes the bytes through the page cache.
 fn write_direct(file: &File, offset: u64, blocks: [&[u8]; 3], len: usize) -> std::io::Result<bool> {
     match rustix::io::pwritev(file, &blocks.map(IoSlice::new), offset) {
         Ok(written) => Ok(written == len),
@@ -388,7 +388,7 @@ mod tests {
         assert!(outputs.joiner.take_file(0).len() <= 1);
     }
 
-    /// Bytes were accepted, and their file cannot be written later: no later fsync may report success.
+    /// The file of accepted bytes cannot be written later, so no later fsync may report success.
     #[test]
     fn sync_fails_after_accepted_bytes_could_not_be_written() {
         let folder = tempfile::tempdir().unwrap();

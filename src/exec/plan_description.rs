@@ -1,8 +1,8 @@
-//! A description of the options and source files of a conversion, so that two plans can be compared: fingerprints show
-//! that they differ, this shows in what.
+//! A description of the options and source files of a conversion. Fingerprints show that two plans differ; their
+//! descriptions show the differences.
 //!
-//! Nothing depends on it. Two equal descriptions may still belong to different plans, for example if a file that an
-//! option names has changed. Counts bytes.
+//! The descriptions serve messages only. Two equal descriptions may belong to different plans, for example if a file
+//! that an option names has changed. Unit: bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,7 +1,8 @@
 //! Reduces partial values to one value: the arithmetic of the placement `P(op)`.
 //!
-//! Takes and returns bytes and counts elements inside; elements are little-endian and need no alignment. Partial values
-//! are added one after the other, in rank order, and the first initialises the sum, so that a single -0.0 stays -0.0.
+//! Input and output are bytes; the loops count elements. Elements are little-endian and need no alignment. Partial
+//! values are added one after the other, in rank order. The first partial value initialises the sum, so that a single
+//! -0.0 stays -0.0.
 //!
 //! | dtypes | computed in | ops |
 //! |---|---|---|
@@ -38,7 +39,7 @@ pub enum ReductionMethod {
     /// This program reduces in rank order: the result has the same bits in every run.
     #[default]
     InRankOrder,
-    /// NCCL reduces where it can; all else is reduced in rank order.
+    /// NCCL reduces the values that it can reduce; all other values are reduced in rank order.
     Nccl,
 }
 
@@ -156,14 +157,15 @@ impl Reducer {
         self.divisor
     }
 
-    /// Returns the bytes of the dtype that are reduced at a time, so that sums take no more than `SUM_BYTES`.
+    /// Returns how many bytes of partial values are reduced at a time, so that the sums take no more than `SUM_BYTES`.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
         usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * self.widening()) * itemsize
     }
 
-    /// Reduces partial values in memory: the same block of each.
+    /// Reduces partial values in memory. Each of the given blocks has the elements of one partial value at the same
+    /// positions.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.
@@ -180,7 +182,7 @@ impl Reducer {
         self.finish(sums, value)
     }
 
-    /// Returns the bytes of `sums` for each byte of the dtype.
+    /// Returns the number of bytes of `sums` per byte of partial values.
     #[must_use]
     pub fn widening(self) -> usize {
         match self.dtype {
@@ -344,7 +346,7 @@ impl Number<16> for i128 {
         self.saturating_add(other)
     }
 
-    /// A product beyond 128 bits is beyond every dtype, unless it is multiplied by 0.
+    /// A product that overflows 128 bits is too large for every dtype, unless a later factor is 0.
     fn times(self, other: Self) -> Self {
         self.saturating_mul(other)
     }
@@ -371,7 +373,7 @@ struct Accumulator<'a> {
 }
 
 impl Accumulator<'_> {
-    /// Runs one loop per dtype and op, in which the compiler knows everything but the values.
+    /// Runs the loop of one dtype and op. Only the values are unknown when the compiler compiles the loop.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {
         match self.op {
@@ -402,7 +404,7 @@ impl Accumulator<'_> {
     }
 }
 
-/// Divides floats in place, and makes every NaN the same one.
+/// Divides floats in place, and replaces every NaN by the same NaN.
 fn divide<const A: usize, T: Number<A> + std::ops::Div<Output = T> + PartialEq>(sums: &mut [u8], divisor: T, nan: T) {
     for sum in sums.as_chunks_mut::<A>().0 {
         let quotient = T::from_bytes(*sum) / divisor;

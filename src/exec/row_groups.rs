@@ -1,5 +1,5 @@
-//! Row groups: write blocks that need the same source rows, which one worker fills one after the other. Counts bytes of
-//! output, unless a name names another unit.
+//! Row groups: write blocks that need the same source rows, which one worker fills one after the other. Unit: bytes of
+//! output, unless a name says another unit.
 //!
 //! If a tensor is cut into columns, each row of the source goes to many files in short runs:
 //!
@@ -17,9 +17,9 @@
 //! same fraction of all of its tiles. One worker fills the write blocks of a row group, one after the other, from a
 //! block of the source that is read once ([`super::block`]).
 //!
-//! Equal tiles that are not such columns form a tile group as well: **copies**, as the ranks of a replica have them.
-//! Their write blocks are cut at the same positions; the data is gathered once and written to each file. All other
-//! tiles are written in file order.
+//! Equal tiles that are not such columns also form a tile group. They are called **copies**; replicas on several ranks
+//! are copies, for example. The write blocks of copies are cut at the same positions, and the data is gathered once and
+//! written to each file. All other tiles are written in file order.
 
 use indexmap::IndexMap;
 
@@ -36,7 +36,8 @@ const GAP_BYTES: u64 = 64 << 10;
 /// Largest number of tiles in one row group; with more, write blocks would be too short to be worth a system call.
 const MAX_TILES: usize = 128;
 
-/// Shortest length at which a copy, with the copies that follow it, is worth write blocks of its own.
+/// Copies that follow each other in a file get write blocks of their own only if they are at least this long together.
+/// Only a copy that is shorter than this may share a write block with the next copy.
 const MIN_COPY_BYTES: u64 = 256 << 10;
 
 /// Position of a tile in an output file.
@@ -50,7 +51,7 @@ pub struct OutputRange {
     pub len: u64,
     /// Index of the tile among the planned tiles of the window.
     pub tile_index: usize,
-    /// Cuts inside this tile fall on multiples of its item size.
+    /// Item size of the tile: cuts inside the tile fall on multiples of it.
     pub itemsize: u64,
     /// The tiles that need the same source bytes.
     pub group: Option<TileGroup>,
@@ -92,12 +93,12 @@ pub struct GroupCandidate<'a> {
     pub tile: Tile,
     /// Share of the source's partial values.
     pub share: Option<&'a Share>,
-    /// Source bytes that it takes.
+    /// Source bytes that the tile takes.
     pub source_bytes: u64,
-    /// True if it takes short runs of source rows. The rows of a transposed view are columns of its source: a row group
-    /// of them would read all of the source, so none is made.
+    /// True if the tile takes short runs of source rows. False for a transposed view: its rows are columns of the
+    /// source, so a row group of them would read all of the source.
     pub has_short_row_runs: bool,
-    /// Position in the output, which receives the group.
+    /// Position in the output. [`assign_groups`] sets its group.
     pub output_range: &'a mut OutputRange,
 }
 
@@ -165,9 +166,9 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
     boundaries
 }
 
-/// Cuts row groups of whole rows. A cut moves to the next file block boundary if that is only a small part of the row
-/// group: the boundary differs from file to file, so a few rows are read for two row groups. Short output ranges share
-/// a row group.
+/// Cuts row groups of whole rows. A cut moves to the next file block boundary if the distance is a small part of the
+/// row group. The boundary differs from file to file, so a few rows are then read for two row groups. Short output
+/// ranges share a row group.
 fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mut Vec<Boundary>) {
     let OutputRange { file, offset, len, group, .. } = *output_range;
     let Some(TileGroup { number, kind: TileGroupKind::Rows { source_bytes, rows } }) = group else { return };
@@ -187,7 +188,7 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         *begun = Some(total);
     } else {
         *begun = Some(source_bytes.min(ROW_GROUP_BYTES));
-        // The end of copies stays where it is.
+        // The end of copies is never moved.
         let earliest = last.filter(|_| before.is_none()).map_or(0, |last| last.offset);
         for row_group in 0..row_groups {
             let offset = (at(row_group) / grid * grid).max(earliest);
@@ -199,9 +200,9 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
     boundaries.push(Boundary { file, offset: (offset + len).next_multiple_of(grid), row_group: None });
 }
 
-/// Cuts consecutive copies at the same positions of their tensors in every file: at file block boundaries of the first
-/// file, and so of most others. Only short copies share a write block: the header bytes between tensors may differ in
-/// length from file to file.
+/// Cuts consecutive copies at the same positions of their tensors in every file. The positions are file block
+/// boundaries of the first file, and usually of the other files as well. Only short copies share a write block, because
+/// the header bytes between tensors may differ in length from file to file.
 fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut Vec<Boundary>) {
     // Start of the write block that the next short output range may join.
     let mut begun = None;
@@ -214,7 +215,7 @@ fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut 
             continue;
         }
         begun = is_short.then_some(offset);
-        // The end of the previous row group may have been moved to a boundary inside this output range.
+        // The end of the previous row group may have moved to a boundary inside this output range.
         let _ = boundaries.pop_if(|last| last.file == file && last.offset >= offset);
         let ragged = first_offset % ALIGNMENT;
         // The header bytes behind a tensor are in its last write block.

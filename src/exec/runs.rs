@@ -1,8 +1,8 @@
 //! Reads the runs of one piece: strided copies of bytes, from one chunk into one write block.
 //!
-//! Counts bytes. Long runs are read straight into the write block. Short runs are copied from a mapping if the file
-//! system is good at that, otherwise from a scratch block that is read once and covers many of them. Invariant: the
-//! chunk was proven to lie within its file.
+//! Unit: bytes. Long runs are read directly into the write block. Short runs are copied from a mapping if mappings are
+//! fast on the file system; otherwise they are copied from a scratch block, which is filled by one read for many runs.
+//! Invariant: an earlier check has shown that the chunk is within its file.
 
 use std::cmp::Reverse;
 use std::convert::Infallible;
@@ -20,11 +20,11 @@ use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 use crate::storage::{FileRange, IoMode, OpenFile};
 
-/// Runs at least this long are worth a read of their own; many shorter runs are copied from one mapping or block.
+/// Shortest run that is read by a separate call. Shorter runs are copied together from one mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
-/// Records the CRCs of the runs of a piece that were read by one call each. Short strided runs are not worth it: they
-/// hardly ever cover their whole record.
+/// Records the CRCs of the runs of a piece that were read by one call each. Short strided runs are not recorded,
+/// because they hardly ever cover a whole zip record.
 pub fn record_runs(
     recorder: &mut CrcRecorder<'_>,
     fqn: &Fqn,
@@ -55,7 +55,8 @@ pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
-/// Returns whether a piece goes through its file row by row, front to back. A piece of a transposed view does not.
+/// Returns whether a piece goes through its file row by row, front to back. Returns false for a piece of a transposed
+/// view.
 #[must_use]
 pub fn is_row_by_row(piece: &Piece) -> bool {
     let steps = || piece.levels.iter().map(|level| level.source_step);
@@ -104,8 +105,8 @@ pub fn read_piece(
     match mapped {
         Some(()) => Ok(()),
         None => {
-            // Loops in file order, not in target order: for a transposed view, each scratch block would otherwise give
-            // a few elements, and be read again for the next ones.
+            // The loops are in file order, not in target order. For a transposed view in target order, each scratch
+            // block would give only a few elements and would be read again for the next ones.
             let mut levels = piece.levels.clone();
             levels.sort_by_key(|level| Reverse(level.source_step));
             read_blocks(file, base + piece.source, piece, &levels, &mut target_block[target..], block)

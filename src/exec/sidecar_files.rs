@@ -1,4 +1,4 @@
-//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. Counts bytes.
+//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. Unit: bytes.
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};
@@ -89,7 +89,7 @@ pub fn copy_file(
     close(target).map_err(Error::io("close", &path))
 }
 
-/// Extended attribute of a copy, with the state of the copy when it was written.
+/// Name of the extended attribute of a copy that records the length and the time of the last change of the copy.
 const STATE_ATTRIBUTE: &str = "user.dtshard.carried";
 
 /// Records the state of the copy in its attribute, so that `options::overwrite` can recognise a file that somebody has
@@ -117,7 +117,8 @@ fn state(metadata: &Metadata) -> String {
     format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Returns whether the copy in `folder` is complete; with `compares`, also whether its bytes equal those of the source.
+/// Returns whether the copy in `folder` is complete; with `compares`, also whether its bytes equal the bytes of the
+/// source file.
 ///
 /// # Errors
 /// `Io`

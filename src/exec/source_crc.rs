@@ -1,8 +1,8 @@
-//! Checks the CRC-32s of source records while they are copied. Counts bytes.
+//! Checks the CRC-32s of zip records of the source while they are copied. Unit: bytes.
 //!
-//! A record whose bytes are all read in long runs is checked against the CRC-32 that its writer stored, at the cost of
-//! a CRC over bytes that are in cache. A record that is read only in part, or only in short strided runs, is not
-//! checked here: `verify` checks those.
+//! If all bytes of a zip record are read in long runs, the record is checked against the CRC-32 that its writer stored.
+//! The CRC costs little, because the bytes are in cache. A zip record that is read only in part, or only in short
+//! strided runs, is not checked here; `verify` checks every record.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
@@ -12,16 +12,16 @@ use crate::catalog::{ChecksummedRange, Fqn};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 
-/// CRCs of the record ranges that have been read.
+/// CRCs of the ranges of zip records that have been read.
 #[derive(Debug, Default)]
 pub struct SourceCrcs {
     records: Mutex<HashMap<(FileId, u64), SeenRanges>>,
 }
 
-/// Records the CRCs of data that is read into a buffer, and keeps those that are worth combining, by their offset in
+/// Records the CRCs of data that is read into a buffer. It keeps the CRCs that are worth combining, by their offset in
 /// the buffer.
 pub struct CrcRecorder<'a> {
-    /// The CRCs by source record.
+    /// The CRCs by zip record.
     pub source_crcs: &'a SourceCrcs,
     /// The CRCs that are worth combining.
     pub parts: &'a mut Vec<ChecksumPart>,
@@ -29,7 +29,7 @@ pub struct CrcRecorder<'a> {
 
 #[derive(Debug)]
 struct SeenRanges {
-    /// The first tensor that was read from the record.
+    /// The first tensor that was read from the zip record.
     name: Fqn,
     summed: ChecksummedRange,
     /// Length and CRC of each range that was read, by offset.
@@ -37,11 +37,11 @@ struct SeenRanges {
 }
 
 impl SourceCrcs {
-    /// Records that `bytes` were read at `offset` of the file, inside a record; returns their CRC-32.
+    /// Records that `bytes` were read at `offset` of the file, inside a zip record; returns their CRC-32.
     pub fn record(&self, name: &Fqn, file: FileId, summed: ChecksummedRange, offset: u64, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
-        // A small record is read by one call, and need not be remembered.
+        // A small zip record is read by one call, and its CRC need not be stored.
         let whole = offset == summed.start && bytes.len() as u64 == summed.len;
         let crc = hasher.clone().finalize();
         if whole && crc == summed.crc {
@@ -57,16 +57,16 @@ impl SourceCrcs {
         crc
     }
 
-    /// Returns whether no range is waiting for the rest of its record.
+    /// Returns whether no range is waiting for the rest of its zip record.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.records.lock().expect("no panic while the lock is held").is_empty()
     }
 
-    /// Checks every record that was read completely, and forgets all of them.
+    /// Checks every zip record that was read completely, and removes all recorded ranges.
     ///
     /// # Errors
-    /// `Malformed` naming the file and the record whose data has changed since it was written.
+    /// `Malformed` naming the file and the zip record whose data has changed since it was written.
     pub fn check_complete(&self, files: &Files) -> Result<()> {
         let records = std::mem::take(&mut *self.records.lock().expect("no panic while the lock is held"));
         for ((file, start), seen) in records {
@@ -85,7 +85,7 @@ impl SourceCrcs {
 }
 
 impl SeenRanges {
-    /// Returns the CRC of the record if its ranges cover it from its first byte to its last.
+    /// Returns the CRC of the zip record if the ranges cover it from its first byte to its last.
     fn whole(&self) -> Option<u32> {
         let mut end = self.summed.start;
         let mut whole = crc32fast::Hasher::new();
@@ -120,7 +120,7 @@ mod tests {
         source_crcs.record(&name, file, summed, 2, b"abc");
         source_crcs.check_complete(&files).unwrap();
 
-        // A part of a record is not checked.
+        // A part of a zip record is not checked.
         source_crcs.record(&name, file, summed, 2, b"abX");
         source_crcs.check_complete(&files).unwrap();
 

@@ -1,5 +1,5 @@
-//! A flag that ends a run early, which workers check between write blocks. A signal sets it, or the discovery that
-//! another process has taken over the work. The caller connects it to signals.
+//! A flag that ends a run early; workers check it between write blocks. A signal handler of the calling program sets
+//! the flag. A process also sets it when it discovers that another process has taken over its work.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,14 +16,15 @@ pub struct Stop {
     takeover: Arc<OnceLock<(String, String)>>,
 }
 
-/// The numbers of [`STOPPING`](super::stopped::STOPPING).
+/// The signal numbers of [`STOPPING`](super::stopped::STOPPING), in the same order.
 const NUMBERS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
 
 impl Stop {
     /// Numbers of the signals that may stop a run: INT, TERM, USR1, USR2.
     pub const SIGNALS: [i32; 4] = NUMBERS;
 
-    /// Returns the number of the signal that has arrived, 0 before; a signal handler stores it.
+    /// Returns the shared number of the signal that has arrived, which is 0 before a signal arrives. A signal handler
+    /// stores the number.
     #[must_use]
     pub fn signal(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.signal)

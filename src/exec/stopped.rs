@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 
 use crate::comm::error::Peer;
 
-/// The exit code that a shell gives to a command that INT ended.
+/// The exit code that a shell reports for a command that SIGINT has ended.
 const INTERRUPTED: u8 = 130;
 
-/// `EX_TEMPFAIL` of sysexits.h.
+/// The exit code `EX_TEMPFAIL` of sysexits.h: the same command can succeed later.
 const TRY_AGAIN: u8 = 75;
 
-/// Signals that stop a run, and the exit code of a run that keeps nothing, which is the one that a shell gives to a command
-/// that the signal ended.
+/// Signals that stop a run, each with the exit code of a run that keeps no work. A shell reports the same exit code for
+/// a command that the signal has ended.
 pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
 
-/// An error of a run that a signal stopped, at this process or another one; nothing was published.
+/// The error of a run that a signal stopped, in this process or another process. Nothing was published.
 #[derive(Debug, thiserror::Error)]
 #[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
 #[non_exhaustive]
@@ -23,21 +23,22 @@ pub struct Stopped {
     pub signal: &'static str,
     /// The exit code of a program that ends with this error.
     pub exit: u8,
-    /// The process that got the signal, if it is another one.
+    /// The process that received the signal; `None` if it was this process.
     pub rank: Option<Peer>,
-    /// The folder with the finished work that another run can resume, and a text with its amount.
+    /// The folder with the finished work that another run can resume, and a text with the amount of that work.
     pub kept: Option<(PathBuf, String)>,
 }
 
 impl Stopped {
-    /// Returns the error for one of [`STOPPING`].
+    /// Returns the error for the signal with the index `which` in [`STOPPING`].
     pub(crate) fn by(which: usize, rank: Option<Peer>) -> Self {
         let (signal, exit) = STOPPING[which];
         Self { signal, exit, rank, kept: None }
     }
 
-    /// Adds the folder with the finished work and its amount. The exit code then becomes 75, so that a scheduler runs the
-    /// same command again, except after INT: a person reads the message.
+    /// Adds the folder with the finished work, and the amount of that work as text. Sets the exit code to 75, so that a
+    /// scheduler runs the same command again. After INT the exit code stays 130, because a user interrupted the
+    /// command.
     #[must_use]
     pub(crate) fn keeping(self, path: &Path, much: String) -> Self {
         let exit = if self.exit == INTERRUPTED { self.exit } else { TRY_AGAIN };

@@ -1,11 +1,12 @@
-//! Windows: the tensors that are planned and located at a time. Counts bytes of output.
+//! Windows: the tensors that are planned and located at a time. Unit: bytes of output.
 //!
-//! A window is up to 1 GiB of output, or some thousand tiles if those are small, cut between tensors. Its tensors are
-//! proven and planned and their chunks located in parallel. Only one window's plans exist at a time, so memory depends
-//! on the window, not on the model. Tensors and chunks without bytes to write are skipped.
+//! A window is up to 1 GiB of output, or some thousand tiles if those are small, cut between tensors. For each tensor
+//! of a window, threads in parallel check that its chunks cover it exactly once, plan it, and locate its chunks. Only
+//! one window's plans exist at a time, so memory depends on the window, not on the model. Tensors and chunks without
+//! bytes to write are skipped.
 //!
-//! A stopped run loses its current window. So the size of windows follows [time](WindowPace): on a disk of any speed, a
-//! window takes a few seconds, unless a single tensor takes longer.
+//! A stopped run loses its current window. Therefore [`WindowPace`] chooses the size of a window by time: on a disk of
+//! any speed, a window takes a few seconds, unless a single tensor takes longer.
 //!
 //! Invariant: each output range of [`prepare_window`] has the index of its tile, and tile groups of different tensors
 //! have different numbers.
@@ -26,10 +27,11 @@ use crate::error::Result;
 use crate::fault;
 use crate::plan::SourceTensor;
 
-/// Largest window.
+/// Largest size of a window.
 const WINDOW_BYTES: u64 = 1 << 30;
 
-/// First window, which measures the speed, and smallest window, which still has write blocks for many threads.
+/// Size of the first window, which measures the speed, and smallest size of a window. A window of the smallest size
+/// still has write blocks for many threads.
 const FIRST_BYTES: u64 = 128 << 20;
 const LEAST_BYTES: u64 = 32 << 20;
 
@@ -42,7 +44,8 @@ const TEST_BYTES: u64 = 256 << 10;
 /// Largest number of tiles in a window.
 const WINDOW_TILES: usize = 1 << 12;
 
-/// Parts of a window per thread, which the threads prepare one after the other: some parts take longer than others.
+/// Number of parts of a window per thread. Several parts per thread keep all threads busy although some parts take
+/// longer than others.
 const PARTS: usize = 16;
 
 /// Chooses the size of the next window from the time that the last one took.
@@ -70,7 +73,7 @@ impl WindowPace {
         self.bytes.min(Self::max_bytes())
     }
 
-    /// Notes that a window of `bytes` is done.
+    /// Records that a window of `bytes` is done.
     pub fn finish_window(&mut self, bytes: u64) {
         self.bytes = scaled_to_window_time(bytes, self.since.elapsed());
         self.since = Instant::now();
@@ -97,7 +100,8 @@ impl<'a> Windows<'a> {
         Self { input, rest: tensors.iter(), todo }
     }
 
-    /// Returns the tensors of the next window, which is full with `most_bytes`; `None` if no tensor is left.
+    /// Returns the tensors of the next window, which ends with the tensor that reaches `most_bytes`; `None` if no
+    /// tensor is left.
     pub fn next(&mut self, most_bytes: u64) -> Option<Vec<&'a Reserved>> {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
@@ -109,7 +113,7 @@ impl<'a> Windows<'a> {
                 bytes += tensor.chunk_bytes(chunk);
                 tiles = tensor.tiles_read_by_chunk(chunk, source).saturating_add(tiles);
             }
-            // A tensor without stored data is proven all the same.
+            // A tensor without stored data is also checked for exact coverage.
             let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.file_offset(chunk).is_none());
             if tiles > before || is_nowhere() {
                 window.push(tensor);
@@ -140,9 +144,10 @@ fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct PlannedTile {
     /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// Counts the values that its cast loses; `None` without a cast, and for all replicas but the first.
+    /// Counts the values that the tile's cast loses. `None` if there is no cast, and for all replicas except the first
+    /// one.
     pub cast_counter: Option<CastCounter>,
-    /// Number of the group of equal tiles that it is in.
+    /// Number of the group of equal tiles that contains this tile.
     pub copy_group: Option<usize>,
 }
 
@@ -151,11 +156,11 @@ pub struct PlannedTile {
 pub enum CastCounter {
     /// Counts while write blocks are filled.
     WhileWriting(DtypePair),
-    /// The counts are known already, by element.
+    /// The counts are already known, by element.
     Counted(DtypePair, Vec<(u64, LossCounts)>),
 }
 
-/// Proves, plans and locates the tensors of a window. Replaces the tiles in `tiles`.
+/// Checks, plans and locates the tensors of a window. Replaces the tiles in `tiles`.
 ///
 /// # Errors
 /// The error of the first tensor that has one.
@@ -210,7 +215,7 @@ fn prepare_tensor(
         let Some((file, offset)) = tensor.file_offset(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
         let share = tensor.shares.get(index);
-        // The first of several replicas is counted, whichever run writes it.
+        // Of several replicas, only the first is counted, regardless of which run writes it.
         let is_new = pair.0 != pair.1 && counted.insert((tile.clone(), share));
         if !is_to_be_written(tensor, index, todo) {
             continue;

@@ -7,7 +7,7 @@
 //! Only ranges that are to be written are cut into blocks. Such a range may begin or end within an element: write
 //! blocks hold whole elements, and the bytes outside the range are not written.
 //!
-//! Counts bytes.
+//! Unit: bytes.
 
 use std::ops::Range;
 
@@ -30,18 +30,18 @@ pub enum SegmentContent {
 pub struct Segment {
     /// Offset in the file.
     pub offset: u64,
-    /// The bytes to put there.
+    /// The bytes to put at this offset.
     pub content: SegmentContent,
 }
 
 impl Segment {
-    /// Returns its range in the file.
+    /// Returns the range of the segment in the file.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len()
     }
 
-    /// Returns its length in bytes.
+    /// Returns the length of the segment in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         match &self.content {
@@ -58,7 +58,7 @@ const MAX_SEGMENTS: usize = 1 << 10;
 pub struct WriteBlock {
     /// Number of the output file.
     pub file: u32,
-    /// The row group with whose other blocks it is filled.
+    /// The row group of the block. One worker fills all blocks of a row group.
     pub row_group: Option<RowGroup>,
     /// Range in the file.
     pub range: Range<u64>,
@@ -67,13 +67,13 @@ pub struct WriteBlock {
 }
 
 impl WriteBlock {
-    /// Returns its length in bytes, as the size of a buffer.
+    /// Returns the length of the block in bytes, as the size of a buffer.
     #[must_use]
     pub fn len(&self) -> usize {
         usize::try_from(self.range.end - self.range.start).expect("a write block fits memory")
     }
 
-    /// Returns the position in the block's buffer of a range of the file, which must be within the block.
+    /// Returns the position in the block's buffer of a range of the file. The range must be within the block.
     #[must_use]
     pub fn buffer_range(&self, range: &Range<u64>) -> Range<usize> {
         let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a write block fits memory");
@@ -86,7 +86,7 @@ impl WriteBlock {
 pub struct BlockCutter<'a> {
     files: &'a [OutputFile],
     todo: &'a Extents,
-    /// For each file, the first header bytes that are in no block yet.
+    /// For each file, the index of the first header bytes that are in no block yet.
     next_header: Vec<usize>,
     block_bytes: u64,
 }
@@ -112,7 +112,7 @@ impl<'a> BlockCutter<'a> {
         blocks.blocks
     }
 
-    /// Returns the write blocks of all header bytes that are behind the last tensor data.
+    /// Returns the write blocks of all header bytes behind the last tensor data.
     #[must_use]
     pub fn finish(mut self) -> Vec<WriteBlock> {
         let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, Vec::new());
@@ -172,8 +172,8 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Adds these bytes of the content at `offset` to the current block if they continue it. Starts another block where
-    /// a block is full or at a boundary.
+    /// Adds these bytes of the content at `offset` to the current block if they continue it. Starts another block if
+    /// the current block is full, and at each boundary.
     fn push_elements(
         &mut self,
         file: u32,
@@ -224,9 +224,10 @@ impl<'a> WriteBlocks<'a> {
     }
 }
 
-/// Returns how many of the next `rest` bytes from `at` fit: all of them, or up to a file block boundary, so that
-/// neighbouring write blocks do not touch the same file block, or up to the end of an element if no boundary is one.
-/// Returns 0 if `at` is the last boundary within reach: the write block then ends there, shorter than its capacity.
+/// Returns how many of the next `rest` bytes from `at` fit. If not all fit, returns the bytes up to a file block
+/// boundary, so that neighbouring write blocks do not touch the same file block, or up to the end of an element if no
+/// element ends at that boundary. Returns 0 if `at` is the last boundary within reach; the write block then ends at
+/// `at` and is shorter than its capacity.
 fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;
@@ -300,7 +301,7 @@ mod tests {
         let todo = Extents::of_files(&files);
         let mut cutter = BlockCutter::new(&files, &todo, 65_536);
         let output_range = |offset, len| OutputRange { file: 0, offset, len, tile_index: 0, itemsize: 2, group: None };
-        // The second window begins where the first one ended, which is at no boundary.
+        // The second window begins where the first one ended, which is not a file block boundary.
         let mut blocks = cutter.cut(vec![output_range(1000, 1_000_000)]);
         blocks.extend(cutter.cut(vec![output_range(1_001_024, 500_000)]));
         let ragged = blocks.iter().filter(|block| !block.range.end.is_multiple_of(ALIGNMENT));

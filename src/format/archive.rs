@@ -1,5 +1,5 @@
 //! Connects torch.save archives with the files of a checkpoint: the source of their bytes, the conversion of their
-//! errors, and their layout in output files. Offsets and lengths count bytes. The format is that of
+//! errors, and their layout in output files. Unit of offsets and lengths: bytes. The format is that of
 //! `torch/serialization.py`.
 
 use std::collections::HashSet;
@@ -80,16 +80,16 @@ pub fn torch_script_error(path: &Path) -> Error {
     )
 }
 
-/// Returns the offset of a record's data.
+/// Returns the offset of a zip record's data.
 ///
 /// # Errors
-/// `Malformed` if the record has no local header, `Io`.
+/// `Malformed` if the zip record has no local header, `Io`.
 pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
     let source = ArchiveSource::new(files, file);
     zip::data_offset(&source, record).map_err(|error| source.error(error))
 }
 
-/// Known bytes of many archives, of which equal ones are kept once.
+/// Bytes of many archives; equal bytes are kept once.
 #[derive(Debug, Default)]
 pub struct SharedBytes(HashSet<Arc<Vec<u8>>>);
 
@@ -119,8 +119,8 @@ impl SharedBytes {
     }
 }
 
-/// Writes the values that have no pickle opcodes: tensors with a closure, and values that differ between ranks as the
-/// value of one rank.
+/// Writes the values that have no pickle opcodes. A closure writes the tensors. Of a value that differs between ranks,
+/// the value of one rank is written.
 pub struct Leaves<F> {
     /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
     pub rank: Option<Rank>,

@@ -1,4 +1,4 @@
-//! Verifies the CRC-32s in torch.save archives: whole files, and every item of DCP data files. Lengths count bytes.
+//! Verifies the CRC-32s in torch.save archives: whole files, and every item of DCP data files. Unit of lengths: bytes.
 //!
 //! torch.load never verifies them, so it loads a file with a flipped bit without an error.
 
@@ -10,8 +10,8 @@ use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Returns the archives of a checkpoint; those of single tensors have the tensor's name. Empty if the format has no
-/// checksums.
+/// Returns the archives of a checkpoint. An archive of a single tensor has the tensor's name. Empty if the format has
+/// no checksums.
 #[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =
@@ -26,11 +26,11 @@ pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     archives.into_iter().collect()
 }
 
-/// Verifies every record of an archive whose writer computed checksums.
+/// Verifies every zip record of an archive, if the writer of the archive computed checksums.
 ///
 /// # Errors
-/// `Malformed` naming the record, `Io`, or the error of `each_block`, which is called with the length of every block
-/// that is read.
+/// `Malformed` naming the zip record, `Io`, or the error of `each_block`, which is called with the length of every
+/// block that is read.
 pub fn check(files: &Files, file_range: FileRange, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
     let source = ArchiveSource::new(files, file_range.file);
     let mut each_block = |len| each_block(len).map_err(io::Error::other);

@@ -1,4 +1,4 @@
-//! Detects the format of a path from file names and first bytes. Every format of the table is asked.
+//! Detects the format of a path from file names and first bytes. Every format of the table checks the path.
 
 use std::path::{Path, PathBuf};
 
@@ -59,8 +59,8 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> R
     Ok(found.pop())
 }
 
-/// Returns whether a detected format can turn out to be `from`: a reader finds flat parameters in rank files only when
-/// it reads the files.
+/// Returns whether the format can change from `found` to `from` when the files are read. A reader finds flat parameters
+/// in rank files only when it reads the files.
 fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
@@ -119,7 +119,7 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     )
 }
 
-/// Returns whether a folder has files that may each be a whole checkpoint, judged by their names.
+/// Returns whether a folder has files that may each be a whole checkpoint, as shown by their names.
 ///
 /// # Errors
 /// `Io`.

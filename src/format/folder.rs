@@ -1,8 +1,8 @@
 //! Finds the folders of a checkpoint below the folder that the user gives.
 //!
 //! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
-//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is
-//! untrusted text: it may only name a folder beside it.
+//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is untrusted
+//! text. It may only name a folder in the same folder.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate
@@ -25,7 +25,7 @@ pub enum Want {
     /// The model, the optimizer, and the files beside them.
     #[default]
     All,
-    /// The model and the optimizer. Other files are not looked at.
+    /// The model and the optimizer. Other files are not examined.
     State,
     /// The model alone.
     Model,
@@ -168,7 +168,7 @@ const ROLES: [&str; 2] = ["actor", "critic"];
 
 /// Returns the only subfolder in which to continue the search, if there is one.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
-    // `latest` is a link to a folder here, not a text file.
+    // In this case, `latest` is a link to a folder, not a text file.
     if names.iter().any(|name| name == "latest") {
         return Ok(Some(String::from("latest")));
     }

@@ -1,7 +1,8 @@
 //! Detects formats of other frameworks and addresses that are not paths, and refuses them with an error that names the
 //! format and a way to convert it.
 //!
-//! Only names and the first bytes of files are examined. It must never refuse a file that this crate can read.
+//! Only names and the first bytes of files are examined. The detection must never refuse a file that this crate can
+//! read.
 
 use std::fs::File;
 use std::io::Read;
@@ -138,13 +139,13 @@ const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with
 /// The name of each rank's file in Megatron-LM.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";
 
-/// Returns whether a name is one of DeepSpeed's: `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`,
+/// Returns whether DeepSpeed writes files of this name: `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`,
 /// `zero_pp_rank_0_mp_rank_00_optim_states.pt`.
 fn is_deepspeed(name: &str) -> bool {
     ["_model_states.pt", "-model_states.pt", "_optim_states.pt"].iter().any(|end| name.ends_with(end))
 }
 
-/// Returns whether a name is the folder of a rank in Megatron-LM: `mp_rank_00`, `mp_rank_00_000`.
+/// Returns whether Megatron-LM writes the folder of a rank under this name: `mp_rank_00`, `mp_rank_00_000`.
 fn is_megatron_rank(name: &str) -> bool {
     let numbers = name.strip_prefix("mp_rank_").map(|rest| rest.split('_'));
     numbers.is_some_and(|mut parts| parts.all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
@@ -272,7 +273,7 @@ pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
     }
 }
 
-/// Returns the error for a file whose name is that of another framework's format.
+/// Returns the error for a file whose name belongs to another framework's format.
 #[must_use]
 pub fn refuse_by_name(path: &Path) -> Option<Error> {
     let name = path.file_name()?.to_str()?;

@@ -18,12 +18,12 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Returns whether a file name is that of an index.
+/// Returns whether a file with this name is an index.
 pub fn is_index(name: &str) -> bool {
     format_of(name).is_some()
 }
 
-/// Returns the format of the files that an index names, judged by the name of the index.
+/// Returns the format of the files that an index names. The name of the index determines this format.
 fn format_of(name: &str) -> Option<Format> {
     Format::ALL.iter().copied().find(|format| is_index_of(name, *format))
 }
@@ -39,7 +39,7 @@ pub fn is_index_of(name: &str, format: Format) -> bool {
     })
 }
 
-/// Returns the index that loaders read: the one with the usual name, otherwise one without a variant.
+/// Returns the index that loaders read: the index with the usual name, otherwise an index without a variant.
 pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
     names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
@@ -179,9 +179,9 @@ impl ShardIndex {
         Ok(others)
     }
 
-    /// Returns the first difference between the tensors of the index and those of its files. The index must list every
-    /// tensor with the file that has it, and may list further names of tensors. `holder` returns the file of a name.
-    /// `stored` are the tensors of the files in `read`. A tensor without data may be in any file.
+    /// Returns the first difference between an index and the tensors of its files. The index must list every tensor
+    /// with the file that has it, and may list further names of tensors. `holder` returns the file of a name. `stored`
+    /// are the tensors of the files in `read`. A tensor without data may be in any file.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,

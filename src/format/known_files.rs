@@ -1,5 +1,5 @@
-//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking who
-//! wrote them. Each format has its own rows; the other rows are here.
+//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking which
+//! program wrote them. Each format has its own rows; this file has the other rows.
 //!
 //! A row matches by name if the name is distinctive enough. For other names (`.pt`, `layout.json`), the first bytes
 //! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows the same table;
@@ -43,7 +43,7 @@ pub struct KnownFile {
     pub pattern: &'static str,
     /// The purpose of the files.
     pub role: FileRole,
-    /// The requirement on their first bytes.
+    /// The requirement on the first bytes of the files.
     pub start: FileSignature,
 }
 
@@ -146,7 +146,7 @@ fn below_known_folder(name: &Path) -> &Path {
     }
 }
 
-/// Returns the purpose of a file in a checkpoint folder, judged by its name relative to that folder and by its first
+/// Returns the purpose of a file in a checkpoint folder, as shown by its name relative to that folder and by its first
 /// bytes. Returns `None` for a file that is not in the table. `path` is the location of the file; links are followed.
 #[must_use]
 pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {

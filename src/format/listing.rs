@@ -51,19 +51,20 @@ fn has_suffix(name: &str, format: Format) -> bool {
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
 }
 
-/// Returns whether a file is a data file, judged by its name: metadata in other files describes its content.
+/// Returns whether a file is a data file, as shown by its name. Metadata in other files describes the content of a data
+/// file.
 #[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
 }
 
-/// Returns the format of a data file, judged by its name.
+/// Returns the format of a data file, as shown by its name.
 pub fn format_of_data(path: &Path) -> Option<Format> {
     let suffix = path.extension()?.to_str()?;
     Format::ALL.iter().copied().find(|format| format.entry().data_suffixes.contains(&suffix))
 }
 
-/// Returns whether a file has metadata and no tensor data, judged by its name.
+/// Returns whether a file has metadata and no tensor data, as shown by its name.
 pub fn is_metadata_file(name: &str) -> bool {
     let Some((_, suffix)) = name.rsplit_once('.') else { return false };
     Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
@@ -76,7 +77,7 @@ pub enum Match {
     Certain,
     /// The names occur in other formats as well.
     Likely,
-    /// The file counts only if something else is found beside it.
+    /// The file counts as part of a checkpoint only if a format finds other files in the same folder.
     Possible,
 }
 

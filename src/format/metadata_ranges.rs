@@ -1,8 +1,9 @@
 //! Metadata ranges: the byte ranges of a file that are not tensor data. The metadata mirror copies these ranges.
 //!
 //! The ranges are found by running the readers and recording their reads. So a mirror of the ranges shows the same
-//! missing files and the same damage as the original, and no rule is written twice. The state of random number
-//! generators counts as metadata: it may differ between ranks, which must be decided before any data is moved.
+//! missing files and the same damage as the original, and the rules of a format exist only in its reader. The state of
+//! random number generators counts as metadata, because it may differ between ranks, which must be decided before any
+//! data is moved.
 //!
 //! Unit: bytes. Invariant: damaged files have metadata ranges as well, and no range reaches beyond the end of its
 //! file.
@@ -63,7 +64,8 @@ fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'stat
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names one.
+/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names a
+/// container.
 ///
 /// # Errors
 /// `Io`.

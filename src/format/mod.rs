@@ -1,6 +1,6 @@
 //! Checkpoint formats: the conversion between bytes on disk and a [`Catalog`].
 //!
-//! Each format has a folder or file of its own. It reads a catalog, and it lays out the files of a target
+//! Each format has a folder or file of its own. A format reads a catalog, and lays out the files of a target
 //! ([`Reservation`](crate::catalog::Reservation)). Formats never copy tensor data.
 
 pub mod archive;
@@ -222,7 +222,7 @@ pub struct ReadOptions {
     pub want: Want,
     /// Reads the files that exist if a set is incomplete. Without this option, an incomplete set is an error.
     pub show_incomplete: bool,
-    /// Continues if files of ranks are missing. Later checks prove for each tensor that the other files have all of
+    /// Continues if files of ranks are missing. A later check confirms for each tensor that the other files have all of
     /// its elements.
     pub allow_missing: bool,
     /// Leaves out objects of classes that are not known to be plain data.

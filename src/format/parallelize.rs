@@ -1,5 +1,5 @@
 //! Applies a parallelize plan to the model of a checkpoint, as the layout of the target or of the source, and reports
-//! the result. Shapes count elements. It mirrors `parallelize_module` and `fully_shard` in PyTorch.
+//! the result. PyTorch's counterparts are `parallelize_module` and `fully_shard`. Unit of shapes: elements.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -98,7 +98,7 @@ pub struct PlannedModel {
     mesh: DeviceMesh,
     /// The placement of each parameter, in the order of the state dict.
     placements: IndexMap<Fqn, ParameterPlacement>,
-    /// Built-in plans that match more of the names.
+    /// Built-in plans that match more names than this plan.
     matching_families: Vec<&'static str>,
     /// Parameters that a rule lays out instead of the plan.
     covered_by_rule: HashSet<Fqn>,

@@ -1,8 +1,8 @@
 //! Joins checkpoints that are read together: several series of rank files in a folder, or several folders next to each
 //! other.
 //!
-//! Each is read separately and becomes a part of one state dict, under a name of its own or merged with the others. The
-//! origin of every part is kept, so that the parts can be written separately again.
+//! Each checkpoint is read separately and becomes a part of one state dict, under its own name or merged with the other
+//! parts. The origin of every part is kept, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ pub struct CheckpointPart {
     /// The folder relative to the checkpoint's root; empty for the root.
     pub folder: PathBuf,
     pub content: PartContent,
-    /// The pattern of its file names, if it has one file per rank.
+    /// The pattern of the part's file names, if the part has one file per rank.
     pub name_pattern: Option<RankNamePattern>,
-    /// The number of its rank files; 0 if it does not have one file per rank.
+    /// The number of the part's rank files; 0 if the part does not have one file per rank.
     pub world_size: u32,
 }
 
@@ -125,8 +125,8 @@ const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
 /// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
-/// `None` if there are more than a trainer would leave next to a checkpoint. Links to files count as files, and so do
-/// dangling links, which are an error when they are copied; linked folders are not entered.
+/// `None` if there are more than a trainer would leave next to a checkpoint. Links to files count as files. Dangling
+/// links also count as files; copying them is an error. Linked folders are not entered.
 ///
 /// # Errors
 /// `Io` if a folder cannot be listed or an entry cannot be examined.

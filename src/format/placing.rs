@@ -11,7 +11,7 @@ use crate::storage::Files;
 pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
 impl Placing {
-    /// Returns the file of each tensor of a checkpoint, or `None` if it has one file.
+    /// Returns the file of each tensor of a checkpoint, or `None` if the checkpoint has one file.
     #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
         let file_of = |id: TensorId| {

@@ -1,8 +1,8 @@
 //! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
 //!
-//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name gives the series
-//! of the file. Rendered with other numbers, it gives the names of files for another world size, in the same style.
-//! Invariant: a name rendered with its own numbers is unchanged.
+//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name shows the series
+//! of the file. It can be rendered with other numbers, which gives the names of files for another world size, in the
+//! same style. Invariant: a name rendered with its own numbers is unchanged.
 
 use std::path::Path;
 
@@ -24,8 +24,8 @@ pub struct RankName {
 pub enum Numbering {
     /// A rank counted from 0, as in `rank_3` or `shard3`.
     Rank,
-    /// A number of a total, as in `00001-of-00002`: a rank if it counts from 0; if it counts from 1, a file of a set as
-    /// Hugging Face writes them.
+    /// A number of a total, as in `00001-of-00002`. If the numbers of a series start at 0, it is a rank. If they start
+    /// at 1, it is the number of a file in a set, as Hugging Face writes sets.
     OfTotal,
 }
 
@@ -118,7 +118,8 @@ impl RankNamePattern {
         self.0.iter().map(text).collect()
     }
 
-    /// Adopts the zero padding of another name of the series: `rank_10` does not show it.
+    /// Adopts the zero padding of another name of the series. A name such as `rank_10` does not show whether numbers
+    /// are padded.
     pub fn widen_padding(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
             if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })

@@ -36,7 +36,7 @@ pub struct FormatEntry {
     pub index_suffix: Option<&'static str>,
     /// Suffixes of files with metadata and without tensor data.
     pub metadata_suffixes: &'static [&'static str],
-    /// Suffixes of data files: other files record the locations of tensors and objects in them.
+    /// Suffixes of data files. Other files record the locations of tensors and objects in data files.
     pub data_suffixes: &'static [&'static str],
     /// The files of a checkpoint folder that a new checkpoint may replace.
     pub known_files: &'static [KnownFile],
@@ -95,7 +95,7 @@ pub trait Read: Sync {
     }
 
     /// Returns the files of a folder that may each be a whole checkpoint, although their names do not show it. Such a
-    /// file is read only if it is the only one and the folder has nothing else.
+    /// file is read only if it is the only such file and no format recognises the folder.
     ///
     /// # Errors
     /// `Io`.
@@ -103,7 +103,7 @@ pub trait Read: Sync {
         Ok(Vec::new())
     }
 
-    /// Returns the missing files of a checkpoint, judged by the names of the existing files.
+    /// Returns the missing files of a checkpoint, as shown by the names of the existing files.
     ///
     /// # Errors
     /// `Io`; `Malformed` and `Conflict` if names contradict each other.
@@ -131,7 +131,7 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns whether a file itself records which of its bytes are tensor data, judged by its path and its first
+    /// Returns whether a file itself records which of its bytes are tensor data, as shown by its path and its first
     /// bytes.
     fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
         false

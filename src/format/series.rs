@@ -2,8 +2,8 @@
 //! `optim_world_size_8_rank_3.pt`.
 //!
 //! Ranks count from 0, as in `torch.distributed`. Invariant: all ranks of a series must be present, because the data of
-//! a missing rank cannot be restored. If the other ranks hold replicas of it, the user may continue without it
-//! (`options::allow_missing`).
+//! a missing rank cannot be restored. If the other ranks hold replicas of that data, the user may continue without the
+//! missing rank (`options::allow_missing`).
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -240,7 +240,7 @@ impl SeriesSet {
     /// Reads all series into one catalog; several series become subtrees of its state dict.
     ///
     /// # Errors
-    /// As reading and merging rank files; `Missing` if ranks are missing.
+    /// The errors of reading and merging rank files; `Missing` if ranks are missing.
     pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(LoadedFolder, Unflattened)> {
         let (mut read, mut missing_warnings) = (Vec::new(), Vec::new());
         for series in &self.series {
@@ -341,13 +341,13 @@ impl Series {
         names
     }
 
-    /// Returns the number of ranks that its file names state or imply.
+    /// Returns the number of ranks that the file names state or imply.
     fn world_size(&self) -> u32 {
         let sizes = self.files.iter().map(|(name, _)| name.world_size.unwrap_or(name.rank.saturating_add(1)));
         sizes.max().unwrap_or(0)
     }
 
-    /// Reads its files; also returns a warning if some are missing.
+    /// Reads the files of the series; also returns a warning if some files are missing.
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
         let covers = |ranks: &_| self.covers(folder, ranks, files.without_entries(), options);
         let (ranks, warning) = self.present_ranks(folder, options, &covers)?;
@@ -355,7 +355,7 @@ impl Series {
         Ok((SeriesFiles { name: self.name.clone(), files: own, has_missing_ranks: warning.is_some() }, warning))
     }
 
-    /// Returns the files that exist, and a warning about missing ones. `covers` decides whether the error suggests to
+    /// Returns the files that exist, and a warning about missing files. `covers` decides whether the error suggests to
     /// continue without them.
     fn present_ranks(
         &self,

@@ -20,7 +20,7 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Returns the missing files of a checkpoint of whole tensors, judged by the names of its files.
+/// Returns the missing files of a checkpoint of whole tensors, as shown by the names of its files.
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` if names contradict each other.
@@ -50,8 +50,8 @@ pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// Returns the missing files, judged by the numbers in the file names of a folder. Rank files have numbers as well: if
-/// their layout is declared, the reader of rank files checks for missing ranks.
+/// Returns the missing files, as shown by the numbers in the file names of a folder. Rank files have numbers as well.
+/// If their layout is declared, the reader of rank files checks for missing ranks instead.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;
@@ -89,7 +89,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         }
         let index = match ShardIndex::read(&index) {
             Ok(index) => index,
-            // A damaged index is no evidence about this file.
+            // A damaged index does not show whether this file is part of a set.
             Err(Error::Format(FormatError::Malformed { .. })) => continue,
             Err(error) => return Err(error),
         };

@@ -22,7 +22,7 @@ impl Shortfall {
 }
 
 /// Returns the names of `count` missing files. Totals come from file names and may be arbitrarily large; a very long
-/// list ends with an entry that counts the rest.
+/// list ends with an entry that has the number of the other names.
 #[must_use]
 pub fn list_missing_names(count: u64, names: impl Iterator<Item = String>) -> Vec<String> {
     const MAX_LISTED: u64 = 10_000;

@@ -1,7 +1,7 @@
-//! The origin of a tensor's split, used for errors when a tensor cannot be split as asked.
+//! The origin of a tensor's split, used for errors when a tensor cannot be split in the requested way.
 //!
-//! Sizes count elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
-//! sizes; see [`Split`]. The hint of an error depends on who chose the split: a rule, the layout, SRC, or the
+//! Unit of sizes: elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
+//! sizes; see [`Split`]. The hint of an error depends on the origin of the split: a rule, the layout, SRC, or the
 //! checkpoint in `options::like`.
 
 use std::fmt;

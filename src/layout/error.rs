@@ -1,7 +1,7 @@
 //! Errors in a mesh, placement or layout that the user wrote.
 //!
-//! Each message names what was expected and what was found, and can be read without its context. Errors about tiles
-//! are in [`super::CoverError`]. All sizes count elements.
+//! Each message names the expected and the found value, and can be read without its context. Errors about tiles are in
+//! [`super::CoverError`]. Unit of sizes: elements.
 
 use serde_json::{Value as Json, json};
 
@@ -16,7 +16,7 @@ fn sum_of(sizes: &[u64]) -> String {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum LayoutError {
-    /// The text is no mesh.
+    /// The text is not a mesh.
     #[error("mesh `{spec}`: expected {expected}, found `{found}`")]
     MeshSpec { spec: String, expected: &'static str, found: String },
 
@@ -28,7 +28,7 @@ pub enum LayoutError {
     #[error("mesh of shape {shape}: expected at most {limit} ranks, found more")]
     MeshTooLarge { shape: String, limit: u64 },
 
-    /// The list of ranks has another length than the mesh has cells.
+    /// The number of ranks differs from the number of cells of the mesh.
     #[error("mesh of shape {shape}: expected as many ranks as cells, found {found} ranks")]
     RankCount { shape: String, found: usize },
 
@@ -36,7 +36,7 @@ pub enum LayoutError {
     #[error("mesh: expected every rank once, found rank {rank} again")]
     DuplicateRank { rank: Rank },
 
-    /// The mesh has another number of names than of dims.
+    /// The number of names differs from the number of mesh dims.
     #[error("mesh: expected {expected} dim names, found {found}")]
     NameCount { expected: usize, found: usize },
 
@@ -44,11 +44,11 @@ pub enum LayoutError {
     #[error("mesh: expected distinct dim names, found `{name}` again")]
     DuplicateName { name: String },
 
-    /// The text is no placement.
+    /// The text is not a placement.
     #[error("placement `{spec}`: expected {expected}, found `{found}`")]
     PlacementSpec { spec: String, expected: &'static str, found: String },
 
-    /// There is not one placement for each mesh dim.
+    /// The number of placements differs from the number of mesh dims.
     #[error("expected one placement for each of {expected} mesh dims, found {found}")]
     PlacementCount { expected: usize, found: usize },
 
@@ -68,15 +68,15 @@ pub enum LayoutError {
     #[error("dim {dim}: expected a local shard of at most {limit} intervals, found {found}")]
     Fragmented { dim: TensorDim, limit: u64, found: u64 },
 
-    /// The text is no split.
+    /// The text is not a split.
     #[error("split `{spec}`: expected chunk, balanced, makani or sizes such as 3+1")]
     SplitSpec { spec: String },
 
-    /// There is not one split for each mesh dim.
+    /// The number of splits differs from the number of mesh dims.
     #[error("expected no split or one for each of {expected} mesh dims, found {found}")]
     SplitCount { expected: usize, found: usize },
 
-    /// The sizes of a split are not as many as its parts, or do not add up.
+    /// The number of sizes of a split differs from the number of parts, or the sizes do not add up to the dim.
     #[error("sizes {}: expected {parts} that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
@@ -91,11 +91,11 @@ pub enum LayoutError {
     #[error("mesh dims reduce by {first} and {second}, which do not commute, so the value is not defined")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
-    /// Partial values are to become partial values of another operation.
+    /// Partial values would have to become partial values of another operation.
     #[error("P({from}) cannot be converted to P({to}): partial values of one op are not partial values of the other")]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
-    /// A whole value is to become partial values of an operation that has none.
+    /// A whole value would have to become partial values of an operation that does not allow this.
     #[error("a value without Partial cannot be converted to P({op}): its partial values are not defined")]
     NoPartialValues { op: ReduceOp },
 
@@ -103,11 +103,11 @@ pub enum LayoutError {
     #[error("shard order of dim {dim}: expected {expected}, found {found}")]
     ShardOrder { dim: TensorDim, expected: &'static str, found: String },
 
-    /// The text is no parallel style.
+    /// The text is not a parallel style.
     #[error("style `{text}`: expected {expected}")]
     Style { text: String, expected: &'static str },
 
-    /// The text is no pattern of names.
+    /// The text is not a pattern of names.
     #[error("pattern `{text}`: {problem}")]
     Pattern { text: String, problem: String },
 
@@ -142,7 +142,7 @@ impl LayoutError {
         move |error| Self::Tensor { fqn: fqn.to_string(), source: Box::new(error) }
     }
 
-    /// Returns what the reader can do next.
+    /// Returns the hint for the user.
     #[must_use]
     pub fn hint(&self) -> &str {
         match self {
@@ -175,7 +175,7 @@ impl LayoutError {
         }
     }
 
-    /// Returns the fields of the JSON document that this error knows.
+    /// Returns the fields that this error adds to the JSON document.
     pub(crate) fn fields(&self) -> Json {
         match self {
             Self::File { file, .. } => json!({ "file": file }),

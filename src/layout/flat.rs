@@ -1,9 +1,9 @@
 //! The flat parameter of FSDP1: the concatenated parameters of one wrapped module, split evenly among ranks.
 //!
-//! Counts elements. Parameters are in the order of registration, and each is flattened in the order of its storage.
-//! With `use_orig_params`, each parameter starts at a multiple of the alignment, and the total is padded so that all
-//! shards are equal. Without it, only the last shard is padded, in memory only, and the last shards may be short or
-//! empty. Shard boundaries do not depend on parameter boundaries:
+//! Unit: elements. Parameters are in the order of registration, and each parameter is flattened in the order of its
+//! storage. With `use_orig_params`, each parameter starts at a multiple of the alignment, and the total is padded so
+//! that all shards are equal. Without `use_orig_params`, only the last shard is padded, in memory only, and the last
+//! shards may be short or empty. Shard boundaries do not depend on parameter boundaries:
 //!
 //! ```text
 //!     a (15)          b (15)          c (5)            with use_orig_params, alignment 4, 2 shards
@@ -115,7 +115,7 @@ impl FlatParameter {
             if at >= range.end {
                 return None;
             }
-            // Skip parameters without elements.
+            // Skips parameters without elements.
             while self.params.get(next).is_some_and(|param| param.end <= at) {
                 next += 1;
             }

@@ -1,6 +1,6 @@
 //! Device meshes: the grid of ranks that a layout refers to.
 //!
-//! Counts ranks. A mesh is a row-major array of rank numbers, with an optional name for each dim. The ranks may be
+//! Unit: ranks. A mesh is a row-major array of rank numbers, with an optional name for each dim. The ranks may be
 //! non-consecutive and in any order: a slice of a larger mesh keeps the rank numbers of the larger mesh. Invariant:
 //! every dim is at least 1, and every rank appears once.
 //!

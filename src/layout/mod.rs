@@ -61,7 +61,7 @@ pub use tile::Tile;
 /// One number for each dim of a tensor or of a mesh.
 pub type Dims = SmallVec<[u64; 4]>;
 
-/// A dim of a tensor. It is a type of its own so that it cannot be confused with a [`MeshDim`].
+/// A dim of a tensor. It is a separate type so that it cannot be confused with a [`MeshDim`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorDim(pub usize);
 

@@ -1,6 +1,6 @@
 //! Partial values: the meaning of `Partial` on a mesh dim, and conversions from and to it.
 //!
-//! Counts elements. Along a Partial mesh dim every rank holds a *partial value* (a summand, or a candidate for the
+//! Unit: elements. Along a Partial mesh dim every rank holds a *partial value* (a summand, or a candidate for the
 //! maximum) of the same part of the tensor, so these ranks do not hold replicas. Partial values are numbered row-major
 //! over the Partial mesh dims of a layout, and are reduced in that order. The conversion of a value to partial values
 //! is defined for some ops only:
@@ -44,7 +44,7 @@ impl PartialReduction {
     /// Returns the reduction of these placements, or `None` if none of them is Partial.
     ///
     /// # Errors
-    /// `MixedReduction` if the ops of two mesh dims do not commute: only sum and avg do.
+    /// `MixedReduction` if the ops of two mesh dims do not commute. Only sum and avg commute.
     pub fn new(mesh_shape: &[u64], placements: &[Placement]) -> Result<Option<Self>, LayoutError> {
         let mut found: Option<Self> = None;
         for (&size, &placement) in mesh_shape.iter().zip(placements) {
@@ -100,8 +100,8 @@ impl MeshPlacement<'_> {
     fn tile_held_by_group(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
         let own = &self.shared.placements;
         let mut placements = own.clone();
-        // Another mesh dim matters only if it splits a tensor dim before a dim in `stay` does. Otherwise the union of
-        // its parts is everything.
+        // Another mesh dim matters only if it splits a tensor dim before a mesh dim in `stay` splits the same tensor
+        // dim. Otherwise the union of its parts is the whole tensor dim.
         let cuts_before = |dim: &usize| {
             let sharded = own[*dim].sharded_dim();
             let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
@@ -243,7 +243,7 @@ mod tests {
         parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
     }
 
-    /// The mesh of the source, compared with that of the target.
+    /// The mesh of the source, compared with the mesh of the target.
     #[derive(PartialEq)]
     enum SourceMesh {
         Same,

@@ -1,7 +1,7 @@
 //! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! Counts dims; [`super::local_shard`] converts placements to elements. The classes are those of
-//! `torch/distributed/tensor/placement_types.py`, and the short forms are those that PyTorch prints:
+//! Unit: dims; [`super::local_shard`] converts placements to elements. The classes are defined in
+//! `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
 //!
 //! ```text
 //!     S(0)        Shard(dim=0)                          each coordinate has one part
@@ -10,8 +10,8 @@
 //!     P(sum)      Partial(reduce_op=sum)                each coordinate has a partial value of the tensor
 //! ```
 //!
-//! `StridedShard` is not a kind of `Shard`: code that treats one as the other reads the wrong elements without an
-//! error.
+//! `StridedShard` is not a kind of `Shard`: code that treats a `StridedShard` as a `Shard` reads the wrong elements
+//! without an error.
 //!
 //! Invariant: a [`Placement`] names a tensor dim that exists. Text may count dims from the end, and `S(1)` may be
 //! applied to a 1-d tensor, so text is parsed to a [`PlacementSpec`] first.
@@ -221,7 +221,7 @@ impl FromStr for PlacementSpec {
     }
 }
 
-/// Returns the value of `key=value` if the key is known, else the whole argument.
+/// Returns the value of `key=value` if the key is known, otherwise the whole argument.
 fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
     match argument.split_once('=') {
         Some((key, value)) if keys.contains(&key.trim()) => value.trim(),

@@ -1,6 +1,6 @@
 //! A box of a tensor: the offsets and sizes by which checkpoints describe a chunk.
 //!
-//! Counts elements of the global tensor, unless the region is made relative to another box. The fields are public
+//! Unit: elements of the global tensor, unless the region is made relative to another box. The fields are public
 //! because formats read them from files. Their values are untrusted until [`Region::fits`] returns true, so ends
 //! saturate and nothing here overflows.
 //!
@@ -120,8 +120,8 @@ impl Region {
                 at = end;
                 return Some(Self::whole(sizes));
             }
-            // Find the outermost dim with a complete slice that starts here and is within the range. A slice of more
-            // than 2^64 elements never is.
+            // Finds the outermost dim with a complete slice that starts at this element and ends within the range. A
+            // slice of more than 2^64 elements never ends within the range.
             let (mut dim, mut slice) = (sizes.len(), 1);
             while let Some(inner) = dim.checked_sub(1).filter(|&inner| inner > 0)
                 && let Some(larger) = sizes[inner].checked_mul(slice)
@@ -143,7 +143,7 @@ impl Region {
     }
 }
 
-/// Displays the region as `[0:3, 4:8]`, and that of a 0-d tensor as `[]`.
+/// Displays the region as `[0:3, 4:8]`, and the region of a 0-d tensor as `[]`.
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;

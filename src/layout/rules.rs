@@ -1,9 +1,9 @@
 //! Rules that choose the placements of each tensor on a mesh.
 //!
-//! Counts elements. Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins.
-//! A rule must fit the tensor, else it is an error. A tensor without a rule gets the fallback. Where the fallback does
-//! not fit, as `S(1)` for a 1-d bias, that mesh dim gets Replicate. PyTorch has no counterpart: its jobs
-//! choose placements in code.
+//! Unit: elements. Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins.
+//! If that rule does not fit the tensor, this is an error. A tensor that no rule matches gets the placements of the
+//! fallback. If a placement of the fallback does not fit the tensor, as `S(1)` for a 1-d bias, the mesh dim gets
+//! Replicate instead. PyTorch has no counterpart: its jobs choose placements in code.
 
 use super::parallelize::ParallelizePlan;
 use super::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
@@ -89,7 +89,7 @@ impl PlacementList {
 /// The placements of tensors without a rule.
 #[derive(Clone, Debug)]
 pub enum Fallback {
-    /// These placements, on each mesh dim where they fit.
+    /// These placements; Replicate on each mesh dim where the placement does not fit the tensor.
     Placements(Vec<PlacementSpec>),
     /// The placements of the source, on mesh dims of the same name.
     Source,
@@ -109,8 +109,8 @@ pub struct MeshLayout {
     pub mesh: DeviceMesh,
     pub rules: Vec<Rule>,
     pub fallback: Fallback,
-    /// The split of tensor dims unless a rule has its own. `None` uses the split of the source, or else that of
-    /// DTensor.
+    /// The split of tensor dims unless a rule has its own split. If `None`, the split of the source is used, otherwise
+    /// `torch.chunk`.
     pub split: Option<Split>,
     /// The plan that places parameters without a rule, after [`ParallelizePlan::bind`] has matched it with the model.
     pub plan: Option<ParallelizePlan>,
@@ -202,7 +202,7 @@ impl MeshLayout {
         if shared.splits.is_empty() { SharedTensor { splits: self.default_splits(), ..shared } } else { shared }
     }
 
-    /// Returns the default split for each mesh dim; empty if it is that of `torch.chunk`.
+    /// Returns the default split for each mesh dim; empty if the default split is `torch.chunk`.
     fn default_splits(&self) -> Vec<Split> {
         match &self.split {
             None | Some(Split::Chunk) => Vec::new(),

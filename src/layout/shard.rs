@@ -1,6 +1,6 @@
 //! Converts placements to elements: the tile of the rank at one mesh coordinate.
 //!
-//! Counts elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
+//! Unit: elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
 //! of its tensor dim. Tensor dims are independent, so the result is a product over dims: a [`Tile`]. The distinct tiles
 //! of all coordinates cover the tensor exactly once.
 //!
@@ -151,8 +151,8 @@ impl<'a> DimCut<'a> {
 /// Converts placements with an explicit shard order to placements that are read from left to right.
 ///
 /// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim that splits after mesh
-/// dims to its right becomes a `StridedShard`; its split factor is the number of parts that those mesh dims have made.
-/// Tensor dims without an entry keep the order from left to right.
+/// dims to its right becomes a `StridedShard`; its split factor is the number of parts that the mesh dims to its right
+/// have made. Tensor dims without an entry keep the order from left to right.
 ///
 /// # Errors
 /// If an entry does not list exactly the mesh dims that shard its tensor dim.

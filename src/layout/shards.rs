@@ -1,6 +1,6 @@
 //! The distinct tiles of a tensor on a mesh, and the ranks that hold each tile.
 //!
-//! Counts elements and ranks. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim depends
+//! Unit: elements and ranks. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim depends
 //! only on the rank's coordinates on the mesh dims that shard it. Each tensor dim is therefore split once for all
 //! ranks, and the tile of a rank is looked up in constant time. This matters when 16,384 ranks share thousands of
 //! tensors.
@@ -32,7 +32,8 @@ pub struct SharedTensor {
     pub placements: Vec<Placement>,
     /// One split for each mesh dim; empty if all of them are `torch.chunk`, as for DTensors.
     pub splits: Vec<Split>,
-    /// The mesh dims of the tensor's own mesh, if that is a slice. The tensor is replicated on the other mesh dims.
+    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the whole mesh. The tensor is replicated on
+    /// the other mesh dims.
     pub slice: Option<Vec<MeshDim>>,
 }
 

@@ -1,8 +1,8 @@
 //! Rules that split a sharded dim into one part for each coordinate of a mesh dim.
 //!
-//! Counts elements. DTensor has one rule, that of `torch.chunk`. Jobs without DTensors use other rules: the region
-//! mappings of makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of
-//! `numpy.array_split`, or explicit sizes. If the dim divides evenly, all rules except explicit sizes agree.
+//! Unit: elements. DTensor has one rule, `torch.chunk`. Jobs without DTensors use other rules: the region mappings of
+//! makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of `numpy.array_split`, or
+//! explicit sizes. If the dim divides evenly, all rules except explicit sizes agree.
 //!
 //! ```text
 //!     10 elements over 4      chunk      3 3 3 1
@@ -25,9 +25,10 @@ pub enum Split {
     /// `torch.chunk`, the only rule of DTensor.
     #[default]
     Chunk,
-    /// Parts that differ by at most one element; the first `n mod k` parts are the larger ones.
+    /// Parts that differ by at most one element; the first `n mod k` parts have one more element.
     Balanced,
-    /// Parts of `ceil(n / k)` elements, except the last. If that would leave the last part empty, `floor(n / k)`.
+    /// Parts of `ceil(n / k)` elements, except the last part. If the last part would then be empty, parts of `floor(n /
+    /// k)` elements.
     Makani,
     /// Explicit sizes, one for each coordinate.
     Sizes(Arc<[u64]>),

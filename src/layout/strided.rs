@@ -1,8 +1,9 @@
 //! Split factors of `_StridedShard` that depend on the sizes of other mesh dims.
 //!
-//! Counts parts. Under FSDP over tensor parallelism, `_S(0,4),S(0)` on dp=2,tp=4 means that tp splits first: the split
-//! factor of dp is the size of tp. On a mesh of another size, the split factor changes with the size of tp. A split
-//! factor that depends on no mesh dim, such as `_S(0,3)` of a fused weight of three, does not change.
+//! A split factor is a number of parts. FSDP over tensor parallelism on dp=2,tp=4 gives the placements `_S(0,4),S(0)`:
+//! tp splits first, into 4 parts, so the split factor of dp is the size of tp. If another mesh has another size of tp,
+//! this split factor changes with it. A split factor that depends on no mesh dim, such as `_S(0,3)` of a fused weight
+//! of three, stays the same.
 //!
 //! Source: `_StridedShard` in `torch/distributed/tensor/placement_types.py`, and
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -20,11 +21,11 @@ pub struct MeshChange<'a> {
 }
 
 impl MeshChange<'_> {
-    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if a plain shard is equivalent. `sharded`
+    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if `Shard` has the same effect. `sharded`
     /// is the tensor dim that each mesh dim shards.
     ///
-    /// A split factor that equals the size of the mesh dims to its right changes with their sizes. If these mesh dims
-    /// are to the left on the new mesh, they split first anyway, and a plain shard is enough.
+    /// A split factor that equals the product of the sizes of the mesh dims to its right changes with these sizes. If
+    /// these mesh dims are to the left on the new mesh, they split first, and `Shard` is enough.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();
@@ -65,7 +66,7 @@ pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &Devic
     list.iter().enumerate().map(follow).collect()
 }
 
-/// A split factor that is no product of sizes of the mesh dims to its right that shard the same tensor dim.
+/// A split factor that is not a product of sizes of the mesh dims to its right that shard the same tensor dim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownSplitFactor {
     /// The mesh dim with the split factor.

@@ -1,7 +1,7 @@
 //! Tiles: the elements of a global tensor that one local tensor holds, as a product of [`Intervals`] over dims.
 //!
-//! Counts elements. A plain shard is one box. Under `_StridedShard` a rank holds several boxes, which one (offset,
-//! size) pair cannot describe: PyTorch's `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`)
+//! Unit: elements. A `Shard` is one box. Under `_StridedShard` a rank holds several boxes, which one (offset, size)
+//! pair cannot describe: PyTorch's `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`)
 //! reports only the first box. The product is never expanded in memory; [`Tile::regions`] iterates over its boxes.
 //!
 //! Invariant: in each dim, the local index of an element is its position in the list of global indices. So the local
@@ -167,7 +167,7 @@ impl Tile {
 struct Boxes<'a> {
     dims: &'a [Intervals],
     rest: SmallVec<[Pieces<'a>; 4]>,
-    /// The next box; `None` after the last.
+    /// The next box; `None` after the last box.
     next: Option<SmallVec<[Piece; 4]>>,
 }
 

@@ -1,6 +1,6 @@
 //! Assembles a global tensor from the parts of the ranks. This is the inverse of [`SharedTensor::part`].
 //!
-//! Counts elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
+//! Unit: elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
 //! placements, the local shapes of all ranks give the global shape: along a tensor dim, the sizes of the ranks that
 //! shard it add up to the global size. The placements are then checked rank by rank: every local shape must be the
 //! shape that the placements give this rank for the global shape. PyTorch has no counterpart.
@@ -74,7 +74,8 @@ pub fn assemble(
         let shares = |mesh_dim: usize| {
             shared.placements.get(mesh_dim).is_some_and(|placement| placement.sharded_dim() == Some(dim))
         };
-        // Take one rank for each part of this dim: on the mesh dims that do not shard it, the first coordinate.
+        // Takes one rank for each part of this dim: on mesh dims that do not shard this dim, its coordinate equals the
+        // coordinate of the first rank.
         let first = &group[0].1;
         let along = group.iter().filter(|(_, at)| (0..at.len()).all(|dim| shares(dim) || at[dim] == first[dim]));
         let total = along.map(|(rank, _)| sizes[rank][dim.0]).try_fold(0_u64, u64::checked_add);
@@ -129,8 +130,8 @@ fn complete_group(
     complete.ok_or(PartError::Missing { rank: absent.unwrap_or(mesh.ranks()[0]) })
 }
 
-/// Returns placements that match the parts, if those of `shared` do not: first with another split, then with another
-/// placement on one mesh dim. The first match wins.
+/// Returns placements that match the parts, if the placements of `shared` do not match: first with another split, then
+/// with another placement on one mesh dim. The first match wins.
 #[must_use]
 pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
     let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();

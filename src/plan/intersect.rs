@@ -1,6 +1,6 @@
 //! Plans one target tile: finds its elements in the chunks of the source tensor.
 //!
-//! Counts elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
+//! Unit: elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
 //! each byte moves once.
 //!
 //! ```text
@@ -21,16 +21,16 @@ use crate::catalog::{Holders, TensorEntry, Tiling};
 use crate::error::Result;
 use crate::layout::{CommonRange, Dims, Segments, Tile};
 
-/// A source tensor whose chunks are proven to cover it, ready for planning.
+/// A source tensor that is ready for planning. Its chunks were checked to cover every element exactly once.
 #[derive(Debug)]
 pub struct SourceTensor<'a> {
     pub entry: &'a TensorEntry,
-    /// One tiling for each partial value; one tiling in all if the ranks hold values.
+    /// One tiling for each partial value; a single tiling if the ranks hold values.
     tilings: Vec<Tiling>,
 }
 
 impl<'a> SourceTensor<'a> {
-    /// Proves that the chunks cover the tensor.
+    /// Checks that the chunks cover every element of the tensor exactly once.
     ///
     /// # Errors
     /// The errors of [`TensorEntry::tilings`].

@@ -1,9 +1,9 @@
 //! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
-//! The unit is the tensor. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with
-//! at least one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to
-//! optimizer state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant:
-//! integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
+//! Unit: tensors. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least
+//! one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to optimizer
+//! state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant: integers, bools,
+//! complex numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
@@ -24,7 +24,7 @@ impl DtypeRule {
     /// Parses a rule.
     ///
     /// # Errors
-    /// `Usage` for an unknown dtype or one that tensors cannot be cast to, and `Layout` for an invalid pattern.
+    /// `Usage` for an unknown dtype or a dtype to which tensors cannot be cast, and `Layout` for an invalid pattern.
     pub fn parse(text: &str) -> Result<Self> {
         let (pattern, name) = match text.rsplit_once('=') {
             Some((pattern, name)) => (Some(Pattern::parse(pattern.trim())?), name.trim()),
@@ -73,7 +73,7 @@ impl KeptReason {
     }
 }
 
-/// The number of tensors that are cast, and of those that keep their dtype although a rule matches them.
+/// The number of tensors that are cast, and the number of tensors that keep their dtype although a rule matches them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CastSummary {
     /// The number of tensors that are cast, by old and new dtype.
@@ -113,7 +113,7 @@ struct SelectedTensor {
     is_selected: bool,
     /// True if the tensor has a name outside optimizers.
     outside_optimizer: bool,
-    /// True if one of its names is that of a quantised tensor's scale.
+    /// True if one of the tensor's names is the name of a quantised tensor's scale.
     is_scale: bool,
     /// The index of the first rule with a pattern that covers one of its names.
     rule: Option<usize>,

@@ -1,6 +1,6 @@
 //! Selects tensors and objects of a checkpoint, and sets their names and dtypes.
 //!
-//! The unit is the tensor. [`select`] makes a catalog of the selection: the same tensors in the same order, so that a
+//! Unit: tensors. [`select`] makes a catalog of the selection: the same tensors in the same order, so that a
 //! [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state dict with
 //! references to the selected tensors. It reads and writes no tensor data.
 //!
@@ -53,12 +53,12 @@ pub enum Root {
 /// The treatment of `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` in names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Wrappers {
-    /// Names keep them, and patterns match names with them.
+    /// Names keep wrapper components, and patterns match names with them.
     #[default]
     Keep,
-    /// Names keep them, but patterns match names with and without them.
+    /// Names keep wrapper components, but patterns match names with and without them.
     Match,
-    /// Names lose them.
+    /// Names lose wrapper components.
     Cut,
 }
 
@@ -83,7 +83,7 @@ pub struct NameOptions {
     pub dtypes: Vec<DtypeRule>,
 }
 
-/// The selection, and what was left out.
+/// The selection, and the names that were left out.
 #[derive(Debug)]
 pub struct Selected {
     /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.
@@ -102,7 +102,7 @@ pub struct Selected {
 pub struct LeftOut {
     /// The number of tensors for each top key of their paths.
     pub groups: Vec<(String, usize)>,
-    /// The names of tensors. A tensor with several names is left out only if all of them are.
+    /// The names of tensors. A tensor with several names is left out only if all its names are left out.
     pub tensors: Vec<String>,
     pub objects: Vec<String>,
 }

@@ -1,9 +1,9 @@
-//! Builds the state dict of the result: inserts leaves at their new keys, with containers like those of the source.
+//! Builds the state dict of the result: inserts leaves at their new keys, with the same kinds of containers as in the
+//! source.
 //!
-//! The unit is the leaf. A container is created with its first leaf, so a container without leaves disappears, and the
-//! order of leaves is kept. A container has the kind of the source's container. A list keeps its length, with `None`
-//! for removed items, because positions have a meaning. If a new name is not a position of the list, the list becomes a
-//! dict.
+//! Unit: leaves. A container is created with its first leaf, so a container without leaves disappears, and the order of
+//! leaves is kept. A container has the kind of the source's container. A list keeps its length, with `None` for removed
+//! items, because positions have a meaning. If a new name is not a position of the list, the list becomes a dict.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -13,7 +13,7 @@ use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
-/// The maximum number of list items beyond those of the source, because renames can multiply lists.
+/// The maximum number of list items that the result may have more than the source, because renames can multiply lists.
 const MAX_PADDING: usize = 1 << 16;
 
 /// A state dict under construction.
@@ -61,7 +61,7 @@ impl<'a> Rebuild<'a> {
             Value::Dict(dict) if dict.entries.is_empty() => RebuiltContent::Dict(Vec::new()),
             _ => RebuiltContent::Leaf(value, leaf),
         });
-        // After the last new key, all keys are those of the source.
+        // After the last new key, all keys are keys of the source.
         let intact = steps.iter().rposition(|step| step.key.is_none()).map_or(0, |last| last + 1);
         let mut at = None;
         for depth in 0..=steps.len() {
@@ -196,7 +196,7 @@ impl<'a> Rebuild<'a> {
     /// Builds the state dict.
     ///
     /// # Errors
-    /// `Usage` if renames make the lists much larger than those of the source.
+    /// `Usage` if renames make the lists much larger than the lists of the source.
     pub fn finish(mut self, naming: &Naming<'_, '_>) -> Result<Value> {
         if self.nodes.is_empty() {
             let kind = self.survey.nodes[0].value.as_dict().map(|dict| dict.kind).unwrap_or_default();

@@ -1,8 +1,8 @@
 //! Finds the scales of quantised tensors, which are not cast: rounding a scale changes every weight that it scales.
 //!
-//! The unit is the tensor. A tensor is a scale if its name contains a word for scales and it belongs to a quantised
-//! tensor: in the same module (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name
-//! (`q_proj.weight.absmax`). The scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
+//! Unit: tensors. A tensor is a scale if its name contains a word for scales and it belongs to a quantised tensor: in
+//! the same module (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name (`q_proj.weight.absmax`). The
+//! scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
 //!
 //! Sources of the names: `FP8Linear` and `Mxfp4GptOssExperts` of transformers, compressed-tensors, ModelOpt, GPTQ, AWQ,
 //! bitsandbytes, HQQ, quanto, and `KVCacheMethod` of vLLM.
@@ -32,7 +32,7 @@ pub(super) struct Quantised {
 }
 
 impl Quantised {
-    /// Adds a tensor, if its dtype may be that of a quantised tensor.
+    /// Adds a tensor, if its dtype may be the dtype of a quantised tensor.
     pub fn add(&mut self, name: &str, dtype: Dtype) {
         if dtype.itemsize() > 4 || !(is_small_float(dtype) || is_integer(dtype)) {
             return;

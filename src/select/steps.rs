@@ -1,8 +1,8 @@
 //! Splits a new dotted name into keys, using the keys of the old name.
 //!
-//! The unit is the key. A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not
-//! obvious. Common parts at both ends of the old and the new name keep the old keys. A middle part with the same number
-//! of components is split at the old positions:
+//! Unit: keys. A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious.
+//! Common parts at both ends of the old and the new name keep the old keys. A middle part with the same number of
+//! components is split at the old positions:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight
@@ -133,8 +133,8 @@ pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool)
 }
 
 /// Returns the keys of `text`, which replace the keys `old`. With the same number of components, each key keeps its
-/// number of components. Otherwise `text` is one key if `old` was one key or had dotted keys; else each component is a
-/// key.
+/// number of components. Otherwise `text` becomes one key if `old` was one key or had dotted keys, and one key per
+/// component if not.
 fn replace<'a>(old: &[Step<'a>], text: &str, container: Option<u32>) -> Vec<Step<'a>> {
     let parts: Vec<&str> = text.split('.').collect();
     let len = |step: &Step<'_>| step.text.split('.').count();

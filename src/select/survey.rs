@@ -1,8 +1,8 @@
 //! Traverses the state dict of the source once, and records its leaves and whether they belong to the model or an
 //! optimizer.
 //!
-//! The unit is the leaf. Leaves are those of [`crate::catalog::path`], and also empty dicts, which have no name but are
-//! kept in the result. Nodes refer to their parents, so that a million leaves share their containers.
+//! Unit: leaves. Leaves are the leaves of [`crate::catalog::path`], and also empty dicts. Empty dicts have no name but
+//! are kept in the result. Nodes refer to their parents, so that a million leaves share their containers.
 //!
 //! An optimizer is a dict with `state` and `param_groups`, or the value of an [optimizer
 //! key](optimizer::is_optimizer_key). Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}`, or
@@ -397,9 +397,9 @@ impl<'a> Survey<'a> {
         named
     }
 
-    /// Returns the number of bytes of `FQN.exp_avg` that are the parameter. The parameter is a numeric key, or the
-    /// longest name that the model has, or else everything except the last key (or the last component if there are no
-    /// keys).
+    /// Returns the number of bytes of `FQN.exp_avg` that are the parameter. The parameter is a numeric key, otherwise
+    /// the longest name that the model has, otherwise everything except the last key (or the last component if there
+    /// are no keys).
     fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
         if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
             return first.text.len();

@@ -48,7 +48,7 @@ impl Comparison<'_> {
         check_common(args, left.keys(), |name| right.contains_key(name))?;
         let progress =
             Task::start(run.progress, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
-        // The totals of the soundness check are replaced: the result reports what was compared.
+        // The totals of the soundness check are reset, because the result reports only the compared tensors.
         (found.tensors, found.bytes) = (0, 0);
         for (name, id) in left {
             let Some(other_id) = right.remove(&name) else {
@@ -185,7 +185,7 @@ impl ComparedNames {
     }
 }
 
-/// Refuses `--common` if no tensor name is common to both: such a comparison would always succeed.
+/// Refuses `--common` if no tensor name is common to both, because such a comparison would always succeed.
 fn check_common<'n>(
     args: &VerifyOptions,
     mut ours: impl Iterator<Item = &'n String>,
@@ -263,7 +263,7 @@ impl Findings {
         }
     }
 
-    /// Compares objects with a listing, by the text that `inspect` prints, because a listing has nothing else.
+    /// Compares objects with a listing. A listing has only the text that `inspect` prints, so these texts are compared.
     fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
         let mut listed: BTreeMap<&str, &Json> =
             listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
@@ -283,8 +283,8 @@ impl Findings {
     }
 }
 
-/// Adds a hint if the names of SRC and OTHER differ only by a prefix: an exported model has the names that its
-/// checkpoint has below `model`.
+/// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, an exported model has the names that
+/// its checkpoint has below `model`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = model::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
@@ -296,14 +296,14 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     }
 }
 
-/// Returns true if one of the names below `root` is among the others.
+/// Returns true if one of `names` is `root`, a dot and one of `others`.
 fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
     let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: HashSet<String> = names.iter().filter_map(below).collect();
     others.iter().any(|name| shorter.contains(name))
 }
 
-/// Returns the first component that all names share, if the rest of one name is among the others.
+/// Returns the first component that all names share, if `others` has one of the names without that component.
 fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
     let (first, _) = names.first()?.split_once('.')?;
     let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
@@ -343,8 +343,8 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
 }
 
-/// Collects values by name. A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`: the second one gets a name
-/// of its own, so that both are compared.
+/// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have the same
+/// dotted name. The second value gets a different name, so that both are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {

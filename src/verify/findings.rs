@@ -50,7 +50,7 @@ impl Findings {
         self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into(), names: None });
     }
 
-    /// Turns an error about damage into a finding, unless the same damage is already one.
+    /// Turns an error about damage into a finding, unless a finding already reports the same damage.
     ///
     /// # Errors
     /// Any other error.

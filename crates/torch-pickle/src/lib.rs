@@ -1,10 +1,11 @@
 //! Reads and writes the files of [`torch.save`](https://docs.pytorch.org/docs/stable/generated/torch.save.html) as
 //! data, without Python.
 //!
-//! Such a file is a ZIP archive. It contains a pickle, `data.pkl`, with the object, and a record `data/KEY` for each
-//! storage that tensors of the object refer to. A pickle is a program, and running it runs any code that its author
-//! wrote. This crate never imports or calls a name of a pickle: a call is a node like any other, and becomes part of a
-//! value only if its name is on the [list](pickle::symbols) of classes and functions that are plain data.
+//! Such a file is a ZIP archive. It contains a pickle, `data.pkl`, with the object, and a zip record `data/KEY` for
+//! each storage that tensors of the object refer to. A pickle is a program, and running it runs any code that its
+//! author wrote. This crate never imports or calls a name of a pickle. A call is a node like any other node, and
+//! becomes part of a value only if its name is on the [list](pickle::symbols) of classes and functions that are plain
+//! data.
 //!
 //! ```text
 //! file --zip::Archive--> data.pkl --pickle::parse--> nodes --pickle::decode--> Value --pickle::Writer--> bytes

@@ -12,7 +12,7 @@ pub trait ReadAt {
     /// Fills `buffer` with the bytes from `offset` on.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// Calls `read` with the bytes `[offset, offset + len)` if the source has them in memory. Otherwise returns
+    /// Calls `read` with the bytes `[offset, offset + len)` if the source has these bytes in memory. Otherwise returns
     /// `None`, and the caller uses [`read_exact_at`](Self::read_exact_at). `read` looks at each byte once, so a mapped
     /// file may change meanwhile.
     fn mapped<T>(&self, _offset: u64, _len: u64, _read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {

@@ -113,7 +113,8 @@ impl Line<'_, '_> {
         self.write_str(close)
     }
 
-    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state by name if it has names.
+    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state, with names if the state
+    /// has names.
     fn object<T: fmt::Display, X: Extension<T>>(&mut self, object: &Object<T, X>) -> fmt::Result {
         self.value(&object.class)?;
         self.list("(", &object.args, "")?;

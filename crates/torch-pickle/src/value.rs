@@ -63,10 +63,10 @@ pub type Entry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
 
 /// The operations of the caller's own values.
 pub trait Extension<T>: Sized {
-    /// Returns the values inside this one.
+    /// Returns the values inside this value.
     fn values(&self) -> Vec<&Value<T, Self>>;
 
-    /// Returns the values inside this one for modification.
+    /// Returns the values inside this value for modification.
     fn values_mut(&mut self) -> Vec<&mut Value<T, Self>>;
 
     /// Returns the name of the kind, for [`Value::type_name`].
@@ -102,7 +102,7 @@ pub struct Dict<T, X = Infallible> {
     pub kind: DictKind,
     /// The keys and values.
     pub entries: Vec<Entry<T, X>>,
-    /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict there.
+    /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict in them.
     pub attributes: Option<Box<Value<T, X>>>,
 }
 

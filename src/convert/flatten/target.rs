@@ -18,7 +18,8 @@ use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, TensorStorage, fsdp_flat};
 use crate::layout::Pattern;
 
-/// Largest world size. Every file lists all ranks, so the total length of these lists grows with its square.
+/// Largest world size. Every file lists all ranks, so the total length of these lists grows with the square of the
+/// world size.
 const MAX_RANKS: u32 = 1 << 14;
 
 /// The layout that a target starts from.
@@ -44,7 +45,7 @@ pub enum GroupSize {
 /// The flat layout that the user asks for; `None` where the base layout decides.
 #[derive(Default)]
 pub struct FlattenRequest {
-    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and is not used here.
+    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and not the target.
     layout: Option<FlatLayout>,
     /// The parameters that the optimizer numbers with `use_orig_params`, from the same file.
     numbered: Option<Vec<Vec<Fqn>>>,
@@ -108,7 +109,7 @@ impl FlattenRequest {
         request.with_layout(convert, flat.layout.as_deref(), source)
     }
 
-    /// Adds the layout of the target from `--layout`, or else from `--flat-layout`.
+    /// Adds the layout of the target from `--layout`, otherwise from `--flat-layout`.
     ///
     /// # Errors
     /// `Usage` if both give the units; errors of reading the file.

@@ -77,7 +77,7 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
         }
         units[unit].shared.push(alias);
     }
-    // A module without parameters of its own has no flat parameter.
+    // A module whose parameters are all in child units has no flat parameter.
     units.retain(|unit| !unit.params.is_empty());
     let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
     let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
@@ -240,7 +240,8 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
     Ok(divided)
 }
 
-/// Returns the error for floating-point tensors that have no optimizer state although others have.
+/// Returns the error for floating-point tensors that have no optimizer state although other tensors have optimizer
+/// state.
 fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
     let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
     let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, ..)| fqn == name).map(|(.., entry)| &entry.shape);

@@ -1,6 +1,7 @@
 //! Finds parameters whose attention heads tensor parallelism would cut in two, because the number of heads is not a
 //! multiple of the tensor-parallel size. The numbers of heads come from `config.json`, with the keys of Hugging Face
-//! transformers. The written values are correct anyway; modules that expect whole heads on each rank would fail.
+//! transformers. The written values are correct in this case, too, but modules that expect whole heads on each rank
+//! would fail.
 
 use indexmap::IndexMap;
 use serde_json::Value as Json;

@@ -1,5 +1,5 @@
 //! The Python class of sharded tensors in rank files: DTensor, ShardedTensor, or plain `torch.Tensor`. It is the class
-//! that `--tensor-class` names, else the class of each tensor in `--like` or SRC.
+//! that `--tensor-class` names, otherwise the class of each tensor in `--like` or SRC.
 
 use crate::catalog::{Catalog, Class};
 use crate::convert::options::TensorClass;
@@ -23,8 +23,8 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
     }
 }
 
-/// Returns the class for tensors that are not sharded in the source: the class that sharded tensors of the source have,
-/// else DTensor.
+/// Returns the class for tensors that are not sharded in the source: the class of sharded tensors in the source,
+/// otherwise DTensor.
 pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {

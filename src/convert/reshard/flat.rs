@@ -14,7 +14,7 @@ use crate::layout::DeviceMesh;
 /// Lays out a destination of flat parameters.
 ///
 /// # Errors
-/// `Usage` for options that flat parameters have no use for; the errors of [`flatten::lay_out`].
+/// `Usage` for options that do not apply to flat parameters; the errors of [`flatten::lay_out`].
 pub fn prepare(
     args: &ReshardOptions,
     convert: &ConvertOptions,

@@ -1,6 +1,6 @@
-//! `--like` takes the layout of another checkpoint. A tensor gets the placements of the tensor with the same name
-//! there. Optimizer state that has no entry of its own there gets the placements of its parameter, if it has the shape
-//! of its parameter.
+//! `--like` takes the layout of another checkpoint. A tensor gets the placements of the tensor with the same name in
+//! that checkpoint. Optimizer state without an entry in that checkpoint gets the placements of its parameter if both
+//! have the same shape.
 
 use std::path::Path as FilePath;
 
@@ -28,8 +28,8 @@ impl<'a> LikeLayout<'a> {
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
     }
 
-    /// Returns the entry whose layout the tensor gets: the entry of the same name, else the entry of the parameter
-    /// whose state it is.
+    /// Returns the entry whose layout the tensor gets: the entry of the same name, otherwise the entry of the parameter
+    /// to which the optimizer state belongs.
     ///
     /// # Errors
     /// `Conflict` if the entry of the same name has another number of dimensions.
@@ -93,7 +93,8 @@ impl<'a> LikeLayout<'a> {
     }
 }
 
-/// Returns true if a tensor that `--like` lacks is simply replicated: it is 0-d, or each rank has a value of its own.
+/// Returns true if a tensor that `--like` lacks is replicated because it is 0-d, or because each rank has its own
+/// value.
 pub fn is_whole_anyway(path: &Path, entry: &TensorEntry) -> bool {
     entry.shape.is_empty() || model::is_random_state(path.fqn().as_str())
 }

@@ -92,13 +92,13 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Returns true if `--like` serves only for the shapes of the source's flat parameters: it has no sharded tensors whose
-/// layout the user could mean.
+/// Returns true if `--like` serves only for the shapes of the source's flat parameters, because it has no sharded
+/// tensors whose layout the user could mean.
 fn tells_shapes_alone(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
-        // A DCP directory is refused later: it records no layout, and the user probably wanted one.
+        // A DCP directory is refused later, because it records no layout, and the user probably wanted a layout.
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
@@ -170,8 +170,8 @@ pub struct LoadingJob {
 impl LoadingJob {
     /// Determines the job's world size, PyTorch version and device. The world size covers the ranks of the mesh, and
     /// all ranks of the job that wrote `saved`, because some of them may be outside the mesh. The PyTorch version is
-    /// `version` if given, else the version of the source's rank files. The device is the device of the source's rank
-    /// files.
+    /// `version` if given, otherwise the version of the source's rank files. The device is the device of the source's
+    /// rank files.
     ///
     /// # Errors
     /// `Usage` if `version` is not a PyTorch version, or is a version whose DTensors cannot be written.
@@ -229,7 +229,7 @@ fn check_room(
 ) -> Result<()> {
     /// Bytes of one shard's metadata in a ShardedTensor: once in memory, once in the pickle under construction.
     const BOX_BYTES: u64 = 2 * 40;
-    /// Bytes for one rank in a file: every file lists the ranks of the mesh twice, as a tensor and as a tuple.
+    /// Bytes for one rank in a file. Every file lists the ranks of the mesh twice, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
     if !to.has_rank_files() {

@@ -1,5 +1,7 @@
-//! Collects what the user should know once all tensors are laid out: placements that did not fit, tensors that stay
-//! plain, and rules without effect. Counts are numbers of tensors.
+//! Collects the facts that the user should know after all tensors are laid out: placements that did not fit, tensors
+//! that stay plain, and rules without effect.
+//!
+//! Unit: tensors. The fallback placements are the placements of tensors without a rule.
 
 use std::collections::BTreeSet;
 
@@ -19,17 +21,18 @@ pub struct PlacementReport {
     effective: BTreeSet<usize>,
     /// Names of all tensors, to suggest the nearest one for a pattern that matches none.
     names: Vec<String>,
-    /// Numbers of dimensions of the tensors that got the fallback.
+    /// Numbers of dimensions of the tensors that got the fallback placements.
     fallback_ndims: BTreeSet<usize>,
-    /// Tensors that the fallback does not fit on some mesh dimension.
+    /// Number of tensors for which a fallback placement does not fit on some mesh dimension.
     misfits: usize,
-    /// Scalars among `misfits`.
+    /// Number of scalars among `misfits`.
     scalar_misfits: usize,
-    /// Tensors of one or more dimensions that stay plain, because they are plain in a source that has sharded tensors.
+    /// Number of tensors of one or more dimensions that stay plain, because they are plain in a source that has sharded
+    /// tensors.
     plain: usize,
-    /// Optimizer state of parameters that are known by number only.
+    /// Number of state tensors whose parameter is known by number only.
     nameless: usize,
-    /// Tensors with a Partial placement whose partial values cannot be written, so the reduced value is.
+    /// Number of tensors for which the reduced value is written, because the target cannot store partial values.
     reduced: usize,
 }
 
@@ -50,7 +53,7 @@ impl PlacementReport {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());
     }
 
-    /// Counts a tensor that gets the fallback.
+    /// Counts a tensor that gets the fallback placements.
     pub fn fallback(&mut self, subject: &TensorContext<'_>, is_misfit: bool) {
         let shape = &subject.entry.shape;
         self.fallback_ndims.insert(shape.len());
@@ -63,10 +66,10 @@ impl PlacementReport {
         self.reduced += 1;
     }
 
-    /// Checks that every rule and every placement for all tensors has an effect.
+    /// Checks that every rule and every fallback placement has an effect.
     ///
     /// # Errors
-    /// `Usage` for a rule that matches no tensor, and for a placement for all tensors that fits none.
+    /// `Usage` for a rule that matches no tensor, and for a fallback placement that fits no tensor.
     pub fn check(&self, layout: &MeshLayout) -> Result<()> {
         if let Some((_, rule)) = (0..).zip(&layout.rules).find(|(index, _)| !self.used.contains(index)) {
             return Err(Error::usage(
@@ -74,7 +77,7 @@ impl PlacementReport {
                 nearest::pattern_hint(rule.pattern.as_str(), &self.names),
             ));
         }
-        // A placement that fits no tensor at all would leave its mesh dim unused.
+        // A placement that fits no tensor at all would leave its mesh dim without effect.
         let Fallback::Placements(specs) = &layout.fallback else { return Ok(()) };
         let fits_any = |spec: &&PlacementSpec| self.fallback_ndims.iter().any(|ndim| spec.resolve(*ndim).is_some());
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {

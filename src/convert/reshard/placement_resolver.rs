@@ -1,12 +1,12 @@
 //! The placements of each tensor on the target mesh, and the Python class it has in rank files.
 //!
 //! Four inputs can set the placements of a tensor, and the first that applies wins: a rule that matches its name, the
-//! plan, the checkpoint of `--like`, and the fallback for all tensors. A tensor that is plain in a source of DTensors
-//! (a buffer, a step) stays plain unless a rule or the plan shards it.
+//! plan, the checkpoint of `--like`, and the fallback placements for all other tensors. A tensor that is plain in a
+//! source of DTensors (a buffer, a step) stays plain unless a rule or the plan shards it.
 //!
 //! ```text
 //!     rule  -->  plan  -->  --like  -->  fallback
-//!       a rule that does not fit is an error; a fallback that does not fit becomes R
+//!       a rule that does not fit is an error; a fallback placement that does not fit becomes R
 //! ```
 
 use super::attention_heads::AttentionHeads;
@@ -157,7 +157,8 @@ impl<'a> PlacementResolver<'a> {
         }
     }
 
-    /// Returns the class and the placements of a sharded tensor; `None` for a plain tensor, replicated on every rank.
+    /// Returns the class and the placements of a sharded tensor; `None` for a plain tensor, which is replicated on
+    /// every rank.
     pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
         Ok(self.with_class(path, entry)?.map(|(class, chosen)| (class, chosen.shared)))
     }
@@ -213,7 +214,8 @@ impl<'a> PlacementResolver<'a> {
         Ok(choice)
     }
 
-    /// Returns `theirs`, the origin of the splits of a tensor, unless the command line sets splits for all tensors.
+    /// Returns `theirs`, the splits that a tensor has in SRC or `--like`, unless the command line sets splits for all
+    /// tensors.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
         if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
@@ -221,7 +223,8 @@ impl<'a> PlacementResolver<'a> {
     fn by_rule(&self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
         let shared = match self.layout.placement_by_rule(rule, &subject.names, &subject.entry.shape) {
-            // `**.w1.weight` is meant for the parameter, not for its step, whose path contains the same name.
+            // `**.w1.weight` is meant for the parameter, not for the parameter's step, whose path contains the same
+            // name.
             Err(LayoutError::RuleMisfit { .. }) if subject.is_stray() => return Ok(None),
             shared => shared?,
         };

@@ -1,4 +1,4 @@
-//! Infers the mesh of ShardedTensors, which do not record one.
+//! Infers the mesh of ShardedTensors, which do not record a mesh.
 //!
 //! FSDP1 splits the rows (dim 0) of each ShardedTensor over the ranks of one group: all ranks, or, with replicas,
 //! groups of consecutive ranks. The rows that each rank stores show which group size was used.
@@ -43,7 +43,7 @@ fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     has_own && entry.chunks.len() as u64 == holders
 }
 
-/// Returns placements that shard rows over the last mesh dimension and replicate over the others.
+/// Returns placements that shard rows over the last mesh dimension and replicate over the other mesh dimensions.
 pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
     let mut placements = vec![Placement::Replicate; mesh.ndim()];
     if let Some(last) = placements.last_mut() {

@@ -1,5 +1,5 @@
-//! Finds `_StridedShard` split factors in the user's placements that do not match the mesh dimensions. The likely
-//! cause is a tensor-parallel size that differs from the mesh's.
+//! Finds `_StridedShard` split factors in the user's placements that do not match the mesh dimensions. The likely cause
+//! is that the user computed them for another tensor-parallel size.
 
 use indexmap::IndexMap;
 

@@ -1,5 +1,5 @@
 //! Builds the target layout of `reshard`: the mesh, and the rules that give each tensor its placements on the mesh.
-//! They come from the command line, a layout file, `--like` or the source.
+//! Mesh and rules come from the command line, a layout file, `--like` or the source.
 
 use std::collections::BTreeSet;
 
@@ -198,8 +198,8 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
 }
 
 /// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
-/// its mesh has the same dimensions or the same dimension names, else `S(0)` on a mesh of one dimension. Replicating
-/// every tensor is never a silent default.
+/// its mesh has the same dimensions or the same dimension names, otherwise `S(0)` on a mesh of one dimension.
+/// Replicating every tensor is never a silent default.
 ///
 /// # Errors
 /// `Usage` if neither case applies.

@@ -1,4 +1,4 @@
-//! The facts about a tensor of SRC that decide its layout: its names, the parameter whose state it is, and whether it
+//! The facts about a tensor of SRC that decide its layout: its names, the parameter to which it belongs, and whether it
 //! is sharded in SRC.
 //!
 //! Optimizer state and gradients follow their parameter: a rule for the parameter's name matches them, and state of the
@@ -27,7 +27,7 @@ pub struct TensorContexts<'a> {
     trained: HashSet<Fqn>,
 }
 
-/// The evidence that separates sharded tensors (parameters) from replicated ones (buffers).
+/// The evidence that separates sharded tensors (parameters) from replicated tensors (buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterEvidence {
     /// The Python class of each tensor in the source's rank files.
@@ -48,7 +48,7 @@ pub struct TensorContext<'a> {
     pub names: Vec<String>,
     /// The name within the model, if the tensor is part of the model.
     pub in_model: Option<Fqn>,
-    /// The parameter whose state or gradient the tensor is.
+    /// The parameter to which the optimizer state or gradient belongs.
     pub owner: Option<Owner>,
     /// The entry of the owner, if it has the same shape.
     pub follows: Option<&'a TensorEntry>,
@@ -151,17 +151,17 @@ impl<'a> TensorContext<'a> {
         self.entry.is_shared() || self.sharding().is_some()
     }
 
-    /// Returns true if rules for its parameter do not apply to the tensor.
+    /// Returns true if rules for the tensor's parameter do not apply to the tensor itself.
     pub fn is_stray(&self) -> bool {
         self.owner.is_some() && self.follows.is_none()
     }
 
-    /// Returns true if the checkpoint has its parameter in another shape.
+    /// Returns true if the tensor's parameter has another shape in the checkpoint.
     pub fn is_misshapen(&self) -> bool {
         self.is_stray() && self.owner.as_ref().is_some_and(|owner| owner.id.is_some())
     }
 
-    /// Returns true if its parameter is known by number only, and the number cannot be mapped to a name.
+    /// Returns true if the tensor's parameter is known by number only, and the number cannot be mapped to a name.
     pub fn is_nameless(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.name.is_none())
     }

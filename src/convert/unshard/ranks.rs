@@ -1,5 +1,5 @@
-//! Lays out rank files with whole tensors: all tensors on every rank (`--all-ranks`), or only the tensors of some
-//! units, while the others stay sharded (`--unit`).
+//! Lays out rank files with whole tensors: `--all-ranks` writes all tensors whole on every rank; `--unit` writes only
+//! the tensors of some units whole, and all other tensors sharded.
 //!
 //! `--all-ranks` writes what FSDP saves as `FULL_STATE_DICT` without `rank0_only`. `--unit` writes the state that is in
 //! memory within `FullyShardedDataParallel.summon_full_params(unit)`.
@@ -78,7 +78,7 @@ pub fn reserve(
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
-            // The notes about tensors that are not parameters are dropped: `--unit` asks for whole tensors.
+            // The notes about tensors that are not parameters are dropped, because `--unit` asks for whole tensors.
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
         }

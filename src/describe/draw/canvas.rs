@@ -1,7 +1,7 @@
 //! Draws a grid of boxes with characters: the size of each box, and the lines between boxes.
 //!
-//! All sizes are in characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one
-//! character, the rest is to scale; stretches of equal length stay equal.
+//! Unit: characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one character,
+//! and the remaining characters are distributed to scale. Stretches of equal length stay equal.
 
 use super::super::Span;
 use super::{Area, DrawnGrid, PictureSize};
@@ -133,7 +133,8 @@ impl<'a> Canvas<'a> {
         }
     }
 
-    /// Returns the line of column offsets. The first and last offset are always there, others only if there is room.
+    /// Returns the line of column offsets. It always has the first and the last offset, and other offsets if there is
+    /// room.
     fn offsets_above(&self) -> String {
         let mut text: Vec<char> = Vec::new();
         let mut write = |column: usize, offset: u64, end: usize| {
@@ -171,8 +172,8 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// Returns the stretches before and after a position: two stretches on a line between them, otherwise the same one
-/// twice.
+/// Returns the stretches before and after a position. On a line these are two different stretches; elsewhere both are
+/// the stretch at the position.
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());

@@ -2,8 +2,9 @@
 //!
 //! The tensor is cut wherever any chunk begins or ends, so the grid is small even if the tensor is large. Each cell of
 //! the grid has a set of holders (ranks or files), and adjacent cells of the same set form one box. Two dims are drawn:
-//! the first two that are cut, filled up with uncut ones. Further dims are collapsed, so a box names all holders of any
-//! part of it. If boxes would be smaller than a character, a list of intervals replaces the picture.
+//! the first two dims that are cut, or uncut dims if fewer than two are cut. The other dims are collapsed, so a box
+//! names all holders of any part of it. If boxes would be smaller than a character, a list of intervals replaces the
+//! picture.
 //!
 //! ```text
 //!         0        4        8
@@ -44,7 +45,7 @@ pub enum ChunkHolder {
     File(String),
 }
 
-/// Maximal number of cuts of one dim. A picture of more cuts would not fit anyway.
+/// Maximal number of cuts of one dim. A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
 /// Maximal number of intervals of one dim in a list.
@@ -201,7 +202,7 @@ fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<
     cuts
 }
 
-/// Returns the two dims to draw: the first two that are cut, filled up with the first uncut ones.
+/// Returns the two dims to draw: the first two dims that are cut, and the first uncut dims if fewer than two are cut.
 fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     let is_cut = |dim: &usize| cuts[*dim].len() > 2;
     let mut dims: Vec<usize> = (0..cuts.len()).filter(is_cut).take(2).collect();

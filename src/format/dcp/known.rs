@@ -1,4 +1,5 @@
-//! A cache of frames of located items, so that similar items are located faster.
+//! A cache of the frames of located items, so that items with an equal frame are located faster. A frame is an item
+//! without its tensor data.
 //!
 //! The items of a checkpoint have few different frames: one for each dtype and shape of a chunk. So a thread keeps the
 //! most recent frames, and an item with one of them is located without reading its ZIP directory and its pickle again.
@@ -15,7 +16,7 @@ use crate::layout::Dims;
 use crate::storage::{FileRange, Files};
 use torch_pickle::zip::Frame;
 
-/// The number of frames that a thread keeps: more than the number of shapes in a model. Each takes a few kB.
+/// The number of frames that a thread keeps: more than the number of shapes in a model. Each frame takes a few kB.
 const FRAMES: usize = 32;
 
 struct KnownRecords {
@@ -99,7 +100,7 @@ mod tests {
         panic!("expected two items with the same frame");
     }
 
-    /// Flips every bit of an item: the result must not depend on the items that were located before.
+    /// Flips every bit of an item. The result must not depend on the items that were located before.
     #[test]
     fn cached_frames_do_not_change_results() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");

@@ -1,11 +1,11 @@
 //! Reads the `.metadata` pickle of a DCP directory into packed columns.
 //!
-//! A checkpoint of a million chunks has 68 opcodes and 143 bytes per chunk here; one of a hundred thousand small
+//! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
 //! tensors has 116 opcodes and 260 bytes per tensor. Trees of values would take far more memory. So a visitor turns
-//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and
-//! the entries are then returned name by name. The pickle contains no meshes and no placements.
+//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and the
+//! entries are then returned name by name. The pickle contains no meshes and no placements.
 //!
-//! Unit: offsets and lengths of items are bytes, offsets and sizes of chunks are elements. Source:
+//! Unit: bytes for offsets and lengths of items, elements for offsets and sizes of chunks. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
 
 use std::collections::HashMap;
@@ -84,7 +84,7 @@ const TENSOR: u32 = 4;
 struct Columns {
     /// The dims of all rows in sequence. Equal dims of consecutive rows are stored once.
     dims: Vec<u64>,
-    /// The position of the offsets of each chunk, followed by equally many sizes.
+    /// The position of the offsets of each chunk. As many sizes follow the offsets.
     chunks: Vec<DimsAt>,
     /// The name and the offset of each index key.
     indexes: Vec<(u32, Option<DimsAt>)>,
@@ -107,7 +107,7 @@ struct DimsAt {
 }
 
 impl DimsAt {
-    /// Returns the equally many dims that follow these.
+    /// Returns the position of the next dims, which are as many as these dims.
     fn behind(self) -> Self {
         Self { start: self.start + u64::from(self.ndim), ..self }
     }
@@ -286,8 +286,8 @@ impl<'a> DcpMetadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order
-    /// of the metadata. The next results are made while the previous ones are taken.
+    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order of
+    /// the metadata. Worker threads make the next results while `take` gets the previous results.
     ///
     /// # Errors
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
@@ -329,7 +329,7 @@ impl<'a> DcpMetadata<'a> {
         if let [only] = parts[..] {
             return take_all(vec![of_part(only)]);
         }
-        // One thread takes results while the others make the next ones.
+        // One thread takes results while the other threads make the next results.
         let mut made = Vec::new();
         for parts in parts.chunks(2 * rayon::current_num_threads()) {
             let make = || parts.par_iter().copied().map(of_part).collect();
@@ -399,7 +399,7 @@ impl<'a> ItemPositions<'a> {
         Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
     }
 
-    /// Returns the location of an item of a name. The item is most likely the `nth`.
+    /// Returns the location of an item of a name. The item is most likely the `nth` item of that name.
     fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
         let rows = items.rows;
         let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
@@ -419,7 +419,7 @@ const PART_NAMES: usize = 1 << 10;
 /// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
 const MAX_PATH: usize = 128;
 
-/// The path of each name, as the planner recorded it. Other planners record other data there; without paths, names are
+/// The path of each name, as the planner recorded it. Other planners record other data instead of paths; names are then
 /// used as keys.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,
@@ -432,7 +432,7 @@ impl<'a> Steps<'a> {
         Self { paths: planner_data.and_then(Ref::as_dict), by_name: OnceLock::new() }
     }
 
-    /// Returns the path of a name. The name is most likely the `nth`.
+    /// Returns the path of a name. The name is most likely the `nth` name.
     fn of(&self, name: &str, nth: &mut usize) -> Option<Ref<'a>> {
         let paths = self.paths?;
         let by_name = || (0..).zip(paths).filter_map(|(nth, (key, _))| Some((key.as_str()?, nth))).collect();

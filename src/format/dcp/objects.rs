@@ -25,7 +25,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     let mut found = Objects::new();
     for (_, path) in metadata_files(folder)? {
         let bytes = read_document(&path, pickle::MAX_BYTES)?;
-        // Metadata without objects is skipped here: it can be long, and reading the folder decodes it anyway.
+        // Metadata without objects is not decoded by this function, because it can be long and the reader of the folder
+        // decodes it later.
         if memmem::find(&bytes, OBJECT_CLASS.as_bytes()).is_none() {
             continue;
         }

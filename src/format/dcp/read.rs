@@ -75,7 +75,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         known.extend((before..).zip(&slots[before..]).map(|(at, (fqn, ..))| (fqn.clone(), at)));
         before = slots.len();
         let file = files.add(&path)?;
-        // The file is not memory-mapped: decoded text must not change if another process writes the file.
+        // The file is not memory-mapped, because decoded text must not change if another process writes the file.
         let len = check_len(&path, files.len_bytes(file))?;
         let bytes = files.read(file, 0, len)?;
         let metadata = DcpMetadata::decode(&path, &bytes)?;

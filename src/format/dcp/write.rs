@@ -3,7 +3,7 @@
 //! A tile that several ranks have is written once, by the rank with the fewest bytes so far, or by the lowest of
 //! several such ranks. A tile of more than one box is written as separate boxes, since the format has only boxes.
 //!
-//! There may be millions of boxes: until all are assigned, each takes only its bounds and two numbers.
+//! There may be millions of boxes. Until all boxes are assigned, each box takes only its bounds and two numbers.
 
 use std::collections::BTreeMap;
 

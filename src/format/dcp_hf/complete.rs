@@ -20,7 +20,7 @@ const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the ot
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \
                              continue without them, use options::allow_missing";
 
-/// Returns the missing ranks and files, judged by the names of the shards in a folder.
+/// Returns the missing ranks and files, as shown by the names of the shards in a folder.
 ///
 /// # Errors
 /// `Conflict` if files belong to different saves, `Malformed` if a number exceeds the total.

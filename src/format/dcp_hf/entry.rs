@@ -24,7 +24,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The known files are those of safetensors.
+    // The entry of safetensors lists the known files.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Boxes,

@@ -1,4 +1,4 @@
-//! DCP's Hugging Face storage: safetensors files that contain boxes of tensors, one file per rank that has any.
+//! DCP's Hugging Face storage: safetensors files that contain boxes of tensors, one file for each rank that has boxes.
 //!
 //! ```text
 //! shard-00001-model-00001-of-00001.safetensors  shard-00002-model-00001-of-00001.safetensors  ...

@@ -87,8 +87,8 @@ pub fn reserve(source: &Catalog, state: &Value, layouts: &mut dyn Layouts) -> Re
     Ok(reservation)
 }
 
-/// Returns a tile as a box. An empty box starts where PyTorch places it: at the end of the dimensions that are used
-/// up.
+/// Returns a tile as a box. An empty box starts where PyTorch places it: at the end of each dimension that has no
+/// elements left.
 fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     if tile.is_empty() {
         return Ok(Region::new(tile.global_offsets(shape), tile.sizes()));

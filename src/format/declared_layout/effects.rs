@@ -1,5 +1,5 @@
-//! Counts the tensors that each declared option applies to. An option that applies to no tensor is an error: the user
-//! expects it to have an effect.
+//! Counts the tensors that each declared option applies to. An option that applies to no tensor is an error, because
+//! the user expects an effect.
 
 use super::DeclaredLayout;
 use crate::catalog::Catalog;

@@ -21,7 +21,7 @@ pub struct LayoutMisfit<'a> {
 }
 
 impl LayoutMisfit<'_> {
-    /// Returns the error as one of the crate; `file` is the file of the rank in question.
+    /// Converts the error to an error of the crate; `file` is the file of the rank that the error names.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
         let conflict = |what, between: String, detail| {

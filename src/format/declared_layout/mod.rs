@@ -3,9 +3,9 @@
 //! Jobs without DTensors (tensor parallelism with plain tensors, exported local tensors, gradients of each rank) save
 //! on every rank only the rank's part, and the files do not distinguish a part from a copy. With a declared mesh and
 //! declared placements the parts become one tensor with a [`Sharding`](crate::catalog::Sharding). Its shape follows
-//! from the local shapes of all ranks ([`crate::layout::whole`]), and each local shape must be the one that the
-//! placements give that rank. Shapes count elements. Invariant: a tensor that is declared whole on several ranks is
-//! compared before it is used, like all plain tensors.
+//! from the local shapes of all ranks ([`crate::layout::whole`]), and the placements must give each rank the local
+//! shape that it has. Unit of shapes: elements. Invariant: a tensor that is declared whole on several ranks is compared
+//! before it is used, like all plain tensors.
 //!
 //! DTensors and ShardedTensors in the same files record their own layout and keep it. Random state differs between
 //! ranks and keeps its value on each rank.
@@ -37,14 +37,14 @@ pub struct DeclaredLayout {
     /// The mesh; `None` for the mesh of the DTensors in the same files.
     pub mesh: Option<DeviceMesh>,
     pub rules: Vec<Rule>,
-    /// Placements of tensors without a rule, and the option that declared them; without it these tensors are whole on
-    /// every rank.
+    /// Placements of tensors without a rule, and the option that declared these placements. If it is `None`, tensors
+    /// without a rule are whole on every rank.
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
     /// The rule for splitting dims, unless a tensor has its own.
     pub split: Option<Split>,
     /// The plan that lays out parameters without a rule.
     pub plan: Option<UnboundPlan>,
-    /// A layout file; its mesh and rules come after those given here.
+    /// A layout file. The mesh and rules of the other fields have priority over its mesh and rules.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold partial values.
     pub reduce: Vec<ReduceRule>,

@@ -3,7 +3,7 @@
 //! The gradients of a rank, as backward leaves them before any reduction, are partial values along the data-parallel
 //! dims of the job. The option applies to the tensors in the subtree of gradients if there is one. Otherwise it applies
 //! to all floating-point tensors that are not optimizer state, random state or trainer state next to a model. Integers
-//! are never reduced: they are counters with the same value on all ranks, and are compared.
+//! are never reduced, because they are counters with the same value on all ranks, and are compared.
 
 use crate::catalog::model::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
@@ -152,7 +152,7 @@ impl ReducedTensors {
     }
 }
 
-/// Returns whether a key names gradients that are nested in another way than next to a model.
+/// Returns whether a key is a name of gradients.
 fn is_gradients(key: &Key) -> bool {
     matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
 }

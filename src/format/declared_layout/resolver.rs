@@ -2,7 +2,7 @@
 //!
 //! Rules match a tensor by the same names as rules for a target. State and gradients follow their parameter if every
 //! rank has the same local shape of both. State of another shape (a step, a factored moment) does not follow its
-//! parameter: it is whole on every rank unless a rule names the state itself. Shapes count elements.
+//! parameter: it is whole on every rank unless a rule names the state itself. Unit of shapes: elements.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
@@ -30,9 +30,10 @@ use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
 
-/// Describes the origin of the layout of tensors that nothing is declared for.
+/// Origin of the layout of a tensor without a declaration, for messages.
 const UNDECLARED: &str = "the default (no declaration applies: whole on every rank)";
-/// Describes the origin of the layout of model tensors without a rule, if an optimizer has state of other tensors only.
+/// Origin of the layout of a model tensor without a rule and without optimizer state, if other tensors have such state,
+/// for messages.
 const UNTRAINED: &str = "the default (no rule and no optimizer state applies: a buffer, whole on every rank)";
 
 /// Resolves the layout of every plain tensor of a catalog.
@@ -125,7 +126,7 @@ impl<'a> LayoutResolver<'a> {
     pub fn resolve(mut self, order: ParameterOrder) -> Result<ResolvedLayouts> {
         let mut plain_tensors = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
-            // The optimizer state shows which parameters are trained, whatever its layout.
+            // The optimizer state shows which parameters are trained, regardless of its layout.
             let tensor_names = self.tensor_names(id);
             if entry.is_shared() {
                 continue;

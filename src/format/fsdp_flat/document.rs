@@ -48,7 +48,7 @@ struct FlatDocument {
     optimizer: Option<Vec<Vec<String>>>,
 }
 
-/// Reads only the version, so that a document of a later version gives a clear error whatever its other fields are.
+/// Reads only the version, so that a document of a later version gives a clear error regardless of its other fields.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,
@@ -95,7 +95,7 @@ pub fn read(path: &Path) -> Result<FlatLayout> {
 /// Returns the flat layout in a layout file.
 ///
 /// # Errors
-/// `Usage` if the layout file has no flat layout, otherwise as [`read`].
+/// `Usage` if the layout file has no flat layout, and the errors of [`read`].
 pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     let Some(flat) = &file.flat else {
         return Err(Error::usage(
@@ -115,7 +115,7 @@ pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
 /// Parses the text of a document; `path` is used in error messages only.
 ///
 /// # Errors
-/// As [`read`].
+/// The errors of [`read`].
 pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
     let document: FlatDocument =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {

@@ -1,8 +1,8 @@
 //! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`: one
 //! file per rank, with the shard of that rank of each flat parameter. A series of rank files is read as a whole.
 //!
-//! `flatten` writes this format without a writer trait: its writer needs units and orders of parameters rather than a
-//! layout for each tensor.
+//! `flatten` writes this format without a writer trait, because its writer needs units and orders of parameters rather
+//! than a layout for each tensor.
 
 use std::path::Path;
 

@@ -49,7 +49,7 @@ fn may_be_channels_last(shape: &[u64]) -> bool {
 }
 
 /// Returns a warning if some weights are row-major in the file that the element order is taken from, although
-/// `channels_last` is possible: a tool may have rewritten them as row-major. `params` gives the name and shape of each
+/// `channels_last` is possible. A tool may have rewritten them as row-major. `params` gives the name and shape of each
 /// parameter and whether it is row-major.
 #[must_use]
 pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
@@ -73,7 +73,7 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     /// Fewer names may be in order by chance.
     const MIN_NAMES: usize = 6;
     let names: Vec<&str> = names.collect();
-    // Modules that are named by numbers are registered in numerical order anyway.
+    // Modules that are named by numbers are always registered in numerical order.
     let by_number = |pair: &[&str]| {
         let mut parts = pair[0].split('.').zip(pair[1].split('.'));
         let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
@@ -88,7 +88,7 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
 }
 
 /// Returns whether tensors of other modules come between the tensors of one module. `Module.state_dict` visits one
-/// module after the other; DCP, and files made from it, keep another order.
+/// module after the other. DCP directories, and files made from them, have another order.
 #[must_use]
 pub fn has_interleaved_modules<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     let modules = |name: &'a str| name.match_indices('.').map(move |(end, _)| &name[..end]);

@@ -10,11 +10,11 @@
 //!  "state": {"model": {"w": {"$tensor": "model.w"}, "head": {"$tensor": "model.head"}}, "step": {"$tensor": "step"}}}
 //! ```
 //!
-//! Shapes are those of whole tensors and count elements. A mesh whose ranks are not `0, 1, 2, ...` has a list `ranks`.
-//! Optional fields of a tensor: `splits` describes how mesh dims split it if not by `torch.chunk`, `slice` lists the
-//! mesh dims of its own mesh, and `ranks` lists the ranks that have it if it is plain and not on all ranks. The keys of
-//! `tensors` are the keys in the files and the paths of the tensors in `state`, which is encoded as in
-//! [`super::encode`].
+//! Shapes are the shapes of whole tensors. Unit of shapes: elements. A mesh whose ranks are not `0, 1, 2, ...` has a
+//! list `ranks`. Optional fields of a tensor: `splits` describes how mesh dims split it if not by `torch.chunk`,
+//! `slice` lists the mesh dims of its own mesh, and `ranks` lists the ranks that have it if it is plain and not on all
+//! ranks. The keys of `tensors` are the keys in the files and the paths of the tensors in `state`, which is encoded as
+//! in [`super::encode`].
 //!
 //! Invariant: a document that was read is consistent, and the same document is always rendered as the same text.
 
@@ -85,7 +85,7 @@ struct DocumentJson {
     state: Tree,
 }
 
-/// Reads only the version, so that a document of a later version gives a clear error whatever its other fields are.
+/// Reads only the version, so that a document of a later version gives a clear error regardless of its other fields.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,
@@ -125,7 +125,7 @@ pub fn read(path: &FilePath) -> Result<LocalDocument> {
 /// Parses and checks the text of a document; `path` is used in error messages only.
 ///
 /// # Errors
-/// As [`read`].
+/// The errors of [`read`].
 pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
     let text: DocumentJson =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {

@@ -10,7 +10,7 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
-/// Tensors with different content on each rank; their ids follow those of the source.
+/// Tensors with different content on each rank. Their ids follow the ids of the source's tensors.
 #[derive(Debug)]
 pub struct PerRankTensors {
     first: usize,

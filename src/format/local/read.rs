@@ -1,5 +1,5 @@
-//! Reads a folder of rank files and checks every tensor against the document. Offsets count bytes, shapes count
-//! elements.
+//! Reads a folder of rank files and checks every tensor against the document. Unit: bytes for offsets, elements for
+//! shapes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -124,7 +124,7 @@ impl<'a> Assembly<'a> {
             let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
             entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
         }
-        // The smallest name, so that the error is reproducible.
+        // The error reports the smallest name, so that it is the same in every run.
         match stored.into_keys().min() {
             None => Ok(()),
             Some(name) => {
@@ -154,7 +154,7 @@ fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMe
     &document.meshes[sharding.mesh.0 as usize]
 }
 
-/// Returns a rank's part of a tensor; `None` if it has none, not even an empty one.
+/// Returns a rank's part of a tensor; `None` if the rank has no part, not even an empty one.
 fn local_tile(document: &LocalDocument, described: &DescribedTensor, rank: Rank) -> Result<Option<Tile>, LayoutError> {
     let DescribedTensor { shape, sharding, ranks, .. } = described;
     let Some(sharding) = sharding else {

@@ -2,8 +2,8 @@
 //!
 //! Tensors with the widest dtypes come first, as in the reference writer of safetensors, so that the data of every
 //! tensor is aligned for its dtype. Tied tensors are stored once per name. A tensor whose content differs between ranks
-//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Offsets count bytes, shapes count
-//! elements.
+//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Unit: bytes for offsets, elements for
+//! shapes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path as FilePath;
@@ -99,7 +99,7 @@ fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Removes attributes that cannot be encoded or that contain tensors, which have no names there.
+/// Removes attributes that cannot be encoded or that contain tensors, which have no names inside attributes.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {
@@ -232,7 +232,7 @@ fn is_sharded(class: Class, shared: &SharedTensor) -> bool {
 struct FileWriter<'a> {
     plan: &'a LocalPlan,
     mesh: &'a DeviceMesh,
-    /// Headers; most ranks have the same one, which is kept once.
+    /// Headers of the files. Most ranks have equal headers, which are kept once.
     headers: HashSet<Arc<Vec<u8>>>,
     /// For each name, the chunks written from each source tensor.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,

@@ -52,7 +52,8 @@ struct Reader;
 
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
-        // Hubs store other sets beside the set that transformers loads: `consolidated.safetensors.index.json`.
+        // Some repositories have another set in the same folder as the set that transformers loads:
+        // `consolidated.safetensors.index.json`.
         if let Some(name) =
             main_index(listing.names.iter().filter(|name| is_index_of(name, Format::Safetensors)), INDEX_NAME)
         {

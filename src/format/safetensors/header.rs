@@ -1,6 +1,6 @@
 //! The header of a safetensors file: JSON with the location of each tensor, checked against the file.
 //!
-//! Unit: offsets are bytes. Invariant of a returned [`Header`]: the tensors tile the data in order, without holes, and
+//! Unit of offsets: bytes. Invariant of a returned [`Header`]: the tensors tile the data in order, without holes, and
 //! have dtypes that PyTorch has. Source: `safetensors/src/tensor.rs`.
 
 use std::borrow::Cow;
@@ -105,8 +105,8 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     deserializer.deserialize_seq(Sizes)
 }
 
-/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed: a tree of all
-/// values takes many times the memory of the text.
+/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed, because a tree of
+/// all values takes many times the memory of the text.
 #[derive(Default)]
 struct RawHeader {
     metadata: BTreeMap<String, String>,
@@ -251,8 +251,8 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     }
     drop(names);
     tensors.sort_by_key(|(_, stored, len)| (stored.offset, *len));
-    // The tensors must tile the data: each tensor starts where the previous one ends, and the last one ends at the end
-    // of the file.
+    // The tensors must tile the data: each tensor starts where the previous tensor ends, and the last tensor ends at
+    // the end of the file.
     let mut end = data_start;
     for (name, stored, len) in &tensors {
         if stored.offset != end {

@@ -114,7 +114,7 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
     let mut named = vec![false; catalog.tensors.len()];
     for (name, id) in &names {
-        // An entry has the first of its names.
+        // The first name of an entry becomes its FQN.
         if !std::mem::replace(&mut named[id.0 as usize], true) {
             catalog.tensors[id.0 as usize].fqn = name.clone().into();
         }
@@ -147,7 +147,7 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
 fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
     let mut aliases = Names::new();
     for (path, key, value) in notes {
-        // Loaders check these keys; they do not describe the model.
+        // Loaders check these keys. The keys do not describe the model.
         if [FORMAT_KEY, DCP_VERSION_KEY].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok()
         {
             continue;

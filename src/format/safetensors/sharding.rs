@@ -3,7 +3,7 @@
 //! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` contains the part of rank R (counted from 1) of the F-th file
 //! of the whole checkpoint. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each box in the whole
 //! tensor. The shape of the whole tensor is not stored. It is assumed to end where the shards end, as in PyTorch's
-//! reader. So a hole is detected, but a missing end is not.
+//! reader. So a missing shard in the middle of a tensor is detected, but a missing shard at its end is not.
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 

@@ -1,5 +1,5 @@
-//! The state of reading one archive: its records, and the meshes and limits that all its tensors share. Offsets, sizes
-//! and strides count elements.
+//! The state of reading one archive: its zip records, and the meshes and limits that all its tensors share. Unit of
+//! offsets, sizes and strides: elements.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -13,11 +13,11 @@ use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
 
-/// A part of a storage, as a strided array. Offset, sizes and strides count elements of `dtype`.
+/// A part of a storage, as a strided array. Unit of offset, sizes and strides: elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
-    /// The key of the storage, which is the record `data/KEY`.
+    /// The key of the storage. The zip record `data/KEY` has its data.
     pub key: Box<str>,
     pub storage_bytes: u64,
     pub offset: u64,
@@ -47,7 +47,7 @@ const MAX_RANKS_BYTES: u64 = 1 << 27;
 pub struct Reader<'a> {
     pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
-    /// The meshes that were read. A pickle shares mesh objects, and each is read once.
+    /// The meshes that were read. A pickle shares mesh objects, and each mesh object is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
     /// The current nesting of tensors and meshes.
     pub depth: usize,
@@ -68,7 +68,7 @@ impl Reader<'_> {
         DecodeError::malformed(what)
     }
 
-    /// Returns an error of reading the file, which may be independent of its content.
+    /// Converts an error of reading the file. Also stores the error if it is not about the content of the file.
     fn read_error(&self, error: Error) -> DecodeError {
         let what = DecodeError::malformed(error.to_string());
         if !error.is_about_content() {
@@ -125,7 +125,7 @@ impl Reader<'_> {
         Ok(values)
     }
 
-    /// Checks that the record of a view's storage exists and has exactly the length of the storage.
+    /// Checks that the zip record of a view's storage exists and has exactly the length of the storage.
     pub fn check_storage(&self, view: &View) -> Result<(), DecodeError> {
         let name = format!("data/{}", view.key);
         match self.archive.get(&name) {

@@ -54,7 +54,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The known files are those of torch.
+    // The entry of torch lists the known files.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,

@@ -20,7 +20,7 @@ use torch_pickle::pickle::Unknown;
 /// Reads the files of ranks.
 ///
 /// # Errors
-/// As reading one file; of several errors, that of the lowest rank.
+/// The errors of reading one file. If several files have errors, the error of the lowest rank.
 pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown) -> Result<Vec<RankFile>> {
     let own: Vec<(Rank, &PathBuf, FileId)> =
         ranks.iter().map(|(rank, path)| Ok((Rank(*rank), path, files.add(path)?))).collect::<Result<_>>()?;
@@ -37,7 +37,7 @@ pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown)
     loaded.into_iter().collect()
 }
 
-/// Lists of shards, of which equal ones are kept once.
+/// Lists of shards; equal lists are kept once.
 #[derive(Default)]
 struct SharedShardLists(Mutex<HashSet<Arc<[Region]>>>);
 

@@ -14,7 +14,7 @@ use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};
 
-/// Upper limit for the ranks of a mesh. No cluster has as many, so a larger array is damaged.
+/// Upper limit for the ranks of a mesh. No cluster has so many ranks, so a larger array is damaged.
 const MAX_RANKS: u64 = 1 << 24;
 
 /// Reads the DeviceMesh at a node, or returns it if it was read before.

@@ -1,6 +1,7 @@
-//! torch.save files: one file, or one a rank.
+//! torch.save files: one file, or one file per rank.
 //!
-//! Source of the layout: `torch/serialization.py`; of what is in it: `torch/_utils.py`, `torch/distributed/tensor`.
+//! Source of the file layout: `torch/serialization.py`. Source of the content: `torch/_utils.py`,
+//! `torch/distributed/tensor`.
 
 mod context;
 mod disjoint;
@@ -40,7 +41,7 @@ use crate::storage::Files;
 use reader::ArchiveContents;
 use torch_pickle::pickle::Unknown;
 
-/// Read files that each hold whole tensors: one torch.save file, or the set that an index names.
+/// Reads files that each have whole tensors: one torch.save file, or the set that an index names.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
@@ -60,20 +61,20 @@ pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Ca
     Ok(catalog)
 }
 
-/// Returns the objects that were dropped from the files, as `FQN (symbol)`, each once.
+/// Returns the objects that were dropped from the files, as `FQN (symbol)`. Each object is listed once.
 pub fn dropped_objects(files: &[ranks::RankFile]) -> Vec<String> {
     let all = files.iter().flat_map(|file| &file.contents.dropped);
     let distinct: IndexSet<String> = all.map(|dropped| format!("{} ({})", dropped.path, dropped.symbol)).collect();
     distinct.into_iter().collect()
 }
 
-/// A chunk of `tile` that is the view.
+/// Returns a chunk with this tile, whose data is the view.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
     Chunk { tile, location: contents.record_location(view), strides, rank }
 }
 
-/// The chunk of a view that is a whole tensor.
+/// Returns the chunk of a view that is a whole tensor.
 pub fn whole_chunk(contents: &ArchiveContents, view: &View) -> Chunk {
     chunk(contents, view, Tile::from_region(&crate::layout::Region::whole(&view.sizes)), None)
 }

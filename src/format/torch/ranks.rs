@@ -1,8 +1,8 @@
 //! Merges the torch.save files of all ranks into one state dict.
 //!
 //! Containers are merged by key. A DTensor or ShardedTensor contributes its local part. Plain tensors and objects that
-//! several ranks store must be equal on all of them: objects are compared here, tensor data when it is read. Rank 0 is
-//! never preferred. Shapes and offsets count elements.
+//! several ranks store must be equal on all of them: objects are compared while files are merged, tensor data when it
+//! is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -46,8 +46,8 @@ pub enum PlainKind {
     Parts,
 }
 
-/// Returns the catalog of a file that is not one of a series. It holds only one rank's part of a DTensor, which the
-/// check of coverage reports.
+/// Returns the catalog of a file that belongs to no series. Such a file has only one rank's part of a DTensor, which
+/// the check of coverage reports.
 ///
 /// # Errors
 /// `Malformed` for an invalid file, `Conflict` for a contradiction in it.
@@ -167,7 +167,7 @@ impl Merger<'_> {
         }
     }
 
-    /// Removes ranks that lack the value: the first value of a conflict was assigned to all ranks before.
+    /// Removes the ranks that lack the value. The first value of a conflict was assigned to all ranks before.
     fn remove_ranks_without_value(&self, path: &Path, rank_values: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
@@ -400,7 +400,7 @@ impl Merger<'_> {
     }
 }
 
-/// Returns a key as text, and whether the key is a string: a dict may have both `0` and `'0'`.
+/// Returns a key as text, and whether the key is a string, because a dict may have both `0` and `'0'`.
 fn typed_key(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }

@@ -1,4 +1,4 @@
-//! Reads one torch.save file: its archive, its pickle and its tensors. Offsets count bytes in files and elements in
+//! Reads one torch.save file: its archive, its pickle and its tensors. Unit of offsets: bytes in files, elements in
 //! views.
 
 use std::cell::RefCell;
@@ -44,7 +44,8 @@ impl ArchiveContents {
         self.file_range
     }
 
-    /// Returns the location of the view's element 0. The record was checked to hold the storage.
+    /// Returns the location of the view's element 0. An earlier check has shown that the zip record contains the
+    /// storage.
     #[must_use]
     pub fn record_location(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
@@ -60,7 +61,7 @@ impl ArchiveContents {
     /// # Errors
     /// `Io` if the archive cannot be read.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
-        // All records that `read` uses must stay.
+        // All zip records that `read` uses must stay.
         let FileRange { file, offset, len } = self.file_range;
         let (source, located) = (ArchiveSource::new(files, file), format!("data/{}", view.key));
         Frame::of(&source, offset..offset + len, &self.archive, &[PICKLE, BYTE_ORDER], &located)
@@ -70,7 +71,7 @@ impl ArchiveContents {
     /// Returns the location of the view's element 0 as an offset in the file.
     ///
     /// # Errors
-    /// `Malformed` where the record's local header is damaged.
+    /// `Malformed` if the local header of the zip record is damaged.
     pub fn locate(&self, files: &Files, view: &View) -> Result<StridedLocation> {
         let name = format!("data/{}", view.key);
         let source = ArchiveSource::new(files, self.file_range.file);
@@ -88,7 +89,7 @@ impl ArchiveContents {
     }
 }
 
-/// Upper limit for the content of the byte order record, which is `little` or `big`.
+/// Upper limit for the content of the zip record `byteorder`, which is `little` or `big`.
 const MAX_BYTE_ORDER_BYTES: u64 = 64;
 
 /// Reads the archive that fills a range of a file. `name` is the name of its content for messages; empty for a whole
@@ -158,7 +159,7 @@ impl DTensorStyle {
     /// Returns the style of the DTensors in a torch.save file; `None` if it has no DTensor.
     ///
     /// # Errors
-    /// As reading the file.
+    /// The errors of reading the file.
     pub fn from_file(files: &Files, file: FileId) -> Result<Option<Self>> {
         let contents = read(files, files.whole(file), "", Unknown::Drop)?;
         Ok(contents.tensors.iter().find_map(|found| match found {

@@ -1,5 +1,5 @@
-//! Which files are those of torch.save, by first bytes, and which hold no model, by names; and the bytes of an archive that
-//! are not tensor data.
+//! Recognises torch.save files by their first bytes, and files without a model by their names. Also reads the bytes of
+//! an archive that are not tensor data.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ const NO_MODEL: [&str; 11] = [
     "scaler",
     "dataloader",
     "dl_state_dict",
-    // What Lightning and Megatron leave in DCP directories.
+    // Files that Lightning and Megatron leave in DCP directories.
     "meta.pt",
     "common.pt",
 ];
@@ -32,8 +32,8 @@ pub fn is_no_model(path: &Path) -> bool {
     NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
 }
 
-/// Returns whether a file starts as an archive of `torch.save`, which has `NAME/data.pkl` first. That tells it from every
-/// other ZIP file.
+/// Returns whether a file starts like an archive of `torch.save`. The first zip record of such an archive is
+/// `NAME/data.pkl`, which no other ZIP file has.
 pub fn is_archive(head: &[u8], _len: u64) -> bool {
     const NAME_LEN: usize = 26;
     const NAME: usize = 30;
@@ -42,7 +42,7 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
     }
     let Some(&[low, high]) = head.get(NAME_LEN..NAME_LEN + 2) else { return false };
     let end = NAME + usize::from(u16::from_le_bytes([low, high]));
-    // A name that goes on behind the first bytes is a long one.
+    // Only a very long name continues after the first bytes, and is cut off here.
     let name = head.get(NAME..end.min(head.len())).unwrap_or_default();
     name.ends_with(b"/data.pkl")
 }

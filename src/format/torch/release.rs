@@ -1,15 +1,15 @@
-//! The PyTorch releases that are to load the written DTensors.
+//! The PyTorch releases that are able to load the written DTensors.
 //!
-//! The fields of a DTensor are the same from 2.5 to 2.15. Those of its mesh are not: they were renamed in 2.10, and the
+//! The fields of a DTensor are the same in releases 2.5 to 2.15. The fields of its mesh were renamed in 2.10, and the
 //! class of the mesh layout changed in 2.13, so no pickle is a valid mesh for all releases. Measured with 2.5.1, 2.9.1,
 //! 2.10.0, 2.12.0 and 2.15.0:
 //!
 //! ```text
-//! written for   loads and works in   elsewhere
-//! 2.5           2.5 to 2.9           loads from 2.10 on, too: local tensors and placements are there, the mesh is not
-//! 2.10          2.10                 2.11 and 2.12, but for strided shards, whose order they write otherwise
-//! 2.11          2.11 and 2.12        2.13 and later: as above; 2.10 but for strided shards; earlier ones lack a module
-//! 2.13          2.13 and later       earlier ones lack a class
+//! written for   loads and works in   other releases
+//! 2.5           2.5 to 2.9           2.10 and later load local tensors and placements, but not the mesh
+//! 2.10          2.10                 2.11 and 2.12 load all but strided shards, whose order they store otherwise
+//! 2.11          2.11 and 2.12        2.13 and later: as 2.5; 2.10: all but strided shards; earlier ones lack a module
+//! 2.13          2.13 and later       earlier releases lack a class
 //! ```
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.

@@ -1,4 +1,4 @@
-//! Finds plain tensors in a pickle: strided views of a storage. Offsets, sizes and strides count elements.
+//! Finds plain tensors in a pickle: strided views of a storage. Unit of offsets, sizes and strides: elements.
 //!
 //! Source: `torch/_utils.py` (`_rebuild_tensor*`), `torch/_tensor.py` (`_rebuild_from_type_v2`).
 
@@ -7,7 +7,7 @@ use crate::catalog::{Dtype, span};
 use crate::layout::Dims;
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
-/// Returns the view of a plain tensor; `None` for everything else.
+/// Returns the view of a plain tensor; `None` for any other node.
 ///
 /// # Errors
 /// `DecodeError` for a damaged tensor, and for a tensor of an unsupported kind.

@@ -1,6 +1,5 @@
 //! Writes a torch.save file that `torch.load(weights_only=True)` reads back as the same state dict, with its
-//! containers, tied tensors and non-tensor values. Offsets and lengths of files count bytes, those of storages
-//! elements.
+//! containers, tied tensors and non-tensor values. Unit of offsets and lengths: bytes in files, elements in storages.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -19,12 +18,12 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::ArchiveWriter;
 
-/// The folder inside the archive. PyTorch derives it from the file's name, but reads any; a fixed name makes files of
-/// equal checkpoints equal.
+/// The folder inside the archive. PyTorch derives it from the file's name, but reads an archive with any folder. With a
+/// fixed folder, equal checkpoints have equal files.
 pub const PREFIX: &str = "archive";
 
-/// A tensor that is not row-major is written as row-major boxes: one box per filter and kernel position. These limits
-/// bound the memory for one tensor of tiny boxes, and for all such tensors of an archive.
+/// A tensor that is not row-major is written as row-major boxes, for example one box per filter and kernel position.
+/// These limits bound the memory for one tensor of tiny boxes, and for all such tensors of an archive.
 const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_PER_ARCHIVE: u64 = 1 << 21;
 
@@ -36,10 +35,10 @@ pub struct SavedArchive {
     pub len: u64,
 }
 
-/// A tensor with a storage of its own.
+/// A tensor that has its own storage.
 pub struct SavedTensor {
     pub id: TensorId,
-    /// The offset of its data in the file.
+    /// The offset of the tensor's data in the file.
     pub offset: u64,
     order: SavedOrder,
 }
@@ -125,7 +124,7 @@ pub fn save(
 /// chunks share one archive.
 #[derive(Default)]
 pub struct TensorArchives {
-    /// The archive of each dtype and sizes, as a file of its own, and the offset of the data in it.
+    /// The archive of each dtype and sizes, as a separate file, and the offset of the data in this file.
     archives: HashMap<(Dtype, Dims), (OutputFile, u64)>,
     pub frames: SharedBytes,
 }

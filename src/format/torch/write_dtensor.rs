@@ -1,7 +1,7 @@
 //! Writes DTensors as PyTorch pickles them, so that `torch.load` restores DTensors.
 //!
-//! The fields of a DTensor are the same from 2.5 to 2.15; those of its [mesh](super::write_mesh) are not. Shapes count
-//! elements.
+//! The fields of a DTensor are the same in PyTorch 2.5 to 2.15, but the fields of its [mesh](super::write_mesh) are
+//! not. Unit of shapes: elements.
 //!
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`.
 
@@ -24,7 +24,7 @@ pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
-    /// The dims of the tensor's own mesh, if that is a slice.
+    /// The dims of the tensor's own mesh, if that mesh is a slice of the whole mesh.
     pub slice: Option<&'a [MeshDim]>,
     /// The storage key and the sizes of the local tensor, which is contiguous.
     pub key: usize,
@@ -78,7 +78,8 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
     writer.setitems().build();
 }
 
-/// Writes `cls.__new__(cls)` and always a state: from 2.10 on placements are C++ classes, which BUILD creates.
+/// Writes `cls.__new__(cls)` and a state. A state is always needed, because placements are C++ classes from 2.10 on,
+/// and the opcode BUILD creates them.
 fn write_placement(writer: &mut Writer, placement: Placement) {
     let class = match placement {
         Placement::Shard(_) => "Shard",
@@ -112,7 +113,7 @@ fn shard_order(placements: &[Placement], mesh_shape: &[u64]) -> Option<Vec<(Tens
         let Some(dim) = placement.sharded_dim() else { continue };
         let factor = if let Placement::StridedShard { split_factor, .. } = placement { *split_factor } else { 1 };
         let known = order.entry(dim).or_default();
-        // The dim comes after as many of the dims to its right as it takes to make `factor` parts.
+        // The mesh dim splits after the mesh dims to its right that together make `factor` parts.
         let before =
             |count: &usize| known[..*count].iter().try_fold(1, |parts: u64, dim| parts.checked_mul(mesh_shape[dim.0]));
         let position = (0..=known.len()).find(|count| before(count) == Some(factor))?;

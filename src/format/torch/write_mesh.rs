@@ -1,5 +1,5 @@
-//! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]; `mesh.rs` reads them. Sizes and strides
-//! count ranks.
+//! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]; `mesh.rs` reads them. Unit of sizes and
+//! strides: ranks.
 //!
 //! Invariant: a mesh, and each slice of it, is written once in a pickle; later uses refer to the same object.
 //!
@@ -83,7 +83,7 @@ impl MeshWriter<'_> {
             write_names(writer, names.as_deref());
             writer.string("_flatten_mesh_list");
             write_ranks(writer, mesh.ranks());
-            // Up to 2.7 groups have tags and ranks, in 2.8 and 2.9 names.
+            // Up to 2.7, groups have tags and ranks. In 2.8 and 2.9, groups have names.
             writer.string("_dim_group_infos");
             list(writer, &self.groups(), |writer, group| {
                 writer.string(&format!("ptd:{}", group.name));
@@ -158,8 +158,8 @@ impl MeshWriter<'_> {
         writer.setitem().build();
     }
 
-    /// Returns the process group of this rank along each mesh dim. Its name is the name that it has in a job whose
-    /// first groups are those of this mesh; only in such a job can the loaded tensors communicate.
+    /// Returns the process group of this rank along each mesh dim. The group has the same name as in a job that creates
+    /// the groups of this mesh first. Loaded tensors can communicate only in such a job.
     fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);

@@ -1,8 +1,8 @@
 //! Writes one torch.save file per rank. All files have the same tree, each with its rank's part of every tensor.
 //!
-//! A tensor is written as a DTensor, as a ShardedTensor, or as a plain tensor that is whole on every rank or the local
-//! part. Files share no data, so a replica is stored once for each rank that has it, as in PyTorch. Offsets count
-//! bytes, shapes count elements.
+//! A tensor is written as a DTensor, as a ShardedTensor, as a plain tensor that is whole on every rank, or as a plain
+//! tensor that is the local part of each rank. Files share no data, so a replica is stored once for each rank that has
+//! it, as in PyTorch. Unit: bytes for offsets, elements for shapes.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if the trees of
 //! ranks differ.
@@ -41,7 +41,8 @@ pub enum RankLayout {
     Distributed {
         /// One placement for each dim of the mesh.
         placements: Vec<Placement>,
-        /// The dims of the tensor's own mesh, if that is to be a slice; the tensor is replicated on the other dims.
+        /// The dims of the tensor's own mesh, if that mesh is to be a slice of the whole mesh. The tensor is replicated
+        /// on the other dims.
         slice: Option<Vec<MeshDim>>,
     },
     /// A plain tensor that is the local part of each rank.
@@ -54,7 +55,7 @@ impl RankLayout {
     /// Returns the layout of a DTensor.
     ///
     /// # Errors
-    /// `Unsupported` if its splits are not those of DTensors.
+    /// `Unsupported` if its splits are not `torch.chunk` splits.
     pub fn dtensor(
         fqn: &Fqn,
         entry: &TensorEntry,
@@ -92,7 +93,7 @@ impl RankLayout {
     }
 }
 
-/// Checks that splits are those of `torch.chunk`. PyTorch's classes do not record splits and assume `torch.chunk`.
+/// Checks that all splits are `torch.chunk` splits. PyTorch's classes do not record splits and assume `torch.chunk`.
 fn check_chunks(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -172,7 +173,8 @@ fn common_sharding_dim<'l>(
 }
 
 /// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value of
-/// the rank with the same number; further ranks get the values in turn.
+/// the rank with the same number. If no such rank stores a value, rank `r` gets the value of number `r mod n` of the
+/// `n` ranks that store one.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -244,10 +246,10 @@ fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
 
 /// A tensor to write.
 struct PlannedTensor {
-    /// The first of its names.
+    /// The first name of the tensor.
     fqn: Fqn,
     layout: RankLayout,
-    /// The number of its uses in the tree. All uses refer to the same object, as in the job that saved it.
+    /// The number of uses of the tensor in the tree. All uses refer to the same object, as in the job that saved it.
     count: usize,
 }
 
@@ -258,7 +260,8 @@ fn plan(
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, PlannedTensor>> {
-    // A tensor whose content differs between ranks must not be sharded: only one shard of each would remain.
+    // A tensor whose content differs between ranks must not be sharded, because otherwise only one shard of the content
+    // of each rank would remain.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
@@ -313,13 +316,13 @@ impl PlannedTensor {
 struct TorchRankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
-    /// The rank's tile of each tensor; `None` if it has no part.
+    /// The rank's tile of each tensor; `None` if the rank has no part of the tensor.
     tiles: Vec<Option<Tile>>,
     /// Whether the files have DTensors, and so a mesh.
     distributed: bool,
 }
 
-/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, whatever the tensor's
+/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, regardless of the tensor's
 /// shape.
 fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
@@ -379,7 +382,7 @@ impl TorchRankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a part of its own.
+                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a separate part.
                     let own = sharded
                         .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);

@@ -4,7 +4,7 @@
 //! Each ShardedTensor lists the shards of all ranks that share it and has the data of its own shard.
 //! `_sharded_pre_load_state_dict_hook` ignores the listed offsets: it treats the rows of the n-th rank of its process
 //! group as the n-th part of `torch.chunk`. So only such rows are written, and the ranks of a [`RankGroup`] must be
-//! ascending. Shapes count elements.
+//! ascending. Unit of shapes: elements.
 //!
 //! The properties are a tuple of five fields: early releases reject a sixth field (strides), and 2.15 accepts both.
 //! Under hybrid sharding, PyTorch's local shard has its rank within the group, while the list has the rank in the job;
@@ -84,7 +84,7 @@ impl RankGroup {
         Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
     }
 
-    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have none.
+    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have no shard.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
         let rows_of = (0..parts).map(|part| chunk(rows, parts, part)).take_while(|range| !range.is_empty());

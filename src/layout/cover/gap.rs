@@ -1,6 +1,6 @@
 //! Finds the first gap between tiles, for error messages.
 //!
-//! Counts elements. The tiles are disjoint, so a slice of the tensor across a dim is full if and only if the slices of
+//! Unit: elements. The tiles are disjoint, so a slice of the tensor across a dim is full if and only if the slices of
 //! its tiles add up to it. The first slice that is not full contains the first gap in row-major order. The search
 //! continues in that slice, along the next dim:
 //!
@@ -27,9 +27,10 @@ pub(super) fn first_gap(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Region {
     grow(hole, shape, tiles)
 }
 
-/// Returns the first range of `dim` whose slices of `full` elements are not filled by these tiles.
+/// Returns the first range of indices along `dim` at which the tiles do not fill the slice. The slice at one index has
+/// `full` elements, and `n` is the size of the dim.
 fn first_not_full(n: u64, dim: usize, full: u64, tiles: &[&Tile]) -> std::ops::Range<u64> {
-    // (index, number of elements that a slice gains there, number that it loses)
+    // (index, number of elements that the slice has more from there on, number that it has less)
     let mut changes: Vec<(u64, u64, u64)> = Vec::new();
     for tile in tiles {
         let slice = tile.dims()[dim + 1..].iter().map(Intervals::len).product();

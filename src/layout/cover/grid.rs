@@ -1,6 +1,6 @@
 //! Covers whose tiles are all combinations of a few classes for each dim.
 //!
-//! Counts elements and cells. A class is a set of indices of one dim, and a cell is one combination of classes.
+//! Unit: elements and cells. A class is a set of indices of one dim, and a cell is one combination of classes.
 //! Invariant: the classes of a dim are disjoint and cover the dim, and every cell is exactly one tile. So the tiles are
 //! disjoint and leave no gap, even if the classes are interleaved:
 //!
@@ -84,8 +84,8 @@ struct GridAxis {
 }
 
 impl GridAxis {
-    /// Returns the classes, and the class of each tile, or `None` if two different classes overlap. Indices in no class
-    /// become one more class, whose cells are then missing.
+    /// Returns the classes, and the class of each tile, or `None` if two different classes overlap. Indices that belong
+    /// to no class form an additional class, whose cells are then missing.
     fn new<'a>(n: u64, tile_dims: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
         let tile_dims: Vec<&Intervals> = tile_dims.collect();
         let mut order: Vec<(u64, u32)> = tile_dims.iter().map(|class| start(class)).zip(0..).collect();
@@ -134,8 +134,8 @@ impl GridAxis {
     }
 }
 
-/// Returns the indices of a dim of size `n` in no class, or `None` if two classes overlap. Classes are sorted by their
-/// first index.
+/// Returns the indices of a dim of size `n` that belong to no class, or `None` if two classes overlap. Classes are
+/// sorted by their first index.
 fn rest(n: u64, classes: &[Intervals], single: bool) -> Option<Intervals> {
     // Each class is an ascending run, which a stable sort merges efficiently.
     let mut intervals: Vec<Range<u64>> = classes.iter().flat_map(Intervals::iter).collect();

@@ -27,7 +27,7 @@
 //! ```
 //!
 //! A file is read in two steps: [`LayoutFile::parse`] knows only the mesh in the file, and [`LayoutFile::rules`]
-//! applies the rules to the mesh in use. Sizes count elements. Invariant: any text gives a layout or an error, and
+//! applies the rules to the mesh in use. Unit of sizes: elements. Invariant: any text gives a layout or an error, and
 //! errors name file, line and rule. The grammar is dtshard's own; plans are those of PyTorch's `parallelize_module`.
 
 mod fields;
@@ -60,7 +60,7 @@ pub struct LayoutFile {
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// The split of tensors without a rule of their own. The command line may replace it.
+    /// The split of tensors without a rule. The command line may replace it.
     pub split: Option<Split>,
     rules: Vec<WrittenRule>,
     /// The plan and its styles.
@@ -74,7 +74,7 @@ pub struct LayoutFile {
 pub struct DeclaredPlan {
     /// The name of a built-in plan.
     pub name: Option<Positioned<String>>,
-    /// The styles, which are tried before those of the built-in plan.
+    /// The styles, which are tried before the styles of the built-in plan.
     pub styles: Vec<StyleRule>,
     /// The name of the mesh dim of tensor parallelism.
     pub tp: Option<Positioned<String>>,
@@ -137,7 +137,7 @@ impl LayoutFile {
         parse::layout(name, &parsed.map_err(|fault| at.at_line(fault.line).error(fault.problem, None))?)
     }
 
-    /// Returns the mesh: the given one, or else that of the file.
+    /// Returns the given mesh, otherwise the mesh of the file.
     ///
     /// # Errors
     /// `File` if both exist and differ in the names of their dims.
@@ -198,7 +198,7 @@ impl LayoutFile {
     }
 }
 
-/// Returns whether a file is JSON, by its suffix, or else by its first character.
+/// Returns whether a file is JSON, by its suffix, otherwise by its first character.
 fn is_json(name: &str, text: &str) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix.to_ascii_lowercase());
     match suffix.as_deref() {

@@ -1,6 +1,6 @@
 //! Parses the tree of a document to a [`LayoutFile`], key by key.
 //!
-//! Sizes count elements. Invariant: everything that does not depend on the mesh in use is checked here.
+//! Unit of sizes: elements. Invariant: everything that does not depend on the mesh in use is checked here.
 
 use super::fields::{Fields, FilePosition, list, numbers, table, text};
 use super::node::{FileEntry, FileNode, FileValue};
@@ -206,7 +206,7 @@ fn sizes(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<(usize, String, 
 fn styles(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<StyleRule>, LayoutError> {
     let mut found = Vec::new();
     collect_styles(at, &entry.value, "", &mut found)?;
-    // Keep the order of the text, even if a table is opened again.
+    // Keeps the order of the text, even if a table is opened again.
     found.sort_by_key(|(line, _)| *line);
     Ok(found.into_iter().map(|(_, style)| style).collect())
 }

@@ -1,6 +1,6 @@
 //! Writes a layout as a JSON document, and a JSON document as TOML.
 //!
-//! Sizes count elements. Invariant: reading the output gives an equal layout.
+//! Unit of sizes: elements. Invariant: reading the output gives an equal layout.
 
 use std::fmt::Write as _;
 
@@ -86,7 +86,7 @@ fn write_table(text: &mut String, path: &str, table: &Map<String, Json>) {
     }
 }
 
-/// Returns whether a value gets a header of its own. Values nested deeper are written inline.
+/// Returns whether a value becomes a TOML table with a header. Values nested deeper are written inline.
 fn is_section(path: &str, value: &Json) -> bool {
     let shallow = path.matches('.').count() == 0;
     match value {

@@ -1,6 +1,6 @@
 //! Rules of a layout file, and their application to a mesh: names of mesh dims become indices, and sizes become splits.
 //!
-//! Sizes count elements. Invariant: a rule that was applied to a mesh has one placement for each mesh dim.
+//! Unit of sizes: elements. Invariant: a rule that was applied to a mesh has one placement for each mesh dim.
 
 use super::fields::{FilePosition, did_you_mean};
 use crate::layout::rules::{PlacementChoice, PlacementList, Rule};

@@ -1,8 +1,9 @@
 //! Assigns the styles of a plan to the parameters of a model.
 //!
-//! Counts elements. A pattern matches a module, and then its own parameters but not those of its children; or it
-//! matches a parameter. `.` is the root module. `pairwise` matches a module and alternates styles over its children, in
-//! the order of registration. PyTorch's counterpart is `parallelize_module`.
+//! Unit: elements. A pattern matches a module or a parameter. If it matches a module, it applies to the parameters of
+//! the module itself, but not to the parameters of its child modules. `.` is the root module. `pairwise` matches a
+//! module and alternates styles over its children, in the order of registration. PyTorch's counterpart is
+//! `parallelize_module`.
 
 use std::collections::HashMap;
 
@@ -143,7 +144,7 @@ impl ParallelizePlan {
         Ok(parameters.iter().zip(found).map(place).collect())
     }
 
-    /// Returns the user's rules, followed by those of the built-in plan.
+    /// Returns the user's rules, followed by the rules of the built-in plan.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
         let of_user = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::User, note: None };
         let mut candidates: Vec<Candidate> = self.styles.iter().map(of_user).collect();

@@ -1,6 +1,7 @@
-//! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over that of FSDP.
+//! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over the mesh dim of
+//! FSDP.
 //!
-//! Counts elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
+//! Unit: elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
 //! the module a placement on the mesh dim of tensor parallelism. FSDP then shards dim 0 of the local tensor over a mesh
 //! dim of its own.
 //!
@@ -50,7 +51,8 @@ pub use style::{ParallelStyle, ParameterRole};
 /// A style, and a pattern for the modules that get it.
 #[derive(Clone, Debug)]
 pub struct StyleRule {
-    /// A pattern for a module name, or for the name of a parameter without a module of its own (stacked experts).
+    /// A pattern for a module name, or for the name of a parameter that is not the weight or bias of a module (stacked
+    /// experts).
     pub pattern: Pattern,
     pub style: ParallelStyle,
     /// The source of the rule, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.

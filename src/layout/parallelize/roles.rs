@@ -1,6 +1,6 @@
 //! The role of each mesh dim, and the placements of a parameter on all of them.
 //!
-//! Counts elements. Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are
+//! Unit: elements. Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are
 //! evaluated from the left, so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a
 //! part of each of the n shards that tensor parallelism makes. HSDP replicates along one more mesh dim.
 //!
@@ -61,10 +61,11 @@ const REPLICATE: [&str; 2] = ["dp_replicate", "replicate"];
 const DIM0: TensorDim = TensorDim(0);
 
 impl MeshRoles {
-    /// Finds the mesh dim of each role: by the given name, else by a usual name such as `tp`, `fsdp` or `dp_replicate`.
+    /// Finds the mesh dim of each role: by the given name, otherwise by a usual name such as `tp`, `fsdp` or
+    /// `dp_replicate`.
     ///
     /// # Errors
-    /// `PlanError` for a name that the mesh does not have, and for a mesh dim that has two roles or none.
+    /// `PlanError` for a name that the mesh does not have, and for a mesh dim that has two roles or no role.
     pub fn resolve(mesh: &DeviceMesh, given: &RoleNames) -> Result<Self, PlanError> {
         let text = || mesh.to_string();
         let names = mesh.names().ok_or_else(|| PlanError::UnnamedMesh { mesh: text() })?;
@@ -132,7 +133,8 @@ impl MeshRoles {
         ParameterPlacement { shared: Some(placements.into()), by: PlacementSource::Style(style), uncut, note: None }
     }
 
-    /// Returns the placements of a parameter without a style: those of `fully_shard`, on the mesh dims of FSDP only.
+    /// Returns the placements of a parameter without a style. They are the placements of `fully_shard`, on the mesh
+    /// dims of FSDP only.
     pub(super) fn place_unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
         let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
         dims.sort_unstable();

@@ -1,7 +1,7 @@
 //! Parallel styles: the tensor dim that each style shards, and the name of the style in a layout file.
 //!
-//! Counts dims from the end, so that a stack of weights is sharded like a single weight. The styles are those of
-//! `torch/distributed/tensor/parallel/style.py`.
+//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. The styles have the same
+//! effect as in `torch/distributed/tensor/parallel/style.py`.
 
 use std::{fmt, str::FromStr};
 
@@ -79,7 +79,8 @@ impl ParallelStyle {
 
     /// Returns the dim along which a parameter is sharded, or `None` if it is replicated.
     ///
-    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias: it belongs to the outputs.
+    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias, because it belongs to the
+    /// outputs.
     #[must_use]
     pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { ParameterRole::Bias } else { part };

@@ -1,11 +1,12 @@
-//! A cache of recent records: a record with the same bytes as an earlier one becomes the same row.
+//! A cache of recent object records: an object record with the same bytes as an earlier one becomes the same row.
 //!
 //! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors of one dtype and shape have the
-//! same bytes. Such records are most of a `.metadata`. A repeated record becomes the row of the first one.
+//! same bytes. Most of a `.metadata` consists of such object records. A repeated object record becomes the row of the
+//! first one.
 //!
-//! Invariant: equal bytes mean equal records, because memo entries do not change. If an entry may have changed, by a
-//! PUT or by the BUILD of an object that was fetched before, the cache is cleared. A record with entries that are
-//! fetched later is not cached and matches none.
+//! Invariant: equal bytes mean equal object records, because memo entries do not change. If an entry may have changed,
+//! by a PUT or by the BUILD of an object that was fetched before, the cache is cleared. If an object record adds memo
+//! entries that are fetched later, it is not cached and matches no cached one.
 
 use std::collections::VecDeque;
 
@@ -13,27 +14,27 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::Row;
 
-/// The number of cached records: more than the number of shapes in a model.
+/// The number of cached object records: more than the number of shapes in a model.
 const KEPT: usize = 16;
 
-/// A record that was read ahead of the machine.
+/// An object record that was read ahead of the machine.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
     /// The index of the class.
     pub class: u32,
     /// The bytes after NEWOBJ.
     pub span: Span,
-    /// The number of memo entries that the record adds.
+    /// The number of memo entries that the object record adds.
     pub entries: u32,
     pub row: Row,
 }
 
-/// The cached records, the most recent first.
+/// The cached object records, the most recent first.
 #[derive(Default)]
 pub(super) struct Alike(VecDeque<Ahead>);
 
 impl Alike {
-    /// Adds a record to the cache.
+    /// Adds an object record to the cache.
     pub fn keep(&mut self, record: Ahead) {
         self.0.truncate(KEPT - 1);
         self.0.push_front(record);
@@ -44,7 +45,7 @@ impl Alike {
         self.0.clear();
     }
 
-    /// Returns the cached record of this class with the same bytes as the input at `start`, if any.
+    /// Returns the cached object record of this class with the same bytes as the input at `start`, if any.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

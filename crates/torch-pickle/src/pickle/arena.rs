@@ -140,7 +140,7 @@ pub(super) struct Global<'a> {
 pub(super) enum Role {
     /// `torch.Size`.
     Size,
-    /// A class whose objects are passed to the visitor as records.
+    /// A class whose objects are passed to the visitor as object records.
     Record,
     Other,
 }

@@ -1,7 +1,7 @@
 //! Decodes nodes to a [`Value`]. Names get their meaning here, or are refused.
 //!
-//! A listed name is decoded or carried (see [`super::symbols`]); any other name is refused with its path. The caller
-//! recognises tensors: it sees every call, object and persistent id first.
+//! A listed name is decoded or carried (see [`super::symbols`]). Any other name is refused, and the error gives its
+//! path. The caller recognises tensors: it sees every call, object and persistent id first.
 //!
 //! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
 //! and drop it. [`Limits::max_visits`] bounds the work of one decode, however many nodes the graph shares. A graph
@@ -238,7 +238,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         value.ok_or_else(|| DecodeError::malformed(format!("{symbol} made in an unknown way")))
     }
 
-    // The loops below are plain: iterator adapters would add frames to each level of the recursion.
+    // The loops below use no iterator adapters, because adapters would add stack frames to each level of the recursion.
 
     fn arguments(&mut self, r: Ref<'a>) -> Decode<Vec<Value<T, X>>> {
         let args = r.args().into_iter().flatten();

@@ -39,12 +39,12 @@ fn place(path: &str) -> String {
 }
 
 impl DecodeError {
-    /// An error of the node at hand, whose path is still empty.
+    /// Returns an error about the current node. Its path is empty, and callers add to it.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }
     }
 
-    /// An error of the node at hand, whose path is still empty.
+    /// Returns an error about the current node. Its path is empty, and callers add to it.
     pub fn malformed(what: impl Into<String>) -> Self {
         Self::Malformed { what: what.into(), path: String::new() }
     }

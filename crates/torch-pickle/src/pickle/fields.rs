@@ -1,16 +1,17 @@
-//! The fields of a record, which is a flat view of an object.
+//! The fields of an object record, which is a flat view of an object.
 //!
-//! Reason: a record exists only while a visitor looks at it, and there are millions of records. So fields with several
-//! values, numbers and rows, are in vectors that are reused for every record, and a field is a small copy.
+//! Reason: an object record exists only while a visitor reads it, and there are millions of them. So fields with
+//! several values, numbers and rows, are in vectors that are reused for every object record, and a field is a small
+//! copy.
 //!
-//! Invariant: a [`Part`] is only looked up in its own record.
+//! Invariant: a [`Part`] is only looked up in its own object record.
 
 use std::ops::Range;
 
 use super::Ref;
 use super::visitor::Row;
 
-/// The maximum number of fields of a record.
+/// The maximum number of fields of an object record.
 pub(super) const MAX_FIELDS: usize = 16;
 
 /// The maximum number of dims. No tensor has more.
@@ -33,7 +34,7 @@ pub enum Field<'a> {
     Number(u64),
     /// A text.
     Text(&'a str),
-    /// A `torch.Size`. In a record made of nodes, also a tuple or list of numbers.
+    /// A `torch.Size`. In an object record made of nodes, also a tuple or list of numbers.
     Dims(Part),
     /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
@@ -46,7 +47,7 @@ pub enum Field<'a> {
     Other,
 }
 
-/// A range of the numbers or of the rows of a record.
+/// A range of the numbers or of the rows of an object record.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     start: u32,
@@ -70,7 +71,7 @@ impl<'r, 'a> Record<'r, 'a> {
         self.fields.first().filter(|(name, _)| name.is_empty()).map(|(_, field)| *field)
     }
 
-    /// Returns the field of this name. Of several, the last one counts, as in Python.
+    /// Returns the field of this name. If several fields have the name, the last one counts, as in Python.
     pub fn get(&self, name: &str) -> Option<Field<'a>> {
         self.fields.iter().rev().find(|(key, _)| *key == name.as_bytes()).map(|(_, field)| *field)
     }
@@ -126,8 +127,8 @@ impl<'r, 'a> Record<'r, 'a> {
     }
 }
 
-/// The fields of a record, with their numbers and rows. The fields of a nested object follow those of the outer
-/// object.
+/// The fields of an object record, with their numbers and rows. The fields of a nested object follow the fields of the
+/// outer object.
 #[derive(Debug, Default)]
 pub struct Fields<'a> {
     pub(super) named: Vec<(&'a [u8], Field<'a>)>,
@@ -156,7 +157,7 @@ impl<'a> Fields<'a> {
         Some(all)
     }
 
-    /// Returns the fields as a record.
+    /// Returns the fields as an object record.
     pub fn record(&self) -> Record<'_, 'a> {
         self.record_from(Bottom::default())
     }

@@ -1,4 +1,4 @@
-//! The first of the three lists: calls that are decoded to a value of their own variant.
+//! The list of known calls. A known call is decoded to a separate variant of `Value`, for example `set`.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `save_bytes` and `save_bytearray`, and the `__reduce_ex__` of the
 //! built-in types. Only the argument shapes that these functions write are accepted.

@@ -32,7 +32,7 @@ pub(super) struct Machine<'a> {
     marks: Vec<usize>,
     pub(super) memo: Memo,
     pub(super) interned: HashMap<(&'a str, &'a str), u32>,
-    /// The fields of the record that is being read.
+    /// The fields of the object record that is being read.
     pub(super) fields: Fields<'a>,
     pub(super) alike: Alike,
 }

@@ -1,13 +1,13 @@
 //! The memo, which stores only the entries that are fetched later.
 //!
 //! CPython memoizes nearly every object that it pickles and fetches few of them: a `.metadata` of a million chunks has
-//! about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only those
-//! get a cell. This also shows which nodes have exactly one owner, and so may be freed once they are a row (see
-//! [`super::visitor`]).
+//! about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only these
+//! indices get a cell. The walk also shows which nodes have exactly one owner; such nodes may be freed once they are a
+//! row (see [`super::visitor`]).
 //!
 //! The walk only needs the positions of opcodes. Each frame contains whole opcodes, so several threads walk a long
-//! pickle from different frames. The result is that of a single walk if every part ends where the next one starts.
-//! Otherwise a single walk is made.
+//! pickle from different frames. If every part ends where the next part starts, the result equals the result of a
+//! single walk. Otherwise a single walk is made.
 //!
 //! Unit: memo indices. Invariant: the cell of index `i` is the number of fetched indices below `i`.
 //!
@@ -63,7 +63,7 @@ pub(super) struct Memo {
 /// The indices that were written. MEMOIZE takes the next index, which is the number of entries.
 #[derive(Default)]
 struct Written {
-    /// All indices below this one are written.
+    /// All indices below this index are written.
     below: u32,
     /// The entries that PUT wrote with non-consecutive indices, and the number of them past the dense range.
     ahead: BitSet,
@@ -110,7 +110,7 @@ impl Memo {
         Ok(Self { fetched, before, cells, written: Written::default() })
     }
 
-    /// Writes `index`, and returns whether the entry is stored, which is whether a GET fetches it.
+    /// Writes `index`. Returns whether the entry is stored: it is stored if a GET fetches it.
     pub fn put(&mut self, index: u32, node: NodeId) -> bool {
         self.written.insert(index);
         let Some(cell) = self.cell(index) else {

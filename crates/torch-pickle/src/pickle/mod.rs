@@ -1,8 +1,8 @@
 //! Reads pickles as data and writes pickles of protocol 2.
 //!
-//! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. Here it
-//! becomes a graph of nodes in which a call is a node as well. No name of a pickle is imported or called; [`decode`]
-//! turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
+//! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. This module
+//! turns a pickle into a graph of nodes, in which a call is also a node. No name of a pickle is imported or called;
+//! [`decode`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
 //!
 //! ```text
 //! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
@@ -59,7 +59,7 @@ pub use visitor::{NoVisitor, Row, Visitor};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteLeaves};
 
-/// The maximum length of a pickle in bytes: positions in pickles have 32 bits.
+/// The maximum length of a pickle in bytes. Positions in pickles have 32 bits.
 pub const MAX_BYTES: u64 = u32::MAX as u64;
 
 /// Parses the pickle at the start of `bytes`. Also returns the length of the pickle in bytes, including STOP.
@@ -84,14 +84,15 @@ pub struct Limits {
     pub max_depth: usize,
     /// The maximum number of nodes in memory while reading, at 16 to 64 bytes each.
     pub max_nodes: u32,
-    /// The maximum work of one [`decode`]: a visited node counts as one, and so do eight copied bytes. A graph in
-    /// which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
+    /// The maximum work of one [`decode`]: a visited node counts as one, and eight copied bytes count as one. A graph
+    /// in which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
     pub max_visits: u64,
 }
 
 impl Limits {
-    /// Returns limits that are generous for any real pickle of `len` bytes. Sharing makes a real tree larger than its
-    /// graph, but not by much: four visits per byte are hundreds for each object that CPython writes.
+    /// Returns limits that are generous for any real pickle of `len` bytes. In real pickles, sharing makes the tree
+    /// only a little larger than the graph. Four visits per byte are hundreds of visits for each object that CPython
+    /// writes.
     pub fn for_input(len: usize) -> Self {
         Self {
             max_depth: 256,

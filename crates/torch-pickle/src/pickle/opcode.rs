@@ -48,7 +48,7 @@ pub(super) enum Op {
     Long(Span),
     Float(f64),
     Unicode(Span),
-    /// Python 2's `str`: a text if it is valid UTF-8, otherwise bytes.
+    /// Python 2's `str`. It is a text if the bytes are valid UTF-8, otherwise bytes.
     String(Span),
     Bytes(Span),
     ByteArray(Span),

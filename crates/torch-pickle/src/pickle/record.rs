@@ -1,13 +1,14 @@
-//! Records: objects with a few plain fields, read directly from their opcodes.
+//! Object records: objects with a few plain fields, read directly from their opcodes.
 //!
 //! Reason: nearly all of a large `.metadata` consists of five classes with numbers, texts, sizes and each other as
-//! state, always written with the same opcodes. Creating nodes for these, only to free them when the object becomes a
-//! row, takes most of the reading time. Here only the entries that the memo needs later are created.
+//! state, always written with the same opcodes. Creating nodes for these objects, only to free the nodes when the
+//! object becomes a row, takes most of the reading time. This module creates only the entries that the memo needs
+//! later.
 //!
-//! Invariant: a record is read whole, or the machine is left unchanged. Unusual or invalid input is left to the
+//! Invariant: an object record is read whole, or the machine is left unchanged. Unusual or invalid input is left to the
 //! machine, which runs or refuses it, so only one place decides what a pickle may contain. An attempt reads no further
-//! than the first unknown opcode, and records are nested at most [`MAX_DEPTH`] deep, so the total work is linear. Rows
-//! of a failed attempt stay unreferenced.
+//! than the first unknown opcode, and object records are nested at most [`MAX_DEPTH`] deep, so the total work is
+//! linear. Rows of a failed attempt stay unreferenced.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -24,12 +25,12 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::{Row, Visitor};
 
-/// The maximum nesting of records: the metadata of a tensor, and its chunks.
+/// The maximum nesting of object records: the metadata of a tensor, and its chunks.
 const MAX_DEPTH: usize = 2;
 
 impl Machine<'_> {
-    /// Runs NEWOBJ as a record. Returns whether the object was a record for which the visitor made a row, which is
-    /// then on the stack.
+    /// Runs NEWOBJ as an object record. Returns true if the visitor made a row for the object; the row is then on the
+    /// stack.
     pub(super) fn record<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
@@ -63,7 +64,7 @@ impl Machine<'_> {
         Ok(true)
     }
 
-    /// Reads the object of a class that follows, and returns the entries that the memo stores.
+    /// Reads the following object of a class, and returns the memo entries that must be stored.
     fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
@@ -89,7 +90,7 @@ impl Machine<'_> {
         };
         let span = Span { start: start as u32, len: (pos - start) as u32 };
         let record = Ahead { class, span, entries: next - first, row };
-        // Comparing other records takes as long as reading them.
+        // Comparing other object records takes as long as reading them.
         if holds_others && kept.is_empty() {
             self.alike.keep(record);
         }
@@ -106,7 +107,7 @@ enum Kept {
     Dims(SmallVec<[u64; 4]>),
 }
 
-/// Reads ahead of the machine. `None` means that the input is not a record.
+/// Reads ahead of the machine. `None` means that the input is not an object record.
 struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
     pickle: &'m Pickle<'a>,
@@ -119,7 +120,7 @@ struct Reader<'m, 'a, F: ?Sized> {
     kept: Entries,
     /// The number of objects around the current one.
     depth: usize,
-    /// True if the record contains other objects.
+    /// True if the object record contains other objects.
     holds_others: bool,
 }
 
@@ -349,7 +350,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// Reads MEMOIZE, if it follows.
+    /// Reads the next opcode if it is MEMOIZE.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;

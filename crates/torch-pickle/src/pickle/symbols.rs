@@ -1,7 +1,7 @@
 //! The globals of a pickle that may become data, in three lists.
 //!
-//! * **Known**: decoded to a value of their own variant (`OrderedDict`, `set`, `bytearray`, ...); that list is
-//!   `known.rs`.
+//! * **Known**: decoded to a separate variant of `Value` (`OrderedDict`, `set`, `bytearray`, ...); `known.rs` has this
+//!   list.
 //! * **Inert**: carried by name with their arguments and state. If they are written again, they run in the program
 //!   that loads the result, so a name is on the list only if creating such an object has no other effect.
 //! * All other names are refused. The lists have no pattern, no prefix and no module: `builtins.getattr`,
@@ -99,7 +99,8 @@ const INERT: &[Row] = &[
     (&["torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"], &[
         "Shard", "_StridedShard", "Replicate", "Partial",
     ], Use::Class),
-    // A member of an enum is pickled as its class and a value. No name shows which classes are enums; these are.
+    // A member of an enum is pickled as its class and a value. A name does not show that a class is an enum; these
+    // classes are enums.
     (&["torch.distributed.distributed_c10d", "torch._C._distributed_c10d"], &[
         "ReduceOp", "ReduceOp.RedOpType", "RedOpType",
     ], Use::Class),

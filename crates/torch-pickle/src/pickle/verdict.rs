@@ -1,4 +1,4 @@
-//! Decides whether the name of a node is allowed, and for which use. No other module decides that.
+//! Decides whether the name of a node is allowed, and for which use. No other module makes this decision.
 //!
 //! Invariant: every returned symbol is on a list, in a use that the list allows.
 
@@ -12,13 +12,13 @@ pub(super) enum Verdict {
     /// A bare name: `getattr` of a class inside a class.
     Bare(Symbol),
     OrderedDict,
-    /// A call that is decoded to a value of its own variant.
+    /// A known call, which is decoded to a separate variant of `Value`.
     Known(Symbol),
     /// A call or an object that is carried by name.
     Inert(Symbol),
 }
 
-/// Decides about a call, an object or a persistent id.
+/// Decides whether a call, an object or a persistent id is allowed.
 pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
     let Some(callee) = r.callee() else {
         return Err(DecodeError::malformed("a storage outside of a tensor"));
@@ -39,7 +39,7 @@ pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
     }
 }
 
-/// Decides about a name that is not called here.
+/// Decides whether a name that is not called is allowed.
 pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     match r.symbol() {
         Some((module, name)) if symbols::inert(module, &name).is_some_and(Use::bare) => Ok(Symbol::new(module, &name)),

@@ -126,7 +126,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns bytes that have an opcode of their own. The bytes of protocol 2 are a call of `_codecs.encode`.
+    /// Returns bytes that an opcode for bytes wrote. In protocol 2, bytes are a call of `_codecs.encode` instead.
     pub fn as_bytes(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Bytes(span) => Some(span.of(self.pickle.bytes)),
@@ -183,8 +183,8 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns the value of a text key of a dict. Of several, the last one counts, as in Python. Searches the whole
-    /// dict.
+    /// Returns the value of a text key of a dict. If the key occurs several times, the last value counts, as in Python.
+    /// Searches the whole dict.
     pub fn get(self, key: &str) -> Option<Ref<'a>> {
         let mut entries = self.as_dict()?.rev();
         entries.find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
@@ -203,8 +203,8 @@ impl<'a> Ref<'a> {
         self.to_dims_up_to(usize::MAX)
     }
 
-    /// Returns dims like [`to_dims`](Self::to_dims), but at most `max_ndim`: a long shared tuple may be converted very
-    /// often.
+    /// Returns dims like [`to_dims`](Self::to_dims), but at most `max_ndim`, because a long shared tuple may be
+    /// converted very often.
     pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
         if let Some(dims) = self.as_dims() {
             return Some(SmallVec::from_slice(dims));

@@ -22,14 +22,14 @@ pub struct Row {
 /// Recognises objects while the pickle is read. `Ok(None)` leaves the object unchanged; an `Err` ends reading with
 /// that message.
 pub trait Visitor {
-    /// Returns whether objects of `class` are shown as records. Called once per class.
+    /// Returns whether objects of `class` are shown as object records. Called once per class.
     fn keeps(&self, _class: (&str, &str)) -> bool {
         false
     }
 
-    /// Receives an object of a recorded `class` that has no arguments and a plain state. Of several objects with equal
-    /// bytes, possibly only one is shown. An object that is not plain is shown to [`build`](Self::build), and so is an
-    /// object for which this returns `None`.
+    /// Receives an object of a `class` that [`keeps`](Self::keeps) accepts, if the object has no arguments and a plain
+    /// state. Of several objects with equal bytes, possibly only one is shown. All other objects are shown to
+    /// [`build`](Self::build), and so is an object for which this method returns `None`.
     fn record(&mut self, _class: (&str, &str), _record: &Record<'_, '_>) -> Result<Option<Row>, String> {
         Ok(None)
     }

@@ -1,8 +1,8 @@
 //! A writer of protocol 2, without an automatic memo.
 //!
 //! Reason for protocol 2: `torch.save` writes it, and `torch.load(weights_only=True)` refuses the opcodes of later
-//! protocols. Reason for no memo: no reader needs one, and without it a file does not depend on which equal objects
-//! happened to be identical. The cost: shared objects are written again each time, unless a format
+//! protocols. Reason for no memo: no reader needs one, and without a memo a file does not depend on which equal objects
+//! happened to be identical. The cost is that shared objects are written again each time, unless a format
 //! [`put`](Writer::put)s and [`get`](Writer::get)s them explicitly.
 //!
 //! This module writes single opcodes; [`super::write_value`] writes whole values. A format that calls these methods

@@ -18,8 +18,8 @@ use crate::value::{Construct, Dict, DictKind, Entry, Extension, Object, Symbol, 
 /// small enough for any stack.
 const MAX_DEPTH: usize = 300;
 
-/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. If there are no
-/// such own values, a closure that writes tensors implements this trait.
+/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. If the caller
+/// has no values of its own, a closure that writes tensors implements this trait.
 pub trait WriteLeaves<T, X> {
     /// Writes a tensor as one value.
     fn tensor(&mut self, writer: &mut Writer, tensor: T) -> Result<(), WriteError>;

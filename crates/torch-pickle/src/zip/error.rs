@@ -28,7 +28,7 @@ pub enum ArchiveError {
     #[error("a TorchScript archive, not a checkpoint")]
     TorchScript,
 
-    /// The source cannot be read: the error that its [`ReadAt`](crate::ReadAt) returned.
+    /// The source cannot be read. This is the error that its [`ReadAt`](crate::ReadAt) returned.
     #[error(transparent)]
     Io(#[from] io::Error),
 }

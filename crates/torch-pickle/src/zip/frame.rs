@@ -1,15 +1,16 @@
-//! Frames: the parts of an archive that determine the location of one of its records.
+//! Frames: the parts of an archive that determine the location of one of its zip records.
 //!
-//! A DCP data file is a sequence of archives that differ in little but their data. Locating the tensor in each of a
-//! million archives takes a million reads of a directory and a pickle. Archives with the same frame have their data at
-//! the same location, so archives after the first with a frame are only compared with it.
+//! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
+//! in each of a million archives takes a million reads of a directory and a pickle. Archives with the same frame have
+//! their data at the same location, so archives after the first with a frame are only compared with it.
 //!
-//! A frame contains everything that the reader looked at: the directory, the records that were read, and the local
-//! header of the located record. Of the CRC-32s in the directory, only those of the records that were read belong to
-//! the frame. The CRC-32 of the located record is returned with its location, and the others are ignored.
+//! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
+//! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were
+//! read belong to the frame. The CRC-32 of the located zip record is returned with its location, and the CRC-32s of the
+//! other zip records are ignored.
 //!
 //! Unit: offsets are bytes from the start of the archive. Invariant: an archive with the frame has the same reading
-//! result as the archive from which the frame was made, except for the CRC-32 of the located record.
+//! result as the archive from which the frame was made, except for the CRC-32 of the located zip record.
 
 use std::ops::Range;
 
@@ -18,19 +19,19 @@ use super::error::ArchiveError;
 use super::read::Record;
 use crate::ReadAt;
 
-/// The parts of an archive that determine the location of one of its records. Archives with the same frame have that
-/// record at the same location.
+/// The parts of an archive that determine the location of one of its zip records. Archives with the same frame have
+/// that zip record at the same location.
 #[derive(Debug)]
 pub struct Frame {
     /// The length of the archive.
     len: u64,
-    /// All bytes before the data of the located record.
+    /// All bytes before the data of the located zip record.
     head: End,
     /// All bytes from the directory on, and the bytes between the data and the directory if any of them were read.
     tail: End,
-    /// The offset in the directory of the CRC-32 of the located record.
+    /// The offset in the directory of the CRC-32 of the located zip record.
     crc_at: u64,
-    /// The offsets of the local header and of the data of the located record.
+    /// The offsets of the local header and of the data of the located zip record.
     header: u64,
     data: Range<u64>,
 }
@@ -54,12 +55,13 @@ const SMALL_BYTES: u64 = 64 << 10;
 /// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
 const ENTRY_BYTES: usize = 46;
 
-/// The record that ends an archive, without a comment (APPNOTE.TXT 4.3.16).
+/// The end record of an archive, without a comment (APPNOTE.TXT 4.3.16).
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// Returns the frame of the archive in the bytes `range` of a source, of which the records `read` were read and
-    /// `located` was located. Returns `None` for an unusual archive; a frame is only an optimisation.
+    /// Returns the frame of an archive, which is in the bytes `range` of a source. `read` are the zip records that were
+    /// read, and `located` is the zip record that was located. Returns `None` for an unusual archive; a frame is only
+    /// an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -108,8 +110,8 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Returns the start of the data of the located record in the archive in the bytes `range` of a source, and the
-    /// record. Returns `None` if that archive has another frame. `buffer` is reused.
+    /// Locates the zip record of this frame in another archive, which is in the bytes `range` of a source. Returns the
+    /// start of its data, and the zip record; `None` if that archive has another frame. `buffer` is reused.
     ///
     /// # Errors
     /// `Io`.
@@ -136,7 +138,8 @@ impl Frame {
         Ok(self.record(base, head, tail))
     }
 
-    /// Returns the located record of the archive at `base` with these ends, or `None` if they do not match the frame.
+    /// Returns the located zip record of the archive at `base` with these ends, or `None` if they do not match the
+    /// frame.
     fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
         let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
@@ -174,8 +177,8 @@ impl End {
         u64::from(u32::from_le_bytes([*d0, *d1, *d2, *d3])) == directory
     }
 
-    /// Adds the directory to the frame, except for CRC-32s of records that were not `read`. Returns the offset of the
-    /// CRC-32 of the located record. Records are identified by the offsets of their local headers.
+    /// Adds the directory to the frame, except for CRC-32s of zip records that were not `read`. Returns the offset of
+    /// the CRC-32 of the located zip record. Zip records are identified by the offsets of their local headers.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
         let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
         let (mut entry, mut crc_at) = (fixed, None);
@@ -214,7 +217,7 @@ mod tests {
         bytes
     }
 
-    /// Returns an archive with one record `a/x` of 100 bytes, whose offsets do not count the bytes `before` it.
+    /// Returns an archive with one zip record `a/x` of 100 bytes, whose offsets do not count the bytes `before` it.
     fn archive(before: usize) -> Vec<u8> {
         let mut bytes = vec![0; before];
         bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());

@@ -1,4 +1,4 @@
-//! Reads the directory of an archive, and locates the data of its records.
+//! Reads the directory of an archive, and locates the data of its zip records.
 //!
 //! An archive may be a whole source or a range of one (an item of a DCP data file). Offsets in an archive are relative
 //! to its start; all returned offsets are absolute in the source. Sizes and offsets are untrusted until they are
@@ -30,7 +30,7 @@ pub struct Record {
 pub struct Archive {
     /// The text before the first `/` of every name.
     prefix: String,
-    /// The records by name without the prefix.
+    /// The zip records by name without the prefix.
     records: HashMap<Box<str>, Record>,
     /// The start of the directory in the source.
     directory: u64,
@@ -82,7 +82,7 @@ impl Archive {
         Ok(Self { prefix, records, directory, ends })
     }
 
-    /// Returns the record of a name. The name is given without the folder with which all names of an archive start.
+    /// Returns the zip record of a name. The name is given without the folder with which all names of an archive start.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Record> {
         self.records.get(name).copied()
@@ -94,7 +94,7 @@ impl Archive {
         self.directory
     }
 
-    /// Returns all records with their names, in the order of the archive.
+    /// Returns all zip records with their names, in the order of the archive.
     #[must_use]
     pub fn records(&self) -> Vec<(&str, Record)> {
         let mut records: Vec<_> = self.records.iter().map(|(name, record)| (name.as_ref(), *record)).collect();
@@ -102,7 +102,7 @@ impl Archive {
         records
     }
 
-    /// Returns the start and the record of the data of `name`, if the archive has it.
+    /// Returns the start and the zip record of the data of `name`, if the archive has it.
     ///
     /// # Errors
     /// `Malformed` if the local header differs from the directory.
@@ -117,8 +117,8 @@ impl Archive {
         Ok(Some((data, record)))
     }
 
-    /// Reads the content of `name`, if the archive has it. Only for records that are not tensor data. A record longer
-    /// than `max_len` is not read, because a sparse file can have any length.
+    /// Reads the content of `name`, if the archive has it. Only for zip records that are not tensor data. A zip record
+    /// longer than `max_len` is not read, because a sparse file can have any length.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -147,24 +147,24 @@ impl Archive {
 }
 
 impl Archive {
-    /// Checks the CRC-32 of each record if the writer computed any, and calls `each_block` with the length of every
+    /// Checks the CRC-32 of each zip record if the writer computed any, and calls `each_block` with the length of every
     /// block that was read.
     ///
     /// # Errors
-    /// `Malformed` with the changed record, `Io`, which includes the errors of `each_block`.
+    /// `Malformed` with the changed zip record, `Io`, which includes the errors of `each_block`.
     pub fn check<S: ReadAt + ?Sized>(
         &self,
         source: &S,
         each_block: &mut dyn FnMut(u64) -> io::Result<()>,
     ) -> Result<()> {
-        // If all are zero, the writer did not compute them (the sum of an empty record is zero anyway).
+        // If all are zero, the writer did not compute them (the sum of an empty zip record is zero anyway).
         if self.records.values().all(|record| record.crc == 0) {
             return Ok(());
         }
         self.records().into_iter().try_for_each(|(name, _)| self.check_record(source, name, each_block))
     }
 
-    /// Checks the CRC-32 of a record, block by block.
+    /// Checks the CRC-32 of a zip record, block by block.
     ///
     /// # Errors
     /// `Malformed` if the CRC-32 differs, `Io`, which includes the errors of `each_block`.
@@ -199,10 +199,10 @@ impl Archive {
     }
 }
 
-/// The maximum length of records that are read from memory, if the source has them there.
+/// The maximum length of zip records that are read from memory, if the source has their bytes in memory.
 const SHORT_BYTES: u64 = 64 << 10;
 
-/// Returns the start of the data of a record.
+/// Returns the start of the data of a zip record.
 ///
 /// # Errors
 /// `Malformed` if there is no local header, `Io`.
@@ -352,7 +352,7 @@ fn read_entries<S: ReadAt + ?Sized>(
             return Err(Fault::Malformed(format!("two entries `{full}`")));
         }
     }
-    // A damaged header offset or size would return the bytes of another record.
+    // A damaged header offset or size would return the bytes of another zip record.
     let mut spans: Vec<(u64, u64)> = Vec::with_capacity(records.len());
     for (name, record) in &records {
         spans.push((record.header, name.len() as u64 + record.len));
@@ -366,8 +366,8 @@ fn read_entries<S: ReadAt + ?Sized>(
     Ok((prefix, records))
 }
 
-/// The first and the last bytes of an archive. The directory is in the tail, the pickle and the local headers are in the head, so
-/// locating a tensor in an item takes two reads.
+/// The first and the last bytes of an archive. The directory is in the tail, the pickle and the local headers are in
+/// the head, so locating a tensor in an item takes two reads.
 #[derive(Debug)]
 struct Ends {
     base: u64,

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-/// The alignment of record data, as recorded in `.storage_alignment`.
+/// The alignment of zip record data, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
 /// The value from which a 32-bit field is replaced by a zip64 field.
@@ -28,13 +28,13 @@ pub struct ArchiveLayout {
 /// are 0 in the known bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
-    /// The range of the data of a record.
+    /// The range of the data of a zip record.
     pub range: Range<u64>,
     /// The offsets of the checksum: after the data, and in the directory.
     pub places: [u64; 2],
 }
 
-/// A part of a record.
+/// A part of a zip record.
 #[derive(Clone, Copy, Debug)]
 pub enum Span<'a> {
     /// Tensor data of this many bytes.
@@ -62,7 +62,7 @@ struct Entry {
     payload: Option<(Range<u64>, u64)>,
 }
 
-/// Lays out one archive, record by record.
+/// Lays out one archive, zip record by zip record.
 ///
 /// ```
 /// use torch_pickle::pickle::Writer;
@@ -100,17 +100,17 @@ pub struct ArchiveWriter<'a> {
 }
 
 impl<'a> ArchiveWriter<'a> {
-    /// Creates an archive without records. All names will start with the folder `prefix`.
+    /// Creates an archive without zip records. All names will start with the folder `prefix`.
     pub fn new(prefix: &'a str) -> Self {
         Self { layout: ArchiveLayout::default(), prefix, pending: Vec::new(), entries: Vec::new() }
     }
 
-    /// Adds the pickle and the small records that PyTorch writes before any data.
+    /// Adds the pickle and the small zip records that PyTorch writes before any data.
     pub fn start(&mut self, pickle: &[u8]) {
         self.start_in_parts(pickle, &[]);
     }
 
-    /// Adds the same records as [`start`](Self::start), with the pickle divided into parts that end at `cuts`
+    /// Adds the same zip records as [`start`](Self::start), with the pickle divided into parts that end at `cuts`
     /// (ascending), so that the caller can store parts that several archives share only once.
     pub fn start_in_parts(&mut self, pickle: &[u8], cuts: &[usize]) {
         let header = self.header("data.pkl", pickle.len() as u64);
@@ -128,7 +128,7 @@ impl<'a> ArchiveWriter<'a> {
         self.literal("byteorder", b"little");
     }
 
-    /// Adds a record with known content.
+    /// Adds a zip record with known content.
     pub fn literal(&mut self, name: &str, content: &[u8]) {
         let header = self.header(name, content.len() as u64);
         self.pending.extend_from_slice(content);
@@ -142,12 +142,12 @@ impl<'a> ArchiveWriter<'a> {
         self.entries.push(Entry { name: self.full(name), header, len: content.len() as u64, crc, payload: None });
     }
 
-    /// Adds a record of `len` bytes of tensor data, and returns the offset of the data in the archive.
+    /// Adds a zip record of `len` bytes of tensor data, and returns the offset of the data in the archive.
     pub fn payload(&mut self, name: &str, len: u64) -> u64 {
         self.mixed(name, &[Span::Payload(len)])[0]
     }
 
-    /// Adds a record of tensor data and known bytes, and returns the offset of each span in the archive.
+    /// Adds a zip record of tensor data and known bytes, and returns the offset of each span in the archive.
     pub fn mixed(&mut self, name: &str, spans: &[Span<'_>]) -> Vec<u64> {
         let len = spans.iter().map(Span::len).sum();
         let header = self.header(name, len);
@@ -175,7 +175,7 @@ impl<'a> ArchiveWriter<'a> {
         offsets
     }
 
-    /// Adds the last records, the directory and the end records.
+    /// Adds the last zip records, the directory and the end records.
     #[must_use]
     pub fn finish(mut self) -> ArchiveLayout {
         self.literal("version", b"3\n");
@@ -255,7 +255,7 @@ impl<'a> ArchiveWriter<'a> {
         header
     }
 
-    /// Writes the data descriptor. Empty records have none.
+    /// Writes the data descriptor. Empty zip records have no data descriptor.
     fn descriptor(&mut self, header: u64, len: u64, crc: u32) {
         if len == 0 {
             return;
@@ -349,8 +349,8 @@ fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
 
-    /// The expected offsets are those of PyTorch 2.15 for the records of `tiny.pt`: `{w: f32[2,3], wt: w.t()[1:], b:
-    /// bf16 scalar}`.
+    /// The expected offsets are the offsets that PyTorch 2.15 writes for the zip records of `tiny.pt`: `{w: f32[2,3],
+    /// wt: w.t()[1:], b: bf16 scalar}`.
     #[test]
     fn record_offsets_equal_those_of_pytorch() {
         let mut writer = ArchiveWriter::new("tiny");
@@ -374,7 +374,7 @@ mod tests {
         assert!(writer.finish().checksums.is_empty());
     }
 
-    /// Known bytes are inside the range of the checksum. The checksum of a record with only known bytes is known.
+    /// Known bytes are inside the range of the checksum. The checksum of a zip record with only known bytes is known.
     #[test]
     fn mixed_record_has_data_and_known_bytes() {
         let mut writer = ArchiveWriter::new("m");

@@ -1,5 +1,5 @@
-//! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Ranges
-//! count elements. Nothing is converted unless all of them match.
+//! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Nothing
+//! is converted unless all of them match. Unit of ranges: elements.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -130,7 +130,7 @@ fn check_part(
     Ok(())
 }
 
-/// Returns whether the ShardedTensor lists the shards of all ranks as the layout has them.
+/// Returns whether the ShardedTensor lists for all ranks the same shards as the layout.
 fn lists_shards(part: &FlatPart, flat: &FlatParameter) -> bool {
     let shards = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
     let listed = part.listed_shards.iter().filter(|region| region.numel() > 0).cloned();

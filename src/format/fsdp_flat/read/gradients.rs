@@ -1,9 +1,9 @@
 //! Converts gradients of flat parameters to gradients with the names and shapes of the parameters.
 //!
-//! A job saves them as `{name: parameter.grad}` of the wrapped model's `named_parameters()`. Without `use_orig_params`
-//! there is one gradient per flat parameter, as long as a shard with its padding zeros. With it there is one per
-//! parameter: as long as the rank's part of the parameter, and `None` if the rank has no part. Both have the form of
-//! optimizer state. Lengths count elements.
+//! A job saves the gradients as `{name: parameter.grad}` of the wrapped model's `named_parameters()`. Without
+//! `use_orig_params` there is one gradient per flat parameter, as long as a shard with its padding zeros. With
+//! `use_orig_params` there is one gradient per parameter, as long as the rank's part of the parameter, and `None` if
+//! the rank has no part. Both have the form of optimizer state. Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.

@@ -1,5 +1,5 @@
-//! Finds the layout of flat parameters: a flat layout that the user gives, one that is stored next to the rank files,
-//! or one that is recovered from the files with shapes from another checkpoint of the model.
+//! Finds the layout of flat parameters: a flat layout that the user gives, a flat layout next to the rank files, or a
+//! flat layout that is recovered from the files with shapes from another checkpoint of the model.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ impl ModelKnowledge {
     ///
     /// # Errors
     ///
-    /// As reading a flat layout or a checkpoint.
+    /// The errors of reading a flat layout or a checkpoint.
     pub fn find(folder: &Path, knowledge: &FlatKnowledge, states: &[&FlatState]) -> Result<Self> {
         let document_path = folder.join(document::FILE_NAME);
         let path = match &knowledge.layout {

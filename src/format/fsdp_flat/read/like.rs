@@ -1,5 +1,5 @@
 //! Another checkpoint of the same model (`options::like`), which provides the shapes of parameters, which names are
-//! tied, and, if its format keeps the order of a state dict, the order of registration. Shapes count elements.
+//! tied, and, if its format keeps the order of a state dict, the order of registration. Unit of shapes: elements.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ impl LikeModel {
     ///
     /// # Errors
     ///
-    /// As reading a checkpoint.
+    /// The errors of reading a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         let options = ReadOptions {
             want: Want::Model,
@@ -60,7 +60,7 @@ impl LikeModel {
     /// copies.
     ///
     /// # Errors
-    /// As reading the files.
+    /// The errors of reading the files.
     pub fn have_equal_bytes(&self, left: &Fqn, right: &Fqn) -> Result<bool> {
         const BLOCK_BYTES: u64 = 1 << 20;
         let Checkpoint { files, catalog, .. } = &self.checkpoint;

@@ -2,11 +2,12 @@
 //! have stored them.
 //!
 //! All rank files are rewritten before they are merged: flat parameters are removed, and every parameter appears under
-//! its name and with its shape, with the boxes that the rank holds. Later steps never see a flat parameter. Lengths
-//! count elements.
+//! its name and with its shape, with the boxes that the rank holds. Later steps never see a flat parameter. Unit of
+//! lengths: elements.
 //!
 //! Information that the files lack comes from a flat layout, given by the user or found next to the files, or from a
-//! checkpoint of the same model. It is checked against everything that the files do contain. Nothing is guessed.
+//! checkpoint of the same model. This information is checked against everything that the files do contain. Nothing is
+//! guessed.
 
 mod check;
 mod gradients;

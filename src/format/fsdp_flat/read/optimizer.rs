@@ -1,11 +1,11 @@
 //! Converts optimizer state of flat parameters to state with the names and shapes of the parameters, as
 //! `FSDP.optim_state_dict` would return it.
 //!
-//! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these are flat
-//! parameters, whose state is as long as a shard in memory with its padding. With it these are parameters, whose state
-//! is as long as the rank's part, and absent if the rank has no part. Lengths count elements. A 0-d state tensor (a
-//! step counter) belongs to all parameters in a flat parameter: every parameter gets a tensor of its own, because an
-//! optimizer would step a shared one several times.
+//! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these tensors are
+//! flat parameters, whose state is as long as a shard in memory with its padding. With `use_orig_params` they are
+//! parameters, whose state is as long as the rank's part, and absent if the rank has no part. A 0-d state tensor (a
+//! step counter) belongs to all parameters in a flat parameter. Every parameter gets a tensor of its own, because an
+//! optimizer would step a shared tensor several times. Unit of lengths: elements.
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
@@ -39,7 +39,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
-/// Returns whether the state of an optimizer may be that of flat parameters: no tensor has more than 1 dim.
+/// Returns whether the state of an optimizer may be state of flat parameters, which is true if no tensor has more than
+/// 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
@@ -61,8 +62,8 @@ fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Va
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
 }
 
-/// Returns the parameter numbers of each group; `None` if the dict is no optimizer's state dict, or one with parameter
-/// names.
+/// Returns the parameter numbers of each group. `None` if the dict is not the state dict of an optimizer, or if it has
+/// parameter names instead of numbers.
 fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
@@ -291,7 +292,8 @@ impl RankUnflattener<'_> {
                         return Err(self.wrong_size_error(&unit_shard.unit.key(), state, id, expected, view));
                     }
                 },
-                // A DTensor or ShardedTensor in the state is no part of the flat parameter: every parameter keeps it.
+                // A DTensor or ShardedTensor in the state is not part of the flat parameter, so every parameter gets it
+                // unchanged.
                 other => vec![other.clone(); unit_shard.unit.params.len()],
             };
             new_ids.insert(id, tensors.into_iter().map(|found| contents.push(found)).collect());
@@ -319,8 +321,8 @@ impl RankUnflattener<'_> {
         let piece = (start < end).then(|| start - whole.start..end - whole.start);
         let numel = piece.as_ref().map_or(0, |elements| elements.end - elements.start);
         let empty = Value::Dict(Dict::default());
-        // Some optimizers create state at once, also for parameters of which the rank has no part. They never update
-        // it.
+        // Some optimizers create state immediately, also for parameters of which the rank has no part. They never
+        // update this state.
         let state = if piece.is_none() && known.numel() > 0 { &empty } else { state };
         let mut new_ids: HashMap<TensorId, TensorId> = HashMap::new();
         for id in state.tensor_ids() {

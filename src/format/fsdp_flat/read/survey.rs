@@ -124,7 +124,7 @@ impl FlatState {
     }
 }
 
-/// Returns the closest unit that contains a module, without the module itself.
+/// Returns the innermost unit that contains a module and is not the module itself.
 fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     if module.is_empty() {
         return None;

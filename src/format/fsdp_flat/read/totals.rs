@@ -1,5 +1,5 @@
 //! Compares the total length of a unit's parameters with the length of its flat parameter, and names a likely cause if
-//! they differ. Lengths count elements.
+//! they differ. Unit of lengths: elements.
 
 use std::path::Path;
 

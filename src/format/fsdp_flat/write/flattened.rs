@@ -21,8 +21,8 @@ pub fn has_dotted_keys(dict: &Dict) -> bool {
     has(STATE) && has(GROUPS)
 }
 
-/// Returns the optimizer state as nested dicts, with each parameter in a group of its own, or all parameters in one
-/// group.
+/// Returns the optimizer state as nested dicts, with a separate group for each parameter, or with one group for all
+/// parameters.
 pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();

@@ -1,8 +1,8 @@
 //! Plans gradients as an FSDP1 job has them on each rank: `parameter.grad` of the wrapped model's `named_parameters()`.
 //!
 //! With `use_orig_params` a gradient is as long as the rank's part of its parameter, and absent if the rank has no
-//! part. Without it, each flat parameter has one gradient, as long as a shard, with zeros as padding. Lengths count
-//! elements.
+//! part. Without `use_orig_params`, each flat parameter has one gradient, as long as a shard, with zeros as padding.
+//! Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
@@ -102,7 +102,7 @@ fn unit_gradients(
 }
 
 fn unsupported_error(path: &Path, what: &str) -> Error {
-    // The gradients are a series of their own.
+    // The gradients are a separate series.
     let at = if path.0.is_empty() { String::from("grads") } else { path.to_string() };
     Error::unsupported(format!("{at}: {what}"), format!("leave the gradients out with options::exclude {at}"))
 }

@@ -1,4 +1,4 @@
-//! Maps the parameter groups of the source's optimizer to those of the target's.
+//! Maps the parameter groups of the source's optimizer to the parameter groups of the target's optimizer.
 //!
 //! The source identifies parameters by name or, as `optimizer.state_dict()` does, by number. The optimizer of the
 //! target updates parameters or flat parameters. Every one of them is in exactly one group.
@@ -91,7 +91,8 @@ impl<'v> SourceOptimizer<'v> {
         Ok(Self { path, groups, group_of, states })
     }
 
-    /// Returns the groups of the target: those of the layout, or those of the source if the layout has none.
+    /// Returns the groups of the target: the groups of the layout, or the groups of the source if the layout has no
+    /// groups.
     pub fn target_groups(
         &self,
         names: &ParameterNames<'_>,
@@ -276,8 +277,8 @@ fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) ->
     Some(known)
 }
 
-/// Uses the layout's groups if there are several and they have the same sizes as the source's. A single group holds all
-/// parameters, in an order that shapes can confirm.
+/// Uses the layout's groups if there are several and they have the same sizes as the groups of the source. A single
+/// group holds all parameters, in an order that shapes can confirm.
 fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,

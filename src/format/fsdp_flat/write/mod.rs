@@ -2,8 +2,8 @@
 //!
 //! The file of a rank has the tree of the state dict with the rank's shards in it. The tree is planned once: each
 //! tensor of the target is a [`TreeTensor`](plan::TreeTensor), a view of a [`PlannedStorage`](plan::PlannedStorage).
-//! Tensors and storages have the same indices on all ranks; the flat layout determines the part that each rank holds. One
-//! storage holds the data of parameters and the known padding bytes between them.
+//! Tensors and storages have the same indices on all ranks; the flat layout determines the part that each rank holds.
+//! One storage holds the data of parameters and the known padding bytes between them.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`].
 //!
@@ -99,7 +99,7 @@ pub struct PartSurvey {
 /// Plans a part of the state dict without laying out files.
 ///
 /// # Errors
-/// As [`reserve`].
+/// The errors of [`reserve`].
 pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<PartSurvey> {
     let FlatPlan { merged, numbered, .. } = PlannedTree::new(source, state, target)?.plan;
     Ok(PartSurvey { merged, numbered })

@@ -1,15 +1,15 @@
 //! Plans the model's dict as a rank's file has it.
 //!
 //! Flat parameters come where PyTorch's traversal of the modules puts them. Without `use_orig_params` they are the only
-//! parameters, and the first entry of their module. With it, a flat parameter is added when its module is finished,
-//! after everything below it:
+//! parameters, and the first entry of their module. With `use_orig_params`, a flat parameter comes after all entries of
+//! its module and of the modules below it:
 //!
 //! ```text
 //! without   _flat_param, freqs, layers.0._flat_param, layers.0.scale
 //! with      freqs, emb.weight, layers.0.scale, layers.0.w, layers.0._flat_param, head.weight, _flat_param
 //! ```
 //!
-//! Without sharding there are no flat parameters, and the dict is that of the whole model.
+//! Without sharding there are no flat parameters, and the dict is the dict of the whole model.
 
 use std::collections::{HashMap, HashSet};
 

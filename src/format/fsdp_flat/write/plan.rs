@@ -1,7 +1,7 @@
 //! The plan that all rank files share: storages, and tensors that are views of them.
 //!
-//! All ranges and lengths count elements. A storage has the same key on all ranks; the rank's part of it depends only
-//! on the index of the rank's shard.
+//! Unit of ranges and lengths: elements. A storage has the same key on all ranks; the rank's part of it depends only on
+//! the index of the rank's shard.
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -40,7 +40,8 @@ pub enum TensorRole {
     View { at: ParameterIndex, empty: usize },
     /// State of one parameter, absent on ranks that have no part of it.
     Slice(ParameterIndex),
-    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict stay.
+    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict exist on
+    /// all ranks.
     Gradient(ParameterIndex),
     /// State of a flat parameter, as long as the shard in memory.
     State,
@@ -157,7 +158,8 @@ impl<'a> FlatPlan<'a> {
         self.layout.shard_group_size > 1
     }
 
-    /// Returns the range of the unit's flat parameter that a shard holds of a parameter; empty if it holds none.
+    /// Returns the part of a parameter that a shard stores, as a range of the unit's flat parameter. The range is empty
+    /// if the shard stores no part.
     pub fn local_range(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
         let flat = &self.flat_params[at.unit];
         let (param, shard) = (&flat.params()[at.param], flat.shard(shard));

@@ -1,6 +1,6 @@
-//! Lays out one rank's file: its pickle, and the records of its storages.
+//! Lays out one rank's file: its pickle, and the zip records of its storages.
 //!
-//! Offsets and lengths of storages count elements; those of records count bytes.
+//! Unit: elements in storages, bytes in zip records.
 
 use std::ops::Range;
 
@@ -274,7 +274,7 @@ impl<'a> FlatRankFile<'a> {
     }
 }
 
-/// Returns `len` padding elements. There are fewer than the alignment, or fewer than there are ranks.
+/// Returns `len` padding elements. `len` is less than the alignment, or less than the number of ranks.
 fn padding_bytes(padding: Padding, dtype: crate::catalog::Dtype, len: u64) -> Vec<u8> {
     let element = padding.element(dtype).expect("dtypes of parameters are checked");
     element.repeat(usize::try_from(len).expect("short"))

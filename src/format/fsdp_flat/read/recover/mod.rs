@@ -2,7 +2,7 @@
 //!
 //! Files with [views](views) contain units, order, lengths and padding. Files without views contain only units and
 //! totals; the rest follows from [the order of registration](registered). Parameters are never sorted by name: if the
-//! order is unknown, recovery is an error. Lengths count elements.
+//! order is unknown, recovery is an error. Unit of lengths: elements.
 
 mod registered;
 mod views;

@@ -1,5 +1,5 @@
 //! Recovers units from another checkpoint of the model, for files without views. A unit holds every parameter below its
-//! module that no inner unit holds, in the order of registration. Lengths count elements.
+//! module that no inner unit holds, in the order of registration. Unit of lengths: elements.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 
@@ -73,7 +73,7 @@ fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
     const MAX_CANDIDATES: usize = 32;
     let mut copies: Vec<(usize, usize)> = Vec::new();
-    // Vectors are no candidates, because unrelated ones are often equal: new norms are all ones.
+    // Vectors are not candidates, because unrelated vectors are often equal. For example, new norms are all ones.
     let candidates: Vec<usize> = (0..unit.params.len())
         .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
         .take(MAX_CANDIDATES)

@@ -1,5 +1,5 @@
 //! Recovers units from the views in files with `use_orig_params`: the position of every parameter, ties and alignment.
-//! Shapes come from elsewhere. Lengths and positions count elements.
+//! Shapes come from elsewhere. Unit of lengths and positions: elements.
 //!
 //! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -54,8 +54,8 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
     state.unit_modules().into_iter().map(unit).collect()
 }
 
-/// Refuses a parameter without elements: it is a view of nothing, so its unit, its position and whether it is a
-/// parameter at all are unknown.
+/// Refuses a parameter without elements: it has no data in a flat parameter, so its unit and its position are unknown,
+/// and it may be a buffer.
 fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     let ShapeSource::Like(like) = shapes else { return Ok(()) };
     let viewed: HashSet<&Fqn> = state.view_names().into_iter().collect();
@@ -108,8 +108,8 @@ fn alignment(
     params: &[(&Fqn, Range<u64>)],
 ) -> Result<u64> {
     let numels: Vec<u64> = params.iter().map(|(_, range)| range.end - range.start).collect();
-    // The alignment of the dtype first, then those of narrower dtypes in mixed precision, then none (before PyTorch
-    // 2.1).
+    // The candidates are, in order: the alignment of the dtype, the alignments of narrower dtypes in mixed precision,
+    // and no alignment (before PyTorch 2.1).
     let candidates = [16 / dtype.itemsize(), 4, 8, 16, 2, 1];
     let fits = |align: &u64| {
         let flat = FlatParameter::new(&numels, Some(*align), u64::from(group));
