@@ -150,7 +150,7 @@ macro_rules! interior {
 }
 
 interior! {
-    catalog comm exchange exec fault format gpu launch layout name_list nearest plan publish quantity select storage
+    catalog comm exchange exec fault format gpu json_text launch layout name_list nearest plan publish quantity select storage
     threads metadata_mirror
 }
 

@@ -15,6 +15,7 @@ use super::torch::is_no_model;
 use super::{Format, folder_of, list, local, name_of, natural_order, relative_to_folder, series};
 use crate::catalog::{Catalog, TensorEntry, model};
 use crate::error::{Error, FormatError, Result};
+use crate::json_text;
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
@@ -66,8 +67,9 @@ impl ShardIndex {
             metadata: Option<Json>,
         }
         let text = read_document(path, MAX_INDEX_BYTES)?;
-        let document: IndexDocument = serde_json::from_slice(&text)
-            .map_err(|error| Error::malformed(path, "index", "a JSON object with weight_map", error.to_string()))?;
+        let document: IndexDocument = serde_json::from_slice(&text).map_err(|error| {
+            Error::malformed(path, "index", "a JSON object with weight_map", json_text::found_at(&error))
+        })?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
         let mut weight_map = document.weight_map;
         for file in weight_map.values_mut() {

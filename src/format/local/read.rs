@@ -147,7 +147,7 @@ impl<'a> Assembly<'a> {
 }
 
 fn misfit_error(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
-    Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
+    Error::malformed(path, entry.fqn.as_str(), "placements that fit", format!("placements that do not fit: {error}"))
 }
 
 fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMesh {

@@ -116,22 +116,22 @@ fn invalid_document_error_names_the_place() {
     let state = |state: &str| document("", &format!(r#""w": {{{plain}}}"#), state);
     let more = |extra: &str| state(&format!(r#""w": {{"$tensor": "w"}}, {extra}"#));
     let cases = [
-        (String::new(), "expected a layout of rank files, found EOF"),
+        (String::new(), "expected a layout of rank files, found the end of the text"),
         (
             document_with_tensor(plain).replace("\"version\": 1", "\"version\": 2, \"new\": 1"),
             "version 2 of the layout",
         ),
-        (document_with_tensor(plain).replace("\"world_size\"", "\"World_size\""), "unknown field `World_size`"),
+        (document_with_tensor(plain).replace("\"world_size\"", "\"World_size\""), "the unknown key `World_size`"),
         (document_with_tensor(plain).replace(": 4,", ": 0,"), "world_size: expected at least 1"),
-        (document_with_tensor(plain).replace(": 4,", ": -4,"), "found invalid value"),
+        (document_with_tensor(plain).replace(": 4,", ": -4,"), "found the number -4"),
         (
             document_with_tensor(plain).replacen("\"w\"", "\"w\": {\"dtype\": \"f32\", \"shape\": []}, \"w\"", 1),
             "the key `w` twice",
         ),
-        (document_with_tensor(r#""dtype": "f32", "shape": [4], "dtype": "f32""#), "duplicate field `dtype`"),
+        (document_with_tensor(r#""dtype": "f32", "shape": [4], "dtype": "f32""#), "the key `dtype` twice"),
         (document_with_tensor(r#""dtype": "f31", "shape": [4]"#), "w: expected the dtype of a tensor, found `f31`"),
         (document_with_tensor(r#""dtype": "f32""#), "w: expected a shape, found none"),
-        (document_with_tensor(r#""dtype": "f32", "shape": [-4]"#), "found invalid value"),
+        (document_with_tensor(r#""dtype": "f32", "shape": [-4]"#), "found the number -4"),
         (
             document_with_tensor(r#""dtype": "f32", "shape": [18446744073709551615, 2]"#),
             "w: expected a shape of at most 64 dims that fits",

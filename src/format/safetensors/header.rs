@@ -17,6 +17,7 @@ use serde_json::{Map, Value as Json};
 use crate::catalog::{Dtype, checked_len_bytes, model};
 use crate::error::{Error, Result};
 use crate::format::MAX_RANDOM_STATE_BYTES;
+use crate::json_text;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
@@ -242,8 +243,8 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     let parsed = visitor.deserialize(&mut json).and_then(|header| json.end().map(|()| header));
     let RawHeader { metadata, mut tensors } = parsed.map_err(|error| match fault {
         Fault::Unfit(error) => *error,
-        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, error.to_string()),
-        Fault::In(..) | Fault::None => malformed("header", "a JSON object", error.to_string()),
+        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, json_text::found_at(&error)),
+        Fault::In(..) | Fault::None => malformed("header", "a JSON object", json_text::found_at(&error)),
     })?;
     let mut names = HashSet::with_capacity_and_hasher(tensors.len(), RandomState::default());
     if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(&**name)) {

@@ -336,7 +336,12 @@ impl Merger<'_> {
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             };
             let tile = local_shard(shape, mesh.mesh.shape(), placements, &at).map_err(|error| {
-                Error::malformed(&file.path, entry.fqn.as_str(), "placements that fit", error.to_string())
+                Error::malformed(
+                    &file.path,
+                    entry.fqn.as_str(),
+                    "placements that fit",
+                    format!("placements that do not fit: {error}"),
+                )
             })?;
             if tile.sizes() != local.sizes {
                 let expected = format!("a local tensor of shape {:?}", tile.sizes().as_slice());

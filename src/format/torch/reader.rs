@@ -181,7 +181,7 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
         )),
         Some(other) => {
             let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
-            Err(Error::malformed(path, BYTE_ORDER, "little or big", found))
+            Err(Error::malformed(path, BYTE_ORDER, "`little` or `big`", format!("`{found}`")))
         }
     }
 }
@@ -204,9 +204,12 @@ pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String
             format!("{}: {at} is {what}", path.display()),
             "convert it to a dense tensor before saving, or remove it from the checkpoint",
         ),
-        (DecodeError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
+        (DecodeError::Limit { what, .. }, None) => {
+            Error::malformed(path, at, "a value within the limits of dtshard", what.clone())
+        }
         (DecodeError::Malformed { what, .. }, None) => {
-            Error::malformed(path, at, "plain data and dense tensors", what.clone())
+            let what = what.strip_prefix(&format!("{}: ", path.display())).unwrap_or(what);
+            Wrong::from_message(at, "plain data and dense tensors", what).within(path).into()
         }
         (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
     }

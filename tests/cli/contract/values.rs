@@ -292,7 +292,10 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
 
         let rank0 = make("rank0");
         assert_eq!(rank0.tensors()["differs"], first, "{name}");
-        assert_contains(&rank0.run.stderr, &["the value of the lowest rank is used for differs"]);
+        assert_contains(
+            &rank0.run.stderr,
+            &["1 value (differs) differs between ranks, so the value of the lowest rank is used"],
+        );
         succeed("verify", &[&rank0.path], "");
 
         let drop = make("drop");
@@ -310,7 +313,10 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
             assert_eq!(each.tensors()["differs.rank_0"], first);
             assert_eq!(each.tensors()["differs.rank_1"], second);
         }
-        assert_contains(&each.run.stderr, &["kept 1 value per rank (differs) from ranks 0, 1"]);
+        assert_contains(
+            &each.run.stderr,
+            &["1 value (differs) differs between ranks, so the value of each rank is kept: ranks 0, 1"],
+        );
     }
 }
 
