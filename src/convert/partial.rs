@@ -73,7 +73,10 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     }
     let total: usize = reduced.values().sum();
     let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} of {ops}")).collect();
-    (total > 0).then(|| format!("{} reduced: {}", count(total, "tensor"), list.join("; ")))
+    (total > 0).then(|| {
+        let are = if total == 1 { "is" } else { "are" };
+        format!("{} {are} reduced: {}", count(total, "tensor"), list.join("; "))
+    })
 }
 
 /// Describes the reduced mesh dimensions, for example `P(avg) on dp and cp`.

@@ -82,7 +82,7 @@ pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Opti
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;
     Some(format!(
-        "{} that options::like does not have, such as {first}: written to the file of the preceding tensor",
+        "options::like lacks {}, such as {first}; each is written to the file of the preceding tensor",
         count(unknown.len(), "tensor")
     ))
 }

@@ -150,7 +150,9 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
     for (id, entry, dtype) in reduced {
         match compare::digest(input(checkpoint), entry, dtype, options, &task, stop) {
             Ok(digest) => drop(digests.insert(id, digest)),
-            Err(error) if has_no_value(&error, &[entry]) => run.progress.warning(&format!("no digest: {error}")),
+            Err(error) if has_no_value(&error, &[entry]) => {
+                run.progress.warning(&format!("cannot compute a digest: {error}"))
+            }
             Err(error) => return Err(error),
         }
     }

@@ -72,7 +72,7 @@ impl<'a> ReadFindings<'a> {
             Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),
             Some(Shortfall { missing, error, .. }) if self.options.show_incomplete => {
                 self.missing.extend(missing);
-                Ok(Some(error.to_string()))
+                Ok(Some(format!("{error}; only the tensors that were found are shown")))
             }
             Some(Shortfall { error, .. }) => Err(error),
         }

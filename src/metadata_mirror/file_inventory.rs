@@ -53,7 +53,7 @@ impl FileInventory {
             inventory.files = others.chain([PathBuf::from(name)]).collect();
         } else {
             return Err(Error::unsupported(
-                format!("{}: neither a file nor a folder", src.display()),
+                format!("{} is neither a file nor a folder", src.display()),
                 "write it to a file first: checkpoints are read by random access",
             ));
         }

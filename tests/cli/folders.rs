@@ -590,7 +590,7 @@ fn index_with_aliases_is_read() {
         assert_eq!(read(root.path()).len(), 5);
     }
     write_text(r#","head":"model1.safetensors""#);
-    assert_refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in model1.safetensors"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in `model1.safetensors`"]);
     write_text("");
     tied(&root, "1", r#"{"head":"a1"}"#);
     assert_refused(root.path(), &ReadOptions::default(), &["head", "another name of one tensor"]);

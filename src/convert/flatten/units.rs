@@ -224,16 +224,17 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
     }
     if !buffer_names.is_empty() {
         let number = count(buffer_names.len(), "tensor");
-        divided.notes.push(format!("{number} treated as buffers: {}", short_list_of_counted(&buffer_names, FEW)));
+        let treated = if buffer_names.len() == 1 { "is treated as a buffer" } else { "are treated as buffers" };
+        divided.notes.push(format!("{number} {treated}: {}", short_list_of_counted(&buffer_names, FEW)));
     }
     if trained.is_none() {
         let number = divided.parameters.len();
         let tensors = match number {
-            1 => String::from("the only float tensor is"),
-            _ => format!("all {number} float tensors are"),
+            1 => String::from("the only float tensor is treated as a parameter"),
+            _ => format!("all {number} float tensors are treated as parameters"),
         };
         divided.notes.push(format!(
-            "no optimizer state with parameter names found, so {tensors} treated as parameters; name buffers with \
+            "no optimizer state with parameter names found, so {tensors}; name buffers with \
              options::buffers"
         ));
     }

@@ -138,7 +138,7 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         [one] => Some(DeviceMesh::parse(one)?),
         [first, second, ..] => {
             return Err(Error::usage(
-                format!("options::mesh {first} and options::mesh {second}: two meshes"),
+                format!("options::mesh {first} and options::mesh {second} give two meshes"),
                 format!("separate the dimensions of one mesh by commas: options::mesh {first},{second}"),
             ));
         }

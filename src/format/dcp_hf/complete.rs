@@ -81,7 +81,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
         let covered = rest.is_ok_and(|(catalog, _)| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
         covered.then(|| WITHOUT_THEM.to_owned())
     };
-    let allowed = format!("{}: read without {}", folder.display(), lacks.join(", "));
+    let allowed = format!("{} is read without {}", folder.display(), lacks.join(", "));
     let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
     let count = u64::from(highest) * u64::from(total) - present.len() as u64;
     let missing = list_missing_names(count, all.filter(absent).map(name));

@@ -122,8 +122,9 @@ impl ReduceRules {
             number => format!("; {number} of them are sharded on one of these dims, without partial values there"),
         };
         Ok(Some(format!(
-            "{} {what} hold partial values: {}{sharded}",
+            "{} {what} {} partial values: {}{sharded}",
             count(self.reduced, "plain tensor"),
+            if self.reduced == 1 { "holds" } else { "hold" },
             self.description
         )))
     }

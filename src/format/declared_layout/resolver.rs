@@ -31,9 +31,9 @@ use crate::nearest;
 use crate::quantity::count;
 
 /// Describes the origin of the layout of tensors that nothing is declared for.
-const UNDECLARED: &str = "the default (no declaration applies: whole on every rank)";
+const UNDECLARED: &str = "the default for undeclared tensors (whole on every rank)";
 /// Describes the origin of the layout of model tensors without a rule, if an optimizer has state of other tensors only.
-const UNTRAINED: &str = "the default (no rule and no optimizer state applies: a buffer, whole on every rank)";
+const UNTRAINED: &str = "the default for tensors without a rule and optimizer state (buffers, whole on every rank)";
 
 /// Resolves the layout of every plain tensor of a catalog.
 pub struct LayoutResolver<'a> {
@@ -149,7 +149,11 @@ impl<'a> LayoutResolver<'a> {
         let entries = entries.collect::<Result<_>>()?;
         self.effects.check(self.declared, self.catalog)?;
         let number = count(self.buffers, "tensor");
-        let buffers = format!("{number} without optimizer state: treated as buffers, whole on every rank");
+        let buffers = if self.buffers == 1 {
+            format!("{number} has no optimizer state, so it is treated as a buffer that is whole on every rank")
+        } else {
+            format!("{number} have no optimizer state, so they are treated as buffers that are whole on every rank")
+        };
         let buffers = (self.buffers > 0).then_some(buffers);
         let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
         let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).chain(overridden).collect();

@@ -53,7 +53,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
         })
         .naming(&numbers.names("rank", "ranks")));
     }
-    catalog.warnings.push(format!("{}: read without {missing}", folder.display()));
+    catalog.warnings.push(format!("{} is read without {missing}", folder.display()));
     Ok((catalog, document.world_size))
 }
 

@@ -257,8 +257,9 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     let mut end = data_start;
     for (name, stored, len) in &tensors {
         if stored.offset != end {
-            let (expected, found) = (format!("data at {}", end - data_start), (stored.offset - data_start).to_string());
-            return Err(malformed(name, &expected, format!("data at {found}")));
+            let (expected, found) =
+                (format!("data that starts at byte {}", end - data_start), (stored.offset - data_start).to_string());
+            return Err(malformed(name, &expected, format!("data that starts at byte {found}")));
         }
         end += len;
     }
@@ -274,7 +275,7 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
         return Err(Error::unsupported(
-            format!("{}: {name}: dtype {} has no PyTorch counterpart", path.display(), raw.dtype),
+            format!("{}: {name}: PyTorch has no dtype `{}`", path.display(), raw.dtype),
             "convert that tensor to a PyTorch dtype before saving",
         ));
     };
@@ -289,8 +290,8 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     }
     let (begin, end) = raw.data_offsets;
     let Some(len) = checked_len_bytes(&shape, dtype).filter(|len| begin.checked_add(*len) == Some(end)) else {
-        let expected = format!("the bytes of {dtype} {:?}", raw.shape);
-        return Err(malformed(expected, format!("data_offsets [{begin}, {end}]")));
+        let expected = format!("data_offsets that span {dtype} {:?}", raw.shape);
+        return Err(malformed(expected, format!("[{begin}, {end}]")));
     };
     let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
         return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));

@@ -14,7 +14,7 @@ use super::{ProcessGroup, TensorNode, View, chunk};
 use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
     Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
-    checked_len_bytes, permuted_stride, shift_tensors,
+    checked_len_bytes, list_ranks, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::partial::{PartialReduction, partial_index};
@@ -332,7 +332,7 @@ impl Merger<'_> {
             let at = rank.and_then(|rank| mesh.mesh.coordinate(rank));
             let Some(at) = at else {
                 let found = rank.map_or_else(|| String::from("a file without a rank"), |rank| format!("rank {rank}"));
-                let expected = format!("a rank of its mesh ({})", mesh.mesh);
+                let expected = format!("a rank of its mesh {} ({})", mesh.mesh, list_ranks(mesh.mesh.ranks()));
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             };
             let tile = local_shard(shape, mesh.mesh.shape(), placements, &at).map_err(|error| {

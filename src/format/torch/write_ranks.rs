@@ -149,7 +149,7 @@ fn common_sharding_dim<'l>(
             Some((_, known)) if known == dim => {}
             Some((first, _)) => {
                 return Err(Error::unsupported(
-                    format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
+                    format!("the ShardedTensors {first} and {fqn} are sharded over different mesh dims"),
                     "shard all of them over one mesh dim, because the ShardedTensors of a file share one process \
                      group, or use options::tensor_class dtensor",
                 ));
@@ -162,7 +162,7 @@ fn common_sharding_dim<'l>(
         if !group.ranks.is_sorted() {
             let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
             return Err(Error::unsupported(
-                format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
+                format!("{fqn}: a ShardedTensor cannot be on ranks {} in this order", ranks.join(",")),
                 "remove options::mesh_ranks, because FSDP1 assigns rows in the order of ranks, or use \
                  options::tensor_class dtensor",
             ));

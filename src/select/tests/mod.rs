@@ -264,7 +264,7 @@ fn numbered_state_is_kept_with_a_note() {
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
     assert_eq!(
         selected.notes,
-        ["kept all 2 tensors of optimizer state: they are numbered, so state of excluded parameters is unknown"]
+        ["kept all 2 tensors of optimizer state, because their numbers do not show which parameters are excluded"]
     );
 }
 
@@ -299,7 +299,7 @@ fn pattern_that_matches_nothing_is_an_error() {
             .contains("none")
     );
     let (_, hint) = error(&dict(vec![]), &NameOptions { include: patterns(&["a"]), ..NameOptions::default() });
-    assert_eq!(hint, "there are no names at all");
+    assert_eq!(hint, "there are no names to match");
 }
 
 /// Each rename doubles the name.

@@ -253,7 +253,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         source.reserve(&layout).unwrap_err().to_string()
     };
     let flat: [(Change<'_>, &str); 8] = [
-        (&|s, _| drop(s.model.drain(3..)), "2 parameters of the flat layout missing in the model: norm, blk.b"),
+        (&|s, _| drop(s.model.drain(3..)), "the model lacks 2 parameters of the flat layout: norm, blk.b"),
         (&|_, l| l.units[1].params[1].shape[0] = 6, "blk.b: expected the shape [6] of the flat layout, found [5]"),
         (
             &|s, _| s.catalog.tensors[3].dtype = Dtype::Bf16,
@@ -314,7 +314,7 @@ fn buffers_are_noted() {
     let mut source = Source::valid();
     source.add("tied", &[5, 3]);
     let notes = source.reserve(&layout(true)).unwrap().notes;
-    assert_eq!(notes, ["2 tensors are not parameters of the flat layout: stored whole on every rank"]);
+    assert_eq!(notes, ["2 tensors are not parameters of the flat layout, so every rank stores them whole"]);
 }
 
 /// Wrappers are added to the paths of modules exactly once.
