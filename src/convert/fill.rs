@@ -312,11 +312,11 @@ impl Filling<'_> {
         };
         Err(Error::Catalog(CatalogError::Conflict {
             fqn: first.path.to_string(),
-            what: "a tensor that is tied in FILLER",
+            what: "a tensor that is tied in the checkpoint of options::fill_from",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
             detail,
             hint: Some(String::from(
-                "FILLER has one tensor for both names: make the two tensors equal, or leave one out with \
+                "the checkpoint of options::fill_from has one tensor for both names: make the two tensors equal, or leave one out with \
                  options::exclude",
             )),
         }))

@@ -458,7 +458,10 @@ impl Series {
         };
         if lowest == 1 && is_numbered_from_one && ranks.len() as u64 == u64::from(highest) {
             return Err(Error::unsupported(
-                format!("{}: {at}: its files count from 1 to {highest}, but ranks count from 0", folder.display()),
+                format!(
+                    "{}: {at}: its files are numbered from 1 to {highest}, but ranks are numbered from 0",
+                    folder.display()
+                ),
                 "rename the files so that the first one is rank 0, or add the missing file of rank 0",
             ));
         }

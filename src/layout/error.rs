@@ -92,11 +92,13 @@ pub enum LayoutError {
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
     /// Partial values are to become partial values of another operation.
-    #[error("P({from}) cannot be converted to P({to}): partial values of one op are not partial values of the other")]
+    #[error(
+        "P({from}) cannot be converted to P({to}), because partial values of one op are not partial values of the other"
+    )]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
     /// A whole value is to become partial values of an operation that has none.
-    #[error("a value without Partial cannot be converted to P({op}): its partial values are not defined")]
+    #[error("a value without Partial cannot be converted to P({op}), because its partial values are not defined")]
     NoPartialValues { op: ReduceOp },
 
     /// The shard order of a dim does not fit its placements.

@@ -144,7 +144,7 @@ fn tied_weights_of_a_full_state_dict_are_found() {
         assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
         assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
         let warnings = &checkpoint.catalog.warnings;
-        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is assumed to be tied to emb.weight"));
+        assert!(warnings.len() == 1 && warnings[0].contains("`head.weight` is assumed to be tied to `emb.weight`"));
     }
     let (src, out) = (Copy::new("flat3", "flat"), Copy::new("flat3", "flat"));
     let options = format!("--like {}", full.display());

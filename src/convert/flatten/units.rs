@@ -146,7 +146,7 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
 /// would have optimizer state.
 fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
-        format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
+        format!("`{}` is tied to `{}`, but they would be in two units", alias.fqn, alias.with),
         "FSDP1 shares parameters only within one unit: give options::wrap neither of their modules, or a module \
          around both",
     )

@@ -44,7 +44,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
             fqn: folder.display().to_string(),
             what: "the number of files",
             between: String::from("names of shards"),
-            detail: format!("some are of {first}, others of {last}"),
+            detail: format!("some names have {first}, others {last}"),
             hint: Some(String::from("the files belong to two saves: move the files of one save into another folder")),
         }));
     }
@@ -97,7 +97,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
 pub fn lone_shard(path: &Path) -> Result<Shortfall> {
     let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
     let error = Error::usage(
-        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
+        format!("{} is only shard {shard} of a checkpoint in DCP's Hugging Face storage", path.display()),
         "give the folder that contains all shards",
     );
     let (folder, own) = (folder_of(path), name_of(path));

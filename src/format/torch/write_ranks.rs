@@ -107,7 +107,7 @@ fn check_chunks(
             let splits = comma_list(&shared.splits);
             return Err(Error::unsupported(
                 format!(
-                    "{fqn}: split by {splits} ({cut}), rank {rank} has {own}, but in a DTensor it would have {chunk}"
+                    "{fqn}: under the split rule {splits} ({cut}), rank {rank} has {own}, but in a DTensor it would have {chunk}"
                 ),
                 format!(
                     "DTensors and ShardedTensors are split by torch.chunk: {}, or write plain local tensors with \
@@ -273,7 +273,7 @@ fn plan(
         match tensors.get_mut(&id) {
             None => drop(tensors.insert(id, PlannedTensor { fqn, layout: chosen, count: 0 })),
             Some(known) if known.layout != chosen => {
-                notes.push(format!("{fqn} is tied to {} and gets the same layout", known.fqn));
+                notes.push(format!("`{fqn}` is tied to `{}` and gets the same layout", known.fqn));
             }
             Some(_) => {}
         }

@@ -82,7 +82,7 @@ fn unit_gradients(
             let fqn = &plan.param(*lacking).fqn;
             return Err(unsupported_error(
                 path,
-                &format!("{} needs one gradient for all its parameters, but {fqn} has none", known.describe()),
+                &format!("{} needs a gradient for each of its parameters, but `{fqn}` has none", known.describe()),
             ));
         }
         if tensors.iter().any(|id| plan.source.tensor(*id).dtype != dtype) {

@@ -139,7 +139,7 @@ impl<'v> SourceOptimizer<'v> {
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
             Some(at) => Err(self.unsupported_error(
-                format!("{} is not in the optimizer of the flat layout", plan.param(at).fqn),
+                format!("`{}` is not in the optimizer of the flat layout", plan.param(at).fqn),
                 "list everything that the optimizer updates, or remove `optimizer` from the layout",
             )),
         }

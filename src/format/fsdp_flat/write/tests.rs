@@ -297,7 +297,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: emb is i32"),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
-            "optim: blk.b is not in the optimizer of the flat layout",
+            "optim: `blk.b` is not in the optimizer of the flat layout",
         ),
         (
             &|s, _| s.groups.push(vec!["head".into()]),
