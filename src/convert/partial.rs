@@ -102,7 +102,10 @@ fn divided(reservation: &Reservation) -> Vec<String> {
         }
     }
     let note = |(divisor, number)| {
-        format!("{} of P(sum) are computed from values: divided by {divisor} and rounded", count(number, "tensor"))
+        format!(
+            "{} of P(sum) are computed from values, which are divided by {divisor} and rounded",
+            count(number, "tensor")
+        )
     };
     divided.into_iter().map(note).collect()
 }

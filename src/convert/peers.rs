@@ -181,7 +181,7 @@ impl Peers {
         let mirror = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
         if mirror.sees_no_files(run.launch.part.index) {
             let src = args.src.display();
-            run.progress.warning(&format!("no files at {src}: this process reads no data"));
+            run.progress.warning(&format!("there are no files at {src}, so this process reads no data"));
         }
         let checkpoint = mirror.open(options).map_err(|error| {
             let error = if mirror.is_whole() { error } else { cause(&self.link, error) };
@@ -309,7 +309,7 @@ impl Peers {
         if self.bucket != wanted {
             let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
             progress.detail(&format!(
-                "options::bucket_size is {settled}: six buffers of {wanted} do not fit into options::max_memory"
+                "options::bucket_size is reduced to {settled}, because six buffers of {wanted} do not fit into options::max_memory"
             ));
         }
         Ok(())

@@ -34,7 +34,7 @@ pub fn look(path: &Path, from: Option<Format>) -> Result<Option<DetectedFiles>> 
         // Reading a pipe would block.
         return Err(Error::unsupported(
             format!("{} is neither a file nor a folder", path.display()),
-            "checkpoints need random access: write the data to a file first",
+            "write the data to a file first, because checkpoints need random access",
         ));
     }
     let found = if metadata.is_dir() { look_in(path, from)? } else { vec![detect_file(path)?] };

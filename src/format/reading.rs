@@ -125,7 +125,7 @@ impl<'a> ReadFindings<'a> {
             own.contains(root.join(path).as_path()) || is_metadata_file(name) || is_data_file(path)
         };
         Ok(parts::other_files(root, &is_part)?.unwrap_or_else(|| {
-            catalog.warnings.push(format!("{}: too many other files to list", root.display()));
+            catalog.warnings.push(format!("{} has too many other files to list", root.display()));
             Vec::new()
         }))
     }

@@ -227,7 +227,7 @@ impl SeriesSet {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
                 if all.iter().all(String::is_empty) {
-                    String::from("remove options::series: its rank files are one series without a name")
+                    String::from("remove options::series, because the rank files are one series without a name")
                 } else {
                     format!("choose one with options::series: its series are {}", short_list(&all, FEW))
                 },

@@ -54,7 +54,7 @@ impl FileInventory {
         } else {
             return Err(Error::unsupported(
                 format!("{} is neither a file nor a folder", src.display()),
-                "write it to a file first: checkpoints are read by random access",
+                "write the data to a file first, because checkpoints need random access",
             ));
         }
         inventory.files.sort();

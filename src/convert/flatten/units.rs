@@ -249,7 +249,10 @@ fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error 
         let shape = shape_of(name)?;
         let has_shape =
             |(fqn, _, entry): &&(Fqn, TensorId, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
-        parameters.iter().find(has_shape).map(|(fqn, ..)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
+        parameters
+            .iter()
+            .find(has_shape)
+            .map(|(fqn, ..)| format!(" ({name} may be tied to {fqn}, which has the same shape)"))
     });
     Error::unsupported(
         format!(

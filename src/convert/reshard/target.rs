@@ -58,7 +58,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
             return without_mesh(like);
         }
         Error::usage(
-            format!("options::like {}: it has {} meshes", like.root.display(), meshes.len()),
+            format!("options::like {} has {} meshes", like.root.display(), meshes.len()),
             "give options::mesh with the dimension names of that checkpoint",
         )
     })

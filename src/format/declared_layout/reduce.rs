@@ -160,7 +160,7 @@ fn is_gradients(key: &Key) -> bool {
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
     let hint = match mesh.names() {
-        None => String::from("name the dims of its mesh with options::src_mesh: they have no names"),
+        None => String::from("name the mesh dims with options::src_mesh, because the mesh of SRC has no names"),
         Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
     Error::usage(format!("options::reduce: the mesh {mesh} has no dim `{name}`"), hint)

@@ -169,10 +169,10 @@ fn check(text: DocumentJson) -> Result<LocalDocument, Wrong> {
     for (name, text) in &described {
         let Some(other) = &text.tied_to else { continue };
         let Some(id) = own.get(other.as_str()) else {
-            return fail(name, "tied_to: the name of a tensor that has a description of its own", format!("`{other}`"));
+            return fail(name, "a tensor with its own description in tied_to", format!("`{other}`"));
         };
         if !text.is_tie() {
-            return fail(name, "no field but tied_to", "other fields");
+            return fail(name, "no other key beside tied_to", "other keys");
         }
         ids.insert(name, *id);
         tensors[id.0 as usize].names.push(Fqn::from(name.as_str()));
@@ -189,7 +189,7 @@ fn check(text: DocumentJson) -> Result<LocalDocument, Wrong> {
     });
     if let Some((name, id)) = elsewhere {
         let found = format!("the tensor {}", tensors[id.0 as usize].names[0]);
-        return fail("state", format!("at {name} the tensor of that name"), found);
+        return fail("state", format!("the tensor of the same name at {name}"), found);
     }
     let references = state.tensor_ids().len();
     if named != ids.len() || references != named {

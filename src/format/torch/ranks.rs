@@ -22,7 +22,7 @@ use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// The hint for plain tensors whose shapes differ between ranks.
-const PARTS_HINT: &str = "if they are parts of one tensor, declare its layout (options::src_mesh tp=2 \
+const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the layout (options::src_mesh tp=2 \
                           options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
                           one job";
 

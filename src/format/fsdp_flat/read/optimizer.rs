@@ -237,7 +237,9 @@ impl RankUnflattener<'_> {
         let kind = if self.layout.use_orig_params { "parameter" } else { "flat parameter" };
         let slot = self.slots.get(name).copied();
         slot.ok_or_else(|| {
-            unknown_layout_error(format!("{name}: the optimizer lists it, but the flat layout has no such {kind}"))
+            unknown_layout_error(format!(
+                "{name}: the optimizer lists this name, but the flat layout has no such {kind}"
+            ))
         })
     }
 

@@ -89,7 +89,7 @@ fn unit_gradients(
             return Err(unsupported_error(
                 path,
                 &format!(
-                    "{} needs one gradient for all its parameters, but their gradients differ in dtype",
+                    "{} needs gradients of one dtype, but the gradients of its parameters differ in dtype",
                     known.describe()
                 ),
             ));

@@ -200,7 +200,7 @@ fn numbered_source_optimizer_resolves_to_parameters() {
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
     let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
-    assert!(error.starts_with("optim: optimizer state of number 0, which is no known parameter"), "{error}");
+    assert!(error.starts_with("optim: the optimizer has state of number 0, which is not a parameter"), "{error}");
 
     // A layout with such groups, or names next to the numbers, resolves them.
     let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
@@ -274,7 +274,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         ),
         (
             &|s, _| s.states[0].0 = "emb2".into(),
-            "optim: optimizer state of emb2, which is no known parameter of the flat layout",
+            "optim: the optimizer has state of emb2, which is not a parameter of the flat layout",
         ),
         (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm that is in no parameter group"),
     ];
