@@ -13,8 +13,8 @@ use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
 /// The hint for missing shards that may have been empty.
-const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the \
-                            tensors they name; to continue without the missing shards, use options::allow_missing";
+const WITHOUT_THEM: &str = "a rank that had nothing to write has no file, and the existing shards have every \
+                            element of their tensors; to continue without the missing shards, use options::allow_missing";
 
 /// The hint for files of which no rank has a shard.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \

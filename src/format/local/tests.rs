@@ -173,11 +173,11 @@ fn invalid_document_error_names_the_place() {
         (document_with_tensor(&format!(r#"{plain}, "ranks": []"#)), "ascending ranks below 4"),
         (
             document_with_tensor(r#""tied_to": "w""#),
-            "w: expected tied_to: the name of a tensor that has a description of its own, found `w`",
+            "w: expected a tensor with its own description in tied_to, found `w`",
         ),
         (
             document_with_tensor(&format!(r#"{plain}}}, "v": {{"tied_to": "w", "shape": [4]"#)),
-            "v: expected no field but tied_to",
+            "v: expected no other key beside tied_to",
         ),
         (in_mesh(r#"{"dims": [["dp", 5]]}"#), "mesh 0: expected no more cells than 4 ranks"),
         (in_mesh(r#"{"dims": [["dp", 4294967296], ["tp", 4294967296]]}"#), "mesh 0: expected no more cells"),
@@ -188,7 +188,7 @@ fn invalid_document_error_names_the_place() {
         (in_mesh(r#"{"dims": [["dp", 2]], "ranks": [0, 4]}"#), "mesh 0: expected ranks below 4, found rank 4"),
         (in_mesh(r#"{"dims": [["dp", 2]], "ranks": [1, 1]}"#), "mesh 0: expected a mesh"),
         (state(""), "every tensor once, at the path of its name, found 0 references to 1 names"),
-        (state(r#""v": {"$tensor": "w"}"#), "state: expected at v the tensor of that name, found the tensor w"),
+        (state(r#""v": {"$tensor": "w"}"#), "state: expected the tensor of the same name at v, found the tensor w"),
         (state(r#""w": {"$tensor": "v"}"#), "state w: expected a tensor that is listed, found `v`"),
         (state(r#""w": {"$tensor": 1}"#), "state w: expected the name of a tensor, found a whole number"),
         (more(r#""v": {"$tensor": "w"}"#), "at v the tensor of that name"),
