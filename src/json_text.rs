@@ -33,7 +33,7 @@ fn reworded(text: &str) -> String {
         return format!("the key {key} twice");
     }
     if let Some((key, keys)) = text.strip_prefix("unknown field ").and_then(|rest| rest.split_once(", expected ")) {
-        let keys = keys.strip_prefix("one of ").unwrap_or(keys);
+        let keys = keys.strip_prefix("one of ").unwrap_or(keys).replace(" or ", " and ");
         return format!("the unknown key {key}; the known keys are {keys}");
     }
     let words = match text {
@@ -111,20 +111,25 @@ mod tests {
         pair: Option<(u64, u64)>,
     }
 
+    fn error_of(text: &str) -> serde_json::Error {
+        serde_json::from_str::<Sample>(text).unwrap_err()
+    }
+
     #[test]
     fn error_has_no_word_of_serde() {
         let cases = [
-            ("", "the end of the text instead of a value (line 1, column 0)"),
-            ("{\"size\": -1}", "the number -1 instead of a whole number of at least 0 (line 1, column 10)"),
-            ("{\"size\": \"a\"}", "the text \"a\" instead of a whole number of at least 0 (line 1, column 12)"),
-            ("{\"size\": true}", "true instead of a whole number of at least 0 (line 1, column 13)"),
-            ("{\"pair\": [1]}", "1 value instead of a list of 2 values (line 1, column 12)"),
-            ("{}", "no key `size` (line 1, column 2)"),
-            ("{\"sizes\": 1}", "the unknown key `sizes`; the known keys are `size` or `pair` (line 1, column 8)"),
-            ("7", "the number 7 instead of an object (line 1, column 1)"),
+            ("{\"size\": -1}", "the number -1 instead of a whole number of at least 0"),
+            ("{\"size\": \"a\"}", "the text \"a\" instead of a whole number of at least 0"),
+            ("{\"size\": true}", "true instead of a whole number of at least 0"),
+            ("{\"pair\": [1]}", "1 value instead of a list of 2 values"),
+            ("{}", "no key `size`"),
+            ("{\"sizes\": 1}", "the unknown key `sizes`; the known keys are `size` and `pair`"),
+            ("7", "the number 7 instead of an object"),
+            ("{\"size\": x}", "text that is not a JSON value"),
         ];
         for (text, expected) in cases {
-            assert_eq!(found_at(&serde_json::from_str::<Sample>(text).unwrap_err()), expected, "{text}");
+            assert_eq!(found(&error_of(text)), expected, "{text}");
         }
+        assert_eq!(found_at(&error_of("")), "the end of the text instead of a value (line 1, column 0)");
     }
 }

@@ -9,7 +9,7 @@ use super::context::{Reader, View};
 use super::release::DTensorStyle;
 use super::tensor::{TensorNode, read_tensor};
 use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Wrong};
 use crate::format::archive::{ArchiveSource, torch_script_error};
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
