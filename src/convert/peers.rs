@@ -118,7 +118,7 @@ impl Peers {
         }
         if is_per_rank && args.execute.verify {
             return Err(Error::usage(
-                "options::verify cannot be used with options::source per-rank: it reads all of SRC again, and no \
+                "options::verify cannot be used with options::source per-rank: options::verify reads all of SRC again, but no \
                  process sees all of it",
                 "leave it out; options::check_crc checks the data of SRC against its stored checksums",
             ));
@@ -494,7 +494,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     }
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "options::fast_reduce cannot be used with options::backend cpu or mpi: it reduces with NCCL",
+            "options::fast_reduce cannot be used with options::backend cpu or mpi, because it reduces with NCCL",
             "leave one of them out, or use options::backend nccl",
         ));
     }

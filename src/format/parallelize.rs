@@ -75,7 +75,7 @@ impl PlanSide {
                 format!("no built-in plan has these names; declare placements with {placements} 'PATTERN=LIST'")
             }
             (PlanError::OtherFamily { similar, .. }, _) => {
-                format!("use {plan} {1}: these names look like {0}", or_list(similar), similar[0])
+                format!("use {plan} {1}, because these names look like {0}", or_list(similar), similar[0])
             }
             (PlanError::UnknownOrder { .. }, _) => String::from(
                 "name the style of each child, colwise or rowwise, or use torch files, which keep the order of a \

@@ -165,7 +165,7 @@ fn latest_file_that_leads_outside_is_refused() {
         assert_refused(
             &root.path().join("run"),
             &ReadOptions::default(),
-            &["latest: content", "the name of a folder beside it"],
+            &["latest: content", "the name of a folder next to this file"],
         );
     }
     let root = temporary_folder();

@@ -145,7 +145,7 @@ impl FlattenRequest {
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
             return Err(Error::usage(
                 format!(
-                    "options::forward_dtype {dtype} has no effect: FSDP aligns parameters only with \
+                    "options::forward_dtype {dtype} has no effect, because FSDP aligns parameters only with \
                      use_orig_params"
                 ),
                 "omit options::forward_dtype, or add options::use_orig_params",

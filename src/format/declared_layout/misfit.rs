@@ -50,7 +50,7 @@ impl LayoutMisfit<'_> {
                 "the set of ranks",
                 format!("the files and {declared_by}"),
                 format!(
-                    "expected a part on every rank that shares it ({placements}), but rank {rank} has no such tensor"
+                    "expected a shard on every rank that shares the tensor ({placements}), but rank {rank} has no such tensor"
                 ),
             ),
             PartError::OutsideMesh { rank } => conflict(

@@ -113,7 +113,9 @@ impl ReduceRules {
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!("options::reduce has no effect: no plain tensor {what} is replicated on these mesh dims"),
+                format!(
+                    "options::reduce has no effect, because no plain tensor {what} is replicated on these mesh dims"
+                ),
                 "remove it: DTensors record their own Partial placements, and sharded dims have nothing to reduce",
             ));
         }

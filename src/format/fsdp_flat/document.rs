@@ -101,7 +101,7 @@ pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     let Some(flat) = &file.flat else {
         return Err(Error::usage(
             format!("{}: the layout file has no [flat] section, which describes the flat parameters", path.display()),
-            "add the section: docs/reference/layout-file.md describes the layout file, docs/how-to/fsdp1.md how to get a flat layout",
+            "add the section: docs/reference/layout-file.md describes the layout file, and docs/how-to/fsdp1.md describes how to get a flat layout",
         ));
     };
     let mut document = flat.value.clone();

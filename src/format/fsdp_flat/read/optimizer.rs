@@ -165,7 +165,7 @@ impl NumberedParameters {
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
             return Err(unknown_layout_error(format!(
-                "{}: expected parameter groups of {own:?}, found {counts:?}",
+                "{}: expected parameter groups with {own:?} parameters, found groups with {counts:?}",
                 describe_path(at)
             )));
         }

@@ -293,7 +293,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
             &|_, l| l.units[1].align_numel = Some(1 << 40),
             "unit blk: expected an align_numel of at most 16, found 1099511627776",
         ),
-        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: blk.b is a scalar"),
+        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: the parameter `blk.b` is a scalar"),
         (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: emb is i32"),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
