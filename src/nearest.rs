@@ -38,7 +38,7 @@ pub fn pattern_hint(pattern: &str, names: &[String]) -> String {
 #[must_use]
 pub fn name_hint(name: &str, names: &[String]) -> String {
     match nearest(name, names).as_slice() {
-        [] => String::from("there are no names at all"),
+        [] => String::from("there are no names to match"),
         names => format!("the nearest names are {}", names.join(", ")),
     }
 }

@@ -12,8 +12,13 @@ pub enum CatalogError {
     Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
 
     /// Ranks or replicas that should store the same value store different values.
-    #[error("{fqn}: {what} differs between {between}: {detail}")]
+    #[error("{}: {what} differs between {between}: {detail}", shown(fqn))]
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
+}
+
+/// Returns the name for messages; the path of the whole state dict is empty.
+fn shown(fqn: &str) -> &str {
+    if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }
 
 /// The way in which chunks fail to tile their tensor.

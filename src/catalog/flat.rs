@@ -156,7 +156,7 @@ impl FlatLayout {
         for unit in &self.units {
             for SharedName { fqn, with } in &unit.shared {
                 if !names.contains(with) {
-                    let expected = "shared_with a parameter of a unit";
+                    let expected = "a parameter of a unit in shared_with";
                     return Err(Wrong::new(unit.describe(), expected, format!("`{fqn}` with `{with}`")));
                 }
             }
@@ -297,7 +297,7 @@ mod tests {
             ),
             (
                 &|l| l.units[0].shared[0].with = "x".into(),
-                "the root unit: shared_with a parameter of a unit, `head.weight` with `x`",
+                "the root unit: a parameter of a unit in shared_with, `head.weight` with `x`",
             ),
             (&|l| l.units[1].dtype = None, "unit blk: a dtype or an align_numel, with use_orig_params, neither"),
         ];

@@ -325,7 +325,7 @@ impl Unflatten {
                 }
                 _ => {
                     return Err(format!(
-                        "{path}: {key} does not fit its container, which another path makes a dict, list or leaf"
+                        "`{path}`, but another path uses the container of `{key}` differently (as a dict, a list or a leaf)"
                     ));
                 }
             };
@@ -334,11 +334,11 @@ impl Unflatten {
             (NestedNode::Dict(entries), key @ Key::Name(_)) => insert_leaf_in_dict(entries, key, value),
             (NestedNode::List(items), Key::Index(index)) => match items.insert(*index, NestedNode::Leaf(value)) {
                 None => Ok(()),
-                Some(_) => Err(format!("{path} is given twice")),
+                Some(_) => Err(format!("`{path}` twice")),
             },
-            _ => {
-                Err(format!("{path}: {last} does not fit its container, which another path makes a dict, list or leaf"))
-            }
+            _ => Err(format!(
+                "`{path}`, but another path uses the container of `{last}` differently (as a dict, a list or a leaf)"
+            )),
         }
     }
 
@@ -357,13 +357,11 @@ fn insert_leaf_in_dict(
     value: Value,
 ) -> Result<(), String> {
     let Key::Name(name) = key else {
-        return Err(format!(
-            "{key}: expected a dict key, found a list position; another path makes this container a dict"
-        ));
+        return Err(format!("the list position {key} in a container that another path makes a dict"));
     };
     match entries.insert(name.clone(), NestedNode::Leaf(value)) {
         None => Ok(()),
-        Some(_) => Err(format!("{name} is given twice")),
+        Some(_) => Err(format!("`{name}` twice")),
     }
 }
 
@@ -388,10 +386,7 @@ impl NestedNode {
             Self::List(given) => {
                 let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));
                 let Some(rest) = padding.checked_sub(len - given.len() as u64) else {
-                    return Err(format!(
-                        "expected a list without large gaps, found {len} items of which {} are given",
-                        given.len()
-                    ));
+                    return Err(format!("a list of {len} items, of which only {} are stored", given.len()));
                 };
                 *padding = rest;
                 let mut items = Vec::new();

@@ -16,7 +16,7 @@ pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight
 pub use parse::parse;
 pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
-use values::rank;
+use values::{number, rank};
 
 use dtshard::Format;
 use dtshard::options::Quantity;
@@ -277,7 +277,7 @@ pub struct FlatArgs {
     /// Write files for this number of ranks
     ///
     /// [default: as in the flat layout]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<u32>)]
     pub world_size: Option<u32>,
     /// Make each module that a pattern matches an FSDP unit
     ///
@@ -295,7 +295,7 @@ pub struct FlatArgs {
     #[arg(long, value_name = "STRATEGY")]
     pub strategy: Option<Strategy>,
     /// Set the number of ranks that share one copy under hybrid-shard
-    #[arg(long, value_name = "N", hide_short_help = true)]
+    #[arg(long, value_name = "N", value_parser = number::<u32>, hide_short_help = true)]
     pub shard_group_size: Option<u32>,
     /// Set MixedPrecision(param_dtype=...)
     ///

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
-use super::values::any_format;
+use super::values::{any_format, number};
 use dtshard::Format;
 use dtshard::options::Quantity;
 
@@ -77,12 +77,12 @@ pub struct PartArgs {
     /// Do part K of the parts that --parts counts, from 0
     ///
     /// [default: set by srun, torchrun, mpirun or a Slurm array]
-    #[arg(long, value_name = "K", hide_short_help = true)]
+    #[arg(long, value_name = "K", value_parser = number::<u32>, hide_short_help = true)]
     pub part: Option<u32>,
     /// Divide the work among N processes, each started with the same command
     ///
     /// With 1, the process works alone, whatever started it. [default: set by srun, torchrun or mpirun]
-    #[arg(long, value_name = "N", hide_short_help = true)]
+    #[arg(long, value_name = "N", value_parser = number::<u32>, hide_short_help = true)]
     pub parts: Option<u32>,
     /// Exit when this part is done
     ///

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::values::{IoArg, SplitArg, any_format, rank};
+use super::values::{IoArg, SplitArg, any_format, number, rank};
 use dtshard::Format;
 use dtshard::options::Quantity;
 
@@ -28,7 +28,7 @@ pub struct SourceArgs {
     /// Set the number of worker threads
     ///
     /// [default: one per core; in Slurm, one per core of the task; at least 4 if data is synced to disk]
-    #[arg(long, value_name = "N", help_heading = "Running", hide_short_help = true)]
+    #[arg(long, value_name = "N", value_parser = number::<usize>, help_heading = "Running", hide_short_help = true)]
     pub threads: Option<usize>,
     /// Limit anonymous memory
     ///

@@ -64,6 +64,11 @@ impl From<SplitArg> for Split {
     }
 }
 
+/// Parses a number, with an error that has no word of Rust.
+pub(super) fn number<T: std::str::FromStr>(text: &str) -> Result<T, &'static str> {
+    text.parse().map_err(|_| "expected a whole number below 2^32, such as 4")
+}
+
 /// Parses one rank of a list.
 pub(super) fn rank(text: &str) -> Result<u32, &'static str> {
     text.trim().parse().map_err(|_| "expected ranks separated by commas, such as 0,2,1,3")

@@ -498,7 +498,7 @@ impl Inbox {
                 }
                 Some(Word::Header { operation: other, number: at, .. }) => {
                     let (other, this) = (other.name(), operation.name());
-                    let why = format!("it is in {other} {at}, this process in {this} {number}");
+                    let why = format!("it is in {other} {at}, but this process is in {this} {number}");
                     return Err(PeerFailure { rank, why: why.into() });
                 }
                 Some(_) => return Err(PeerFailure { rank, why: LEFT.into() }),

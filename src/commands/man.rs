@@ -19,7 +19,7 @@ use dtshard::{Error, Result};
 /// # Errors
 /// `Io` with the file.
 pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
-    fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
+    fs::create_dir_all(&args.dir).map_err(Error::io("create", &args.dir))?;
     let mut names = Vec::new();
     for command in commands() {
         let page = Page::new(command).source(concat!("dtshard ", env!("CARGO_PKG_VERSION"))).manual("dtshard");

@@ -170,7 +170,11 @@ impl ResolvedConflicts {
         if !self.per_rank.is_empty() {
             let number = crate::quantity::count(self.per_rank.len(), "value");
             let has_own = list_ranks(&self.ranks);
-            let mut note = format!("kept {number} per rank ({}) from {has_own}", few(&self.per_rank));
+            let differ = if self.per_rank.len() == 1 { "differs" } else { "differ" };
+            let mut note = format!(
+                "{number} ({}) {differ} between ranks, so the value of each rank is kept: {has_own}",
+                few(&self.per_rank)
+            );
             let source = self.ranks.len();
             if target_ranks.is_some_and(|target| target as usize > source) {
                 note.push_str(&format!("; rank r of the new job gets the value of old rank r mod {source}"));
@@ -178,12 +182,20 @@ impl ResolvedConflicts {
             let beyond = |rank: &&Rank| target_ranks.is_some_and(|target| rank.0 >= target);
             let lost: Vec<Rank> = self.ranks.iter().filter(beyond).copied().collect();
             if !lost.is_empty() {
-                note.push_str(&format!("; the new job has no {}, so their values are left out", list_ranks(&lost)));
+                note.push_str(&format!(
+                    "; the values of {} are left out, because the new job has no such ranks",
+                    list_ranks(&lost)
+                ));
             }
             notes.push(note);
         }
         if !self.rank0.is_empty() {
-            notes.push(format!("the value of the lowest rank is used for {}", few(&self.rank0)));
+            let number = crate::quantity::count(self.rank0.len(), "value");
+            let differ = if self.rank0.len() == 1 { "differs" } else { "differ" };
+            notes.push(format!(
+                "{number} ({}) {differ} between ranks, so the value of the lowest rank is used",
+                few(&self.rank0)
+            ));
         }
         notes
     }
@@ -227,13 +239,17 @@ mod tests {
         assert_eq!(settled.per_rank, ["rng.cpu"]);
         assert_eq!(
             settled.notes(Some(4)),
-            ["kept 1 value per rank (rng.cpu) from ranks 0, 1, 2; rank r of the new job gets the value of old rank \
-                 r mod 3"]
+            [
+                "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; rank r of the \
+                 new job gets the value of old rank r mod 3"
+            ]
         );
         assert_eq!(
             settled.notes(Some(2)),
-            ["kept 1 value per rank (rng.cpu) from ranks 0, 1, 2; the new job has no rank 2, so their values are \
-                 left out"]
+            [
+                "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; the values of \
+                 rank 2 are left out, because the new job has no such ranks"
+            ]
         );
     }
 

@@ -106,7 +106,7 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
     let mut notes = source.selection.notes.clone();
     notes.push(format!(
-        "{}{objects} from {}, {} from {}",
+        "DST gets {}{objects} from {} and {} from {}",
         count(counts.tensors, "tensor"),
         source.checkpoint.root.display(),
         count(all.len() - counts.tensors, "tensor"),
@@ -114,11 +114,20 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     ));
     let not_taken = not_taken(source);
     if not_taken > 0 {
-        notes.push(format!("{} of {} not used", count(not_taken, "name"), source.checkpoint.root.display()));
+        notes.push(format!(
+            "{} of {} {} not used",
+            count(not_taken, "name"),
+            source.checkpoint.root.display(),
+            if not_taken == 1 { "is" } else { "are" }
+        ));
     }
     if counts.own_values > 0 {
         let values = count(counts.own_values, "value");
-        notes.push(format!("{values} of single ranks not used: {} has one value for all ranks", filler.root.display()));
+        notes.push(format!(
+            "{values} of single ranks {} not used, because {} has one value for all ranks",
+            if counts.own_values == 1 { "is" } else { "are" },
+            filler.root.display()
+        ));
     }
     notes
 }
@@ -303,11 +312,11 @@ impl Filling<'_> {
         };
         Err(Error::Catalog(CatalogError::Conflict {
             fqn: first.path.to_string(),
-            what: "a tensor that is tied in FILLER",
+            what: "a tensor that is tied in the checkpoint of options::fill_from",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
             detail,
             hint: Some(String::from(
-                "FILLER has one tensor for both names: make the two tensors equal, or leave one out with \
+                "the checkpoint of options::fill_from has one tensor for both names: make the two tensors equal, or leave one out with \
                  options::exclude",
             )),
         }))

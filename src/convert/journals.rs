@@ -83,7 +83,7 @@ impl JournalSet<'_> {
                 let file = &files[*index as usize];
                 let (path, len) = (folder.join(&file.path), file.len);
                 warnings.push(format!(
-                    "{}: expected {len} bytes, found {found}; {} of it that are recorded as done are written again",
+                    "{}: expected {len} bytes, found {found}; {} of it, which the journal records as done, are written again",
                     path.display(),
                     human_bytes(bytes)
                 ));
@@ -99,8 +99,8 @@ impl JournalSet<'_> {
         };
         for ChangedRange { taken, found } in &found {
             warnings.push(format!(
-                "{}: bytes {} to {}, which are recorded as done: expected CRC-32 {:08x}, found {found:08x}; they are \
-                 written again",
+                "{}: bytes {} to {} are recorded as done, but have another CRC-32 (expected {:08x}, found {found:08x}), so they \
+                 are written again",
                 folder.join(&files[taken.file as usize].path).display(),
                 taken.range.start,
                 taken.range.end,

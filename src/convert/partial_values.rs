@@ -73,7 +73,10 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     }
     let total: usize = reduced.values().sum();
     let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} of {ops}")).collect();
-    (total > 0).then(|| format!("{} reduced: {}", count(total, "tensor"), list.join("; ")))
+    (total > 0).then(|| {
+        let are = if total == 1 { "is" } else { "are" };
+        format!("{} {are} reduced: {}", count(total, "tensor"), list.join("; "))
+    })
 }
 
 /// Describes the reduced mesh dimensions, for example `P(avg) on dp and cp`.
@@ -99,7 +102,10 @@ fn divided(reservation: &Reservation) -> Vec<String> {
         }
     }
     let note = |(divisor, number)| {
-        format!("{} of P(sum) are computed from values: divided by {divisor} and rounded", count(number, "tensor"))
+        format!(
+            "{} of P(sum) are computed from values, which are divided by {divisor} and rounded",
+            count(number, "tensor")
+        )
     };
     divided.into_iter().map(note).collect()
 }

@@ -119,7 +119,7 @@ impl Peers {
         }
         if is_per_rank && args.execute.verify {
             return Err(Error::usage(
-                "options::verify cannot be used with options::source per-rank: it reads all of SRC again, and no \
+                "options::verify cannot be used with options::source per-rank: options::verify reads all of SRC again, but no \
                  process sees all of it",
                 "leave it out; options::check_crc checks the data of SRC against its stored checksums",
             ));
@@ -182,7 +182,7 @@ impl Peers {
         let mirror = self.mirror.insert(metadata_mirror::create(&self.link, &args.src, &mirror)?);
         if mirror.sees_no_files(run.launch.part.index) {
             let src = args.src.display();
-            run.progress.warning(&format!("no files at {src}: this process reads no data"));
+            run.progress.warning(&format!("there are no files at {src}, so this process reads no data"));
         }
         let checkpoint = mirror.open(options).map_err(|error| {
             let error = if mirror.is_whole() { error } else { cause(&self.link, error) };
@@ -310,7 +310,7 @@ impl Peers {
         if self.bucket != wanted {
             let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
             progress.detail(&format!(
-                "options::bucket_size is {settled}: six buffers of {wanted} do not fit into options::max_memory"
+                "options::bucket_size is reduced to {settled}, because six buffers of {wanted} do not fit into options::max_memory"
             ));
         }
         Ok(())
@@ -495,7 +495,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     }
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "options::fast_reduce cannot be used with options::backend cpu or mpi: it reduces with NCCL",
+            "options::fast_reduce cannot be used with options::backend cpu or mpi, because it reduces with NCCL",
             "leave one of them out, or use options::backend nccl",
         ));
     }

@@ -30,7 +30,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
         Ok(metadata) => metadata,
         // The path does not exist, or it is a dangling link. A dangling link itself is replaced.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
-        Err(error) => return Err(Error::io("look at", destination)(error)),
+        Err(error) => return Err(Error::io("stat", destination)(error)),
     };
     if !metadata.is_dir() {
         let is_checkpoint = metadata.is_file() && is_checkpoint_file(destination)?;
@@ -91,7 +91,7 @@ impl FoundFile<'_> {
         for name in list(&self.destination.join(folder))? {
             let name = folder.join(name);
             let path = self.destination.join(&name);
-            let kind = path.symlink_metadata().map_err(Error::io("look at", &path))?.file_type();
+            let kind = path.symlink_metadata().map_err(Error::io("stat", &path))?.file_type();
             let is_foreign = if kind.is_dir() {
                 self.enter(&name)?
             } else {
@@ -116,7 +116,7 @@ impl FoundFile<'_> {
         for name in &names {
             let name = folder.join(name);
             let path = self.destination.join(&name);
-            let is_folder = path.symlink_metadata().map_err(Error::io("look at", &path))?.is_dir();
+            let is_folder = path.symlink_metadata().map_err(Error::io("stat", &path))?.is_dir();
             if if is_folder { self.enter(&name)? } else { !self.is_of_earlier_run(&name, &path)? } {
                 return Ok(true);
             }

@@ -388,10 +388,10 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
         _ if layout.reduce.is_empty() => return Ok(()),
-        Some(_) if with_grads && series.is_empty() => String::from("include them with options::with_grads"),
+        Some(_) if with_grads && series.is_empty() => String::from("include the gradients with options::with_grads"),
         Some(name) => format!("convert only the gradients with options::series {name}"),
         None => match left_out_gradients(checkpoint, wanted) {
-            Some(_) if with_grads => String::from("include them with options::with_grads"),
+            Some(_) if with_grads => String::from("include the gradients with options::with_grads"),
             Some(root) => format!("convert only the gradients with options::root {root}"),
             None => return Ok(()),
         },

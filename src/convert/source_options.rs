@@ -50,11 +50,11 @@ pub fn refuse_without_tensors(
         return Ok(());
     }
     let held = match checkpoint.catalog.tensors.len() {
-        0 => String::from("it has no tensors"),
-        number => format!("none of its {} is selected", count(number, "tensor")),
+        0 => String::from("has no tensors"),
+        number => format!("has {}, but none is selected", count(number, "tensor")),
     };
     Err(Error::usage(
-        format!("{}: {held}", src.display()),
+        format!("{} {held}", src.display()),
         "run `dtshard inspect` to list its contents; to select only objects, use options::include or options::series",
     ))
 }

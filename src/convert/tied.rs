@@ -135,10 +135,10 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
             "convert SRC to safetensors first, because its names are not nested",
         ));
     }
-    Ok(format!("{} is also written: it is tied to {}, and SRC does not store it", tie.output, tie.embedding))
+    Ok(format!("`{}` is also written, because it is tied to `{}` and SRC does not store it", tie.output, tie.embedding))
 }
 
-const NOTHING: &str = "options::tied write adds no name: SRC already has all names";
+const NOTHING: &str = "options::tied write adds no name, because SRC already has all names";
 
 /// Returns whether a tensor of the checkpoint has several names.
 fn has_ties(catalog: &Catalog) -> bool {
@@ -156,7 +156,7 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
     let Some(missing) = find(written).into_iter().find(|tie| !tie.is_stored) else { return Ok(None) };
     Ok(says_tied(checkpoint)?.then(|| {
         format!(
-            "{} is not stored because it is tied to {}, but dcp.load asks for both: load with \
+            "`{}` is not stored because it is tied to `{}`, but dcp.load asks for both names: load with \
              planner=DefaultLoadPlanner(allow_partial_load=True), or write it with options::tied write",
             missing.output, missing.embedding
         )

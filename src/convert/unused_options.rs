@@ -32,7 +32,7 @@ pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_
     let ExchangeOptions { bucket_size, fast_reduce, .. } = &args.exchange;
     let options = [("options::bucket_size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
     let given = options.into_iter().filter_map(|(option, is_given)| is_given.then_some(option));
-    let unused = given.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
+    let unused = given.filter_map(|option| Some(format!("{option} has no effect, because {}", why(option)?)));
     let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(short_rounds);
     unused.chain(short).collect()
 }

@@ -46,7 +46,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     }
     Err(Error::usage(
         format!("options::tied drop: {to} cannot record the names that are dropped"),
-        "leave it out: a torch file stores tied tensors once anyway",
+        "leave options::tied out, because a torch file always stores tied tensors once",
     ))
 }
 
@@ -82,7 +82,7 @@ pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Opti
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;
     Some(format!(
-        "{} that options::like does not have, such as {first}: written to the file of the preceding tensor",
+        "options::like lacks {}, such as {first}; each is written to the file of the preceding tensor",
         count(unknown.len(), "tensor")
     ))
 }

@@ -429,7 +429,7 @@ impl DestinationWriter<'_> {
 }
 
 /// Hints for a read-back that differs from the data that was written.
-const WRONG: &str = "memory or disk is faulty; nothing was published or kept: run the command again";
+const WRONG: &str = "memory or disk is faulty; nothing was published or kept; run the command again";
 const WRONG_AND_KEPT: &str = "memory or disk is faulty; nothing was published. Run the same command with \
                               options::resume to write these bytes again and keep all other finished work";
 

@@ -152,7 +152,7 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
         match compare::digest(input(checkpoint), entry, dtype, options, &task, stop) {
             Ok(digest) => drop(digests.insert(id, digest)),
             Err(error) if compare::has_no_value(&error, &[entry]) => {
-                run.progress.warning(&format!("no digest: {error}"));
+                run.progress.warning(&format!("cannot compute a digest: {error}"));
             }
             Err(error) => return Err(error),
         }

@@ -344,8 +344,10 @@ impl Meeting {
                 found.failure.map_or(Ok(Some(generation)), |gone| Err(gone.error(OP)))
             }
             PeerState::Ended if was_alive => {
-                let ended =
-                    || PeerFailure { rank: index, why: format!("{ENDED}, while others were waited for").into() };
+                let ended = || PeerFailure {
+                    rank: index,
+                    why: format!("{ENDED}, while this process waited for others").into(),
+                };
                 Err(found.failure.unwrap_or_else(ended).error(OP))
             }
             PeerState::Ended | PeerState::Unsure => Ok(None),
@@ -386,7 +388,7 @@ impl Meeting {
         let detail = if self.is_blocked {
             format!("a process of another run still has this part after {}", wait.limit())
         } else {
-            format!("did not come within {}{others}", wait.limit())
+            format!("did not connect within {}{others}", wait.limit())
         };
         Error::Comm(CommError {
             rank: missing.first().copied().unwrap_or(0).into(),

@@ -112,7 +112,7 @@ impl Outputs {
         let make = |(_, file): &(u32, &OutputFile)| -> Result<()> {
             let path = &anchor.join(&file.path);
             let created = path.open_to_write(OFlags::CREATE).map_err(Error::io("create", path))?;
-            let found = created.metadata().map_err(Error::io("look at", path))?.len();
+            let found = created.metadata().map_err(Error::io("stat", path))?.len();
             if found > file.len {
                 created.set_len(file.len).map_err(Error::io("cut", path))?;
             } else if found < file.len {
@@ -253,7 +253,7 @@ impl Outputs {
         incomplete.iter().try_for_each(|rest| self.write_remainder(rest))?;
         let handle = self.open(file)?;
         let handle = handle.file();
-        let len = handle.metadata().map_err(Error::io("look at", path))?.len();
+        let len = handle.metadata().map_err(Error::io("stat", path))?.len();
         for block in 0..len.div_ceil(BLOCK) {
             stop.check()?;
             write_back(handle, block * BLOCK, BLOCK).map_err(Error::io("sync", path))?;

@@ -99,7 +99,7 @@ impl ReduceError {
             }
             Self::Overflow { .. } => "reduce the tensor in the job, in a wider dtype, before saving it",
             Self::Remainder { .. } => {
-                "give another placement than Partial: integers are divided only without a remainder"
+                "use another placement than Partial, because dtshard divides integers only without a remainder"
             }
         }
     }

@@ -150,7 +150,7 @@ pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
     match uncached::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
-        Err(error) => Err(Error::io("look at", path)(error)),
+        Err(error) => Err(Error::io("stat", path)(error)),
     }
 }
 

@@ -76,7 +76,7 @@ impl SourceCrcs {
                     files.path(file),
                     format!("{} (record at byte {start})", seen.name),
                     format!("data with CRC-32 {:08x}", seen.summed.crc),
-                    format!("{crc:08x}: the data has changed since it was written"),
+                    format!("{crc:08x}, so the data has changed since it was written"),
                 ));
             }
         }

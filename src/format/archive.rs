@@ -75,7 +75,7 @@ impl ReadAt for ArchiveSource<'_> {
 /// Returns the error for an archive of torch.jit.save.
 pub fn torch_script_error(path: &Path) -> Error {
     Error::unsupported(
-        format!("{}: a TorchScript archive, not a checkpoint", path.display()),
+        format!("{} is a TorchScript archive, not a checkpoint", path.display()),
         "save the module's state_dict() with torch.save",
     )
 }

@@ -33,8 +33,8 @@ pub fn look(path: &Path, from: Option<Format>) -> Result<Option<DetectedFiles>> 
     if !metadata.is_dir() && !metadata.is_file() {
         // Reading a pipe would block.
         return Err(Error::unsupported(
-            format!("{}: neither a file nor a folder", path.display()),
-            "checkpoints need random access: write the data to a file first",
+            format!("{} is neither a file nor a folder", path.display()),
+            "write the data to a file first, because checkpoints need random access",
         ));
     }
     let found = if metadata.is_dir() { look_in(path, from)? } else { vec![detect_file(path)?] };
@@ -158,7 +158,7 @@ fn detect_file(path: &Path) -> Result<DetectedFiles> {
     }
     found.into_iter().next().ok_or_else(|| {
         Error::unsupported(
-            format!("{}: not a checkpoint of a known format", path.display()),
+            format!("{} is not a checkpoint of a known format", path.display()),
             "known formats are torch.save files, safetensors, DCP directories and folders of rank files",
         )
     })

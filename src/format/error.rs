@@ -39,6 +39,18 @@ impl Wrong {
         Self { at: at.into(), expected: expected.into(), found: found.into() }
     }
 
+    /// Returns a fault that another message describes. If that message has an expected content of its own, the fault
+    /// takes it from there, so that no message has `expected` twice.
+    pub fn from_message(at: impl Into<String>, expected: &str, message: &str) -> Self {
+        let Some((subject, rest)) = message.split_once(": expected ") else {
+            return Self::new(at, expected, message);
+        };
+        match rest.rsplit_once(", found ") {
+            Some((expected, found)) => Self::new(at, format!("{expected} ({subject})"), found),
+            None => Self::new(at, rest, subject),
+        }
+    }
+
     /// Returns the error of a file with this fault.
     #[must_use]
     pub fn within(self, path: &Path) -> FormatError {

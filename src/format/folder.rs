@@ -288,7 +288,7 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     // The text is shown in messages and used as a path, so only ordinary names are accepted.
     if text.chars().any(char::is_control) || relative_to_folder(folder, &text, &file).is_err() {
         let found = format!("{:?}", text.chars().take(60).collect::<String>());
-        return Err(Error::malformed(&file, "content", "the name of a folder beside it", found));
+        return Err(Error::malformed(&file, "content", "the name of a folder next to this file", found));
     }
     Ok(Some(Pointer { file, text }))
 }

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::storage::{lookup, regular_file};
 
 fn refuse(path: &Path, what: &str, hint: &str) -> Error {
-    Error::unsupported(format!("{}: {what}", path.display()), hint)
+    Error::unsupported(format!("{} is {what}", path.display()), hint)
 }
 
 /// Refuses a path that is an address, such as `s3://bucket/checkpoint`.
@@ -35,7 +35,7 @@ pub fn refuse_address(path: &Path) -> Result<()> {
         "file" => ("an address of a local file", "give the path itself, without file://"),
         _ => ("an address, not a path", "copy the checkpoint to a local disk first"),
     };
-    Err(refuse(path, &format!("{what} ({scheme}://) is not read in place"), hint))
+    Err(refuse(path, &format!("{what} ({scheme}://), and dtshard reads only files and folders"), hint))
 }
 
 /// A format of another framework that is a folder.
@@ -122,11 +122,15 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
         Ok(list(folder)?.into_iter().filter(|name| name != own && is_part(name)).collect())
     };
     let (missing, what, hint) = if is_deepspeed(&own) {
-        (others(folder, &own, &is_deepspeed)?, "one rank's file of a DeepSpeed checkpoint", DEEPSPEED)
+        (
+            others(folder, &own, &is_deepspeed)?,
+            "one rank's file of a DeepSpeed checkpoint, so it has only a part of the tensors",
+            DEEPSPEED,
+        )
     } else if is_megatron_rank(&own_folder) || own == MEGATRON_FILE {
         let beside = folder.parent().filter(|_| is_megatron_rank(&own_folder));
         let folders = beside.map_or(Ok(Vec::new()), |above| others(above, &own_folder, &is_megatron_rank))?;
-        (folders, "one rank's file of a Megatron-LM checkpoint", MEGATRON)
+        (folders, "one rank's file of a Megatron-LM checkpoint, so it has only a part of the tensors", MEGATRON)
     } else {
         return Ok(None);
     };
@@ -214,7 +218,7 @@ const FILES: [ForeignFile; 8] = [
     },
     ForeignFile {
         what: "a GGUF file",
-        hint: "use the checkpoint it was made from: its tensors have the quantization of llama.cpp",
+        hint: "use the original checkpoint, because the tensors of a GGUF file have the quantization of llama.cpp",
         start: Some((0, b"GGUF")),
         suffixes: &[".gguf"],
     },
@@ -232,7 +236,7 @@ const FILES: [ForeignFile; 8] = [
     },
     ForeignFile {
         what: "an ONNX graph",
-        hint: "use the PyTorch checkpoint it was exported from",
+        hint: "use the PyTorch checkpoint from which the ONNX graph was exported",
         start: None,
         suffixes: &[".onnx"],
     },

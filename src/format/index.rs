@@ -15,6 +15,7 @@ use super::torch::is_no_model;
 use super::{Format, folder_of, list, local, name_of, natural_order, relative_to_folder, series};
 use crate::catalog::{Catalog, TensorEntry, model};
 use crate::error::{Error, FormatError, Result};
+use crate::json_text;
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
@@ -66,8 +67,9 @@ impl ShardIndex {
             metadata: Option<Json>,
         }
         let text = read_document(path, MAX_INDEX_BYTES)?;
-        let document: IndexDocument = serde_json::from_slice(&text)
-            .map_err(|error| Error::malformed(path, "index", "a JSON object with weight_map", error.to_string()))?;
+        let document: IndexDocument = serde_json::from_slice(&text).map_err(|error| {
+            Error::malformed(path, "index", "a JSON object with weight_map", json_text::found_at(&error))
+        })?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
         let mut weight_map = document.weight_map;
         for file in weight_map.values_mut() {
@@ -134,7 +136,7 @@ impl ShardIndex {
             return Ok(None);
         }
         let found = if self.weight_map.is_empty() {
-            format!("no file name, although beside it are {}", short_list(&others, FEW))
+            format!("no file name, although its folder has {}", short_list(&others, FEW))
         } else {
             format!("no entry for {}", short_list(&others, FEW))
         };
@@ -196,19 +198,23 @@ impl ShardIndex {
         if let Some(first) = missing.first() {
             let more = missing.len() - 1;
             let more = if more > 0 { format!(", and {more} more are missing") } else { String::new() };
-            let expected = format!("the tensor in {}", self.weight_map[first]);
-            let error = error(first, &expected, format!("no such tensor{more}"));
+            let expected = format!("the tensor in `{}`", self.weight_map[first]);
+            let error = error(first, &expected, format!("no such tensor there{more}"));
             return Some(Shortfall::new(missing, error));
         }
         let elsewhere = listed().find_map(|(name, file)| {
             let path = holder(name)??;
-            let found = || format!("it in {}", path.display());
-            (self.name(path) != *file).then(|| error(name, &format!("the tensor in {file}"), found()))
+            let found = || format!("the tensor in {}", path.display());
+            (self.name(path) != *file).then(|| error(name, &format!("the tensor in `{file}`"), found()))
         });
         let unlisted = || {
             let (name, path) = stored.find(|(name, _)| !self.weight_map.contains_key(*name))?;
-            let found = path.map_or_else(String::new, |path| format!(" in {} only", path.display()));
-            Some(error(name, "every tensor of the files in weight_map", format!("it{found}")))
+            let found = path.map_or_else(String::new, |path| format!(" in {}", path.display()));
+            Some(error(
+                name,
+                "an entry in weight_map for every tensor of the files",
+                format!("a tensor without an entry{found}"),
+            ))
         };
         elsewhere.or_else(unlisted).map(|error| Shortfall::new(Vec::new(), error))
     }
@@ -224,7 +230,7 @@ impl ShardIndex {
         if !is_index_of(&name_of(&self.path), Format::Torch) {
             let others = self.beside()?;
             if !others.is_empty() {
-                warnings.push(format!("{index} does not name {}: not read", short_list(&others, FEW)));
+                warnings.push(format!("files that {index} does not name are not read: {}", short_list(&others, FEW)));
             }
         }
         let named: Vec<PathBuf> = self.names().into_iter().map(PathBuf::from).collect();
@@ -242,8 +248,9 @@ impl ShardIndex {
         let stored: u128 = catalog.tensors.iter().map(size).sum();
         let named: u128 = model::all_tensors(&catalog.state).iter().map(|(_, id)| size(catalog.tensor(*id))).sum();
         match self.total_size.map(u128::from) {
-            None => warnings
-                .push(format!("{index}: no total_size, so a file truncated at a tensor boundary is not detected")),
+            None => warnings.push(format!(
+                "{index} has no total_size, so dtshard cannot detect a file that was truncated between two tensors"
+            )),
             // Some writers count a tied tensor under each of its names.
             Some(total) if total != stored && total != named => {
                 warnings.push(format!("{index}: total_size is {total}, but the tensors have {stored} bytes"));

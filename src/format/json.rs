@@ -82,11 +82,3 @@ pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
 pub fn place(error: &serde_json::Error) -> String {
     format!("line {}, column {}", error.line(), error.column())
 }
-
-/// Returns the message of an error without its position.
-#[must_use]
-pub fn plain(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let end = text.rfind(" at line ").unwrap_or(text.len());
-    text[..end].to_owned()
-}

@@ -162,7 +162,7 @@ pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
 /// # Errors
 /// `Io` if the file cannot be read.
 pub fn is_checkpoint_file(path: &Path) -> Result<bool> {
-    let (head, len) = (first_bytes(path)?, std::fs::metadata(path).map_err(Error::io("look at", path))?.len());
+    let (head, len) = (first_bytes(path)?, std::fs::metadata(path).map_err(Error::io("stat", path))?.len());
     let mut tests = Format::ALL.iter().filter_map(|format| format.entry().is_checkpoint_file);
     Ok(tests.any(|test| test(&head, len)))
 }

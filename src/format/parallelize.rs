@@ -75,7 +75,7 @@ impl PlanSide {
                 format!("no built-in plan has these names; declare placements with {placements} 'PATTERN=LIST'")
             }
             (PlanError::OtherFamily { similar, .. }, _) => {
-                format!("use {plan} {1}: these names look like {0}", or_list(similar), similar[0])
+                format!("use {plan} {1}, because these names look like {0}", or_list(similar), similar[0])
             }
             (PlanError::UnknownOrder { .. }, _) => String::from(
                 "name the style of each child, colwise or rowwise, or use torch files, which keep the order of a \
@@ -178,9 +178,10 @@ impl PlannedModel {
     #[must_use]
     pub fn notes(&self, of_unstyled: &str) -> Vec<String> {
         let mut notes = Vec::new();
-        let mut note = |names: Vec<&str>, what: &str| {
+        let mut note = |names: Vec<&str>, of_one: &str, of_many: &str| {
+            let what = if names.len() == 1 { of_one } else { of_many };
             if !names.is_empty() {
-                notes.push(format!("{} ({}): {what}", count(names.len(), "tensor"), short_list(&names, 2)));
+                notes.push(format!("{} ({}){what}", count(names.len(), "tensor"), short_list(&names, 2)));
             }
         };
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));
@@ -191,18 +192,22 @@ impl PlannedModel {
             }
         }
         for ((blocks, size), names) in odd {
-            note(
-                names,
-                &format!("replicated on {tp}, because {size} does not divide into {blocks} weights of equal size"),
-            );
+            let what =
+                format!("replicated on {tp}, because {size} does not divide into {blocks} weights of equal size");
+            note(names, &format!(" is {what}"), &format!(" are {what}"));
         }
-        let is = match self.side {
+        let replicated = match self.side {
             PlanSide::Source => "treated as replicated",
             PlanSide::Target => "replicated",
         };
+        let what = format!(
+            "{replicated} on {fsdp}, because no placement can express a shard on {fsdp} after {tp} took a part of each \
+             block"
+        );
         note(
             self.names(|placement| placement.uncut == Some(UncutReason::BlocksWithinFsdp)),
-            &format!("{is} on {fsdp}: no placement can express a shard on {fsdp} after {tp} took a part of each block"),
+            &format!(" is {what}"),
+            &format!(" are {what}"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();
         for (name, placement) in self.planned() {
@@ -211,12 +216,16 @@ impl PlannedModel {
             }
         }
         for (assumption, names) in assumed {
-            note(names, assumption);
+            let what = format!(": {assumption}");
+            note(names, &what, &what);
         }
         if self.plan.roles.tp.is_some() {
-            let layout = match self.plan.roles.fsdp {
-                Some(_) => format!("no style of the plan matches: sharded on {fsdp} only"),
-                None => String::from("no style of the plan matches: plain on every rank"),
+            let (of_one, of_many) = match self.plan.roles.fsdp {
+                Some(_) => (format!("it is sharded on {fsdp} only"), format!("they are sharded on {fsdp} only")),
+                None => (
+                    String::from("every rank stores it whole, as a plain tensor"),
+                    String::from("every rank stores them whole, as plain tensors"),
+                ),
             };
             let own = self.plan.family.map(|family| family.name);
             let other = Some(&self.matching_families).filter(|matching_families| {
@@ -227,17 +236,22 @@ impl PlannedModel {
                     format!("; {} {} matches more names", self.side.option("plan"), or_list(matching_families))
                 })
                 .unwrap_or_default();
-            note(self.names(|placement| placement.by == PlacementSource::NoStyle), &(layout + &other + of_unstyled));
+            note(
+                self.names(|placement| placement.by == PlacementSource::NoStyle),
+                &format!(" matches no style of the plan, so {of_one}{other}{of_unstyled}"),
+                &format!(" match no style of the plan, so {of_many}{other}{of_unstyled}"),
+            );
         }
         note(
             self.names(|placement| placement.by == PlacementSource::Buffer),
-            "treated as buffers: plain on every rank",
+            " is treated as a buffer, so every rank stores it whole, as a plain tensor",
+            " are treated as buffers, so every rank stores them whole, as plain tensors",
         );
         if self.side == PlanSide::Source && self.plan.roles.fsdp.is_some() {
             // If copies are treated as parts, the result is a larger tensor, without any error.
             notes.push(format!(
-                "parts are assumed to be sharded along dim 0 over {fsdp}, as FSDP does; if its ranks hold copies, \
-                 declare replicate = \"{fsdp}\" in a layout file"
+                "shards are assumed to be cut along dim 0 over {fsdp}, as FSDP does; if the ranks of {fsdp} hold \
+                 copies, declare replicate = \"{fsdp}\" in a layout file"
             ));
         }
         notes

@@ -72,7 +72,7 @@ impl<'a> ReadFindings<'a> {
             Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),
             Some(Shortfall { missing, error, .. }) if self.options.show_incomplete => {
                 self.missing.extend(missing);
-                Ok(Some(error.to_string()))
+                Ok(Some(format!("{error}; only the tensors that were found are shown")))
             }
             Some(Shortfall { error, .. }) => Err(error),
         }
@@ -125,7 +125,7 @@ impl<'a> ReadFindings<'a> {
             own.contains(root.join(path).as_path()) || is_metadata_file(name) || is_data_file(path)
         };
         Ok(parts::other_files(root, &is_part)?.unwrap_or_else(|| {
-            catalog.warnings.push(format!("{}: too many other files to list", root.display()));
+            catalog.warnings.push(format!("{} has too many other files to list", root.display()));
             Vec::new()
         }))
     }

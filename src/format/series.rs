@@ -227,7 +227,7 @@ impl SeriesSet {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
                 if all.iter().all(String::is_empty) {
-                    String::from("remove options::series: its rank files are one series without a name")
+                    String::from("remove options::series, because the rank files are one series without a name")
                 } else {
                     format!("choose one with options::series: its series are {}", short_list(&all, FEW))
                 },
@@ -367,7 +367,7 @@ impl Series {
         let warning = match self.missing_ranks(folder, world_size, &ranks, options)? {
             None => None,
             Some(gap) if options.allow_missing => Some(format!(
-                "{}: read without {}; a tensor that only a missing rank had cannot be detected",
+                "{} is read without {}; dtshard cannot detect a tensor that only a missing rank had",
                 gap.at, gap.ranks
             )),
             Some(gap) => {
@@ -405,7 +405,7 @@ impl Series {
         for (name, path) in &self.files {
             let ranks = sizes.entry(name.world_size).or_default();
             if let Some(other) = ranks.insert(name.rank, path.clone()) {
-                let found = format!("{} as well", other.display());
+                let found = format!("also {}", other.display());
                 return Err(Error::malformed(path, "file name", format!("the only file of rank {}", name.rank), found));
             }
         }
@@ -423,7 +423,7 @@ impl Series {
                     short_list(&names, FEW).replace(", ", " and ")
                 ),
                 hint: Some(String::from(
-                    "move the files of one of them into another folder: options::series cannot distinguish them",
+                    "move the files of one world size into another folder, because options::series cannot distinguish them",
                 )),
             })),
         }
@@ -458,7 +458,10 @@ impl Series {
         };
         if lowest == 1 && is_numbered_from_one && ranks.len() as u64 == u64::from(highest) {
             return Err(Error::unsupported(
-                format!("{}: {at}: its files count from 1 to {highest}, but ranks count from 0", folder.display()),
+                format!(
+                    "{}: {at}: its files are numbered from 1 to {highest}, but ranks are numbered from 0",
+                    folder.display()
+                ),
                 "rename the files so that the first one is rank 0, or add the missing file of rank 0",
             ));
         }

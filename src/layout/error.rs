@@ -57,15 +57,15 @@ pub enum LayoutError {
     Coordinate { mesh: String, found: String },
 
     /// A placement shards a dim that the tensor does not have.
-    #[error("mesh dim {mesh_dim} shards dim {dim}: expected a tensor with that dim, found {ndim} dims")]
+    #[error("mesh dim {mesh_dim} shards dim {dim}, but the tensor has {ndim} dims")]
     NoSuchDim { mesh_dim: MeshDim, dim: TensorDim, ndim: usize },
 
     /// A strided shard has the split factor 0.
-    #[error("mesh dim {mesh_dim}: expected a split factor of at least 1, found 0")]
+    #[error("mesh dim {mesh_dim} has the split factor 0, but a split factor is at least 1")]
     ZeroSplitFactor { mesh_dim: MeshDim },
 
     /// A shard has more intervals along a dim than are supported.
-    #[error("dim {dim}: expected a local shard of at most {limit} intervals, found {found}")]
+    #[error("a local shard has {found} intervals along dim {dim}, but dtshard supports at most {limit}")]
     Fragmented { dim: TensorDim, limit: u64, found: u64 },
 
     /// The text is not a split.
@@ -77,26 +77,28 @@ pub enum LayoutError {
     SplitCount { expected: usize, found: usize },
 
     /// The number of sizes of a split differs from the number of parts, or the sizes do not add up to the dim.
-    #[error("sizes {}: expected {parts} that add up to {numel}", sum_of(sizes))]
+    #[error("the split sizes {} must be {parts} sizes that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
     /// A strided shard does not divide its dim evenly.
     #[error(
-        "mesh dim {mesh_dim}: expected a dim that divides evenly into the parts of _S with split factor {split_factor}, \
-         found {numel} elements to be split by {split}"
+        "_S with split factor {split_factor} on mesh dim {mesh_dim} needs a dim that divides evenly under the split rule \
+         `{split}`, but the dim has {numel} elements"
     )]
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
     /// Two mesh dims reduce by operations whose order matters.
-    #[error("mesh dims reduce by {first} and {second}, which do not commute, so the value is not defined")]
+    #[error("the mesh dims reduce by {first} and {second}, which do not commute, so the reduced value is not defined")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
     /// Partial values would have to become partial values of another operation.
-    #[error("P({from}) cannot be converted to P({to}): partial values of one op are not partial values of the other")]
+    #[error(
+        "P({from}) cannot be converted to P({to}), because partial values of one op are not partial values of the other"
+    )]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
     /// A whole value would have to become partial values of an operation that does not allow this.
-    #[error("a value without Partial cannot be converted to P({op}): its partial values are not defined")]
+    #[error("a value without Partial cannot be converted to P({op}), because its partial values are not defined")]
     NoPartialValues { op: ReduceOp },
 
     /// The shard order of a dim does not fit its placements.

@@ -53,8 +53,8 @@ impl FileInventory {
             inventory.files = others.chain([PathBuf::from(name)]).collect();
         } else {
             return Err(Error::unsupported(
-                format!("{}: neither a file nor a folder", src.display()),
-                "write it to a file first: checkpoints are read by random access",
+                format!("{} is neither a file nor a folder", src.display()),
+                "write the data to a file first, because checkpoints need random access",
             ));
         }
         inventory.files.sort();

@@ -170,7 +170,7 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     for (path, reports) in &all {
         // On another rank, this path is a folder, perhaps through a link that is dangling on this rank.
         if let Some((file, other)) = path.ancestors().skip(1).find_map(|above| all.get_key_value(above)) {
-            let difference = ("what it is", String::from("a file and a folder"));
+            let difference = ("the kind of entry", String::from("a file and a folder"));
             return Err(conflict(&own.join(file), (other[0].0, reports[0].0), difference));
         }
     }
@@ -305,7 +305,7 @@ mod tests {
     fn file_and_folder_of_one_name_conflict() {
         let link = FileReport { path: "a".into(), found: None };
         let text = refused(vec![vec![link.clone()], vec![report("a/b", 0, &[])]]);
-        assert_eq!(text, "/src/a: what it is differs between processes 0 and 1: a file and a folder");
+        assert_eq!(text, "/src/a: the kind of entry differs between processes 0 and 1: a file and a folder");
         // If the link points to a file on some rank, the path counts as that file.
         let merged = merge_reports(Path::new("/src"), 1, vec![vec![link], vec![report("a", 3, &[(0, 3, 1)])]]).unwrap();
         let seen = &merged[Path::new("a")];

@@ -208,7 +208,7 @@ fn agree_on_kind(
             };
             return Err(Error::Catalog(CatalogError::Conflict {
                 fqn: own.display().to_string(),
-                what: "what it is",
+                what: "the kind of entry",
                 between: format!("processes {first} and {rank}"),
                 detail: format!("{} and {}", text(known), text(kind)),
                 hint: Some(String::from("give the same folder or the same file to all processes")),

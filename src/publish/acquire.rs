@@ -373,7 +373,7 @@ impl Acquiring<'_> {
         }
         Err(Error::usage(
             format!("part 0 of {} has not started to write {}", self.claim.part.of, self.destination.path.display()),
-            "start part 0: with options::restart, the other parts wait until it has deleted the earlier output",
+            "start part 0, because with options::restart the other parts wait until part 0 has deleted the earlier output",
         ))
     }
 

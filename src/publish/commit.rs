@@ -169,7 +169,7 @@ impl Staging {
         let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
         // This process moved the checkpoint there, so it is replaced whoever owns it.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
-            old.own_entry().map_err(Error::io("look at", &old))?;
+            old.own_entry().map_err(Error::io("stat", &old))?;
         }
         let Some(backup) = self.destination.rename_away(&old, BACKUP)? else { return Ok(()) };
         if FileIdentity::of(&backup) == Some(mine) {
@@ -233,7 +233,7 @@ fn is_taken(error: &io::Error) -> bool {
 /// Finishes or rolls back a replacement that an earlier run did not finish.
 pub(super) fn recover(destination: &Destination) -> Result<()> {
     let (target, old) = (destination.target(), destination.old());
-    let found = old.own_entry().map_err(Error::io("look at", &old))?;
+    let found = old.own_entry().map_err(Error::io("stat", &old))?;
     let Some(replaced) = found.map(|metadata| FileIdentity::new(&metadata)) else { return Ok(()) };
     if target.exists() {
         let Some(backup) = destination.rename_away(&old, BACKUP)? else { return Ok(()) };

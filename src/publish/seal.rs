@@ -110,7 +110,7 @@ impl ExpectedNames<'_> {
                 )
             };
             // A symbolic link, or a file of another user, is an error.
-            let Some(metadata) = path.own_metadata().map_err(Error::io("look at", &path))? else { return Ok(()) };
+            let Some(metadata) = path.own_metadata().map_err(Error::io("stat", &path))? else { return Ok(()) };
             if metadata.is_dir() {
                 let is_expected = self.parents.contains(relative.as_path());
                 return if is_expected { self.check(&path, &relative) } else { Err(foreign()) };

@@ -97,13 +97,13 @@ impl CastSummary {
         }
     }
 
-    /// Returns the note: `options::dtype does not cast: 12 tensors (0-d), 3 tensors (not float)`.
+    /// Returns the note: `options::dtype does not cast 12 tensors (0-d), 3 tensors (not float)`.
     pub(super) fn notes(&self) -> Vec<String> {
         let part = |(kept, number): &(KeptReason, usize)| {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
         };
         let parts: Vec<String> = self.kept.iter().map(part).collect();
-        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype does not cast: {}", parts.join(", "))] }
+        if parts.is_empty() { Vec::new() } else { vec![format!("options::dtype does not cast {}", parts.join(", "))] }
     }
 }
 

@@ -121,6 +121,6 @@ pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -
     }
     let tensors = if numbered == 1 { "tensor" } else { "tensors" };
     vec![format!(
-        "kept all {numbered} {tensors} of optimizer state: they are numbered, so state of excluded parameters is unknown"
+        "kept all {numbered} {tensors} of optimizer state, because their numbers do not show which parameters are excluded"
     )]
 }

@@ -160,7 +160,10 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
     } else {
         (path.to_string(), "leave the dict out with options::exclude, or save the checkpoint again with names as keys")
     };
-    Err(Error::unsupported(format!("{dict}: a key of this dict is or contains a tensor, which has no name"), hint))
+    Err(Error::unsupported(
+        format!("{dict}: a key of this dict is a tensor or contains one, and dtshard cannot name a tensor in a key"),
+        hint,
+    ))
 }
 
 /// Returns the selected part of the state dict, if nothing in it is renamed or left out, and marks everything outside

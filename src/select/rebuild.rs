@@ -131,7 +131,7 @@ impl<'a> Rebuild<'a> {
     fn collision_error(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
-            format!("{first} and {second} would both be named {}", steps::join(steps)),
+            format!("`{first}` and `{second}` would both be named `{}`", steps::join(steps)),
             "change options::rename, options::strip_prefix or options::root, exclude one of them with options::exclude, or keep \
              wrapper prefixes with options::keep_names",
         )

@@ -52,7 +52,8 @@ impl Rename {
 
     fn compile(text: &str) -> Result<Self, (String, String)> {
         let because = |problem: String| (problem, String::from(FORM));
-        let cut = last_unescaped_equals(text).ok_or_else(|| because(String::from("there is no =")))?;
+        let cut =
+            last_unescaped_equals(text).ok_or_else(|| because(String::from("expected REGEX=REPL, found no `=`")))?;
         // The regular expression reads `\=` as `=` too.
         let pattern = &text[..cut];
         if pattern.is_empty() {
@@ -201,8 +202,8 @@ mod tests {
     #[test]
     fn error_of_an_invalid_rename_is_one_line() {
         for (rename, problem) in [
-            ("layers", "there is no ="),
-            (r"a\=b", "there is no ="),
+            ("layers", "found no `=`"),
+            (r"a\=b", "found no `=`"),
             ("=b", "the regular expression is empty"),
             ("(a=b", "unclosed group"),
             (r"(a)=\2", "the regular expression has no group 2, only 1"),

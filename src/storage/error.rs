@@ -29,7 +29,7 @@ pub enum Untrusted {
     #[error("{} belongs to {owner}", path.display())]
     Owner { path: PathBuf, owner: String },
     /// A file with several hard links.
-    #[error("{} is a file with {names} names, so that writing to it changes another file, too", path.display())]
+    #[error("{} has {names} hard links, so writing to it would change another file as well", path.display())]
     Names { path: PathBuf, names: u64 },
 }
 
@@ -67,7 +67,7 @@ impl Untrusted {
             Self::Owner { owner, .. } => {
                 format!("ask {owner} to finish or remove it, or choose another destination")
             }
-            Self::Names { .. } => String::from("remove that name, or start again with options::restart"),
+            Self::Names { .. } => String::from("remove the other hard links, or start again with options::restart"),
         }
     }
 }

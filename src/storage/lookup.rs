@@ -120,7 +120,7 @@ impl FolderEntry {
             rustix::fs::FileType::RegularFile => Ok(FileKind::File),
             rustix::fs::FileType::Directory => Ok(FileKind::Folder),
             rustix::fs::FileType::Symlink | rustix::fs::FileType::Unknown => {
-                kind_of(&self.path)?.ok_or_else(|| refused("look at", &self.path)(io::ErrorKind::NotFound.into()))
+                kind_of(&self.path)?.ok_or_else(|| refused("stat", &self.path)(io::ErrorKind::NotFound.into()))
             }
             _ => Ok(FileKind::Special),
         }
@@ -134,7 +134,7 @@ impl FolderEntry {
         if self.file_type != rustix::fs::FileType::Unknown {
             return Ok(self.file_type == rustix::fs::FileType::Symlink);
         }
-        let own = fs::symlink_metadata(&self.path).map_err(Error::io("look at", &self.path))?;
+        let own = fs::symlink_metadata(&self.path).map_err(Error::io("stat", &self.path))?;
         Ok(own.file_type().is_symlink())
     }
 
@@ -226,7 +226,7 @@ fn dangling(path: &Path) -> Error {
     Error::Format(FormatError::Missing {
         path: path.to_path_buf(),
         at: String::from("link"),
-        expected: String::from("a file or folder behind it"),
+        expected: String::from("a file or folder that the link points to"),
         missing: target_of(path),
         hint: Some(String::from(
             "restore the target of the link (download it again if it is from a hub), or remove the link",
@@ -242,7 +242,7 @@ fn unless_absent<T>(path: &Path, found: io::Result<T>) -> Result<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),
         Err(error) if is_absence(&error) => Ok(None),
-        Err(error) => Err(refused("look at", path)(error)),
+        Err(error) => Err(refused("stat", path)(error)),
     }
 }
 

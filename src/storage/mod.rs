@@ -282,7 +282,7 @@ impl Files {
         let entry = &self.entries[id.0 as usize];
         let at = entry.mirror_path.as_ref().unwrap_or(&entry.path);
         let file = File::open(at).map_err(lookup::refused("open", &entry.path))?;
-        let metadata = file.metadata().map_err(Error::io("look at", &entry.path))?;
+        let metadata = file.metadata().map_err(Error::io("stat", &entry.path))?;
         if Identity::from_metadata(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
@@ -333,7 +333,7 @@ impl Files {
     /// `Io` naming the first file that has changed.
     pub fn check_unchanged(&self) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.mirror_path.is_none()) {
-            let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("look at", &entry.path))?;
+            let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("stat", &entry.path))?;
             if Identity::from_metadata(&metadata) != entry.identity {
                 return Err(changed(&entry.path));
             }

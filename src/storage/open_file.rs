@@ -99,7 +99,7 @@ impl OpenFile {
         match self.file.metadata() {
             Ok(metadata) if metadata.len() < self.len => changed(&self.path),
             Ok(_) => Error::io("read", &self.path)(rustix::io::Errno::IO.into()),
-            Err(error) => Error::io("look at", &self.path)(error),
+            Err(error) => Error::io("stat", &self.path)(error),
         }
     }
 

@@ -9,6 +9,7 @@ use serde_json::Value as Json;
 use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::format::index::is_index;
+use crate::json_text;
 use crate::storage::{lookup, regular_file};
 
 /// Part of the document that describes values.
@@ -42,7 +43,12 @@ impl DigestListing {
         regular_file(path)?;
         let text = std::fs::read(path).map_err(Error::io("read", path))?;
         let listing: Self = serde_json::from_slice(&text).map_err(|error| {
-            Error::malformed(path, "document", "the output of `dtshard inspect --digest --json`", error.to_string())
+            Error::malformed(
+                path,
+                "document",
+                "the output of `dtshard inspect --digest --json`",
+                json_text::found_at(&error),
+            )
         })?;
         if listing.tensors.values().any(|listed| listed.digest.is_some()) || listing.tensors.is_empty() {
             return Ok(Some(listing));

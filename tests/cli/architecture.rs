@@ -5,13 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Modules that every other module may use.
-const EVERYWHERE: [&str; 3] = ["error", "name_list", "threads"];
+const EVERYWHERE: [&str; 4] = ["error", "json_text", "name_list", "threads"];
 
 /// Public modules, which may use every other module.
 const PUBLIC: [&str; 3] = ["checkpoint", "conversion", "options"];
 
 /// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
-const ALLOWED: [(&str, &[&str]); 26] = [
+const ALLOWED: [(&str, &[&str]); 27] = [
     ("layout", &[]),
     ("storage", &[]),
     ("launch", &[]),
@@ -21,6 +21,7 @@ const ALLOWED: [(&str, &[&str]); 26] = [
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
     ("metadata_mirror", &["comm", "format", "layout", "storage"]),
+    ("json_text", &[]),
     ("quantity", &[]),
     ("name_list", &[]),
     ("threads", &[]),

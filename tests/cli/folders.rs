@@ -165,7 +165,7 @@ fn latest_file_that_leads_outside_is_refused() {
         assert_refused(
             &root.path().join("run"),
             &ReadOptions::default(),
-            &["latest: content", "the name of a folder beside it"],
+            &["latest: content", "the name of a folder next to this file"],
         );
     }
     let root = temporary_folder();
@@ -359,7 +359,7 @@ fn rank_files_are_found_under_every_usual_name() {
 #[test]
 fn ranks_that_count_from_one_are_refused() {
     let root = renamed(|rank| format!("model_rank_{}_of_4.pt", rank + 1));
-    let words = ["its files count from 1 to 4, but ranks count from 0", "rename the files"];
+    let words = ["its files are numbered from 1 to 4, but ranks are numbered from 0", "rename the files"];
     assert_refused(root.path(), &ReadOptions::default(), &words);
     // The ranks inside the files show the mismatch where the names do not.
     let root = renamed(|rank| format!("model_rank_{}.pt", (rank + 1) % 4));
@@ -452,7 +452,11 @@ fn missing_rank_0_is_covered_by_replicas() {
         let from = fixture(&format!("hsdp/ranks/model_world_size_4_rank_{rank}.pt"));
         fs::copy(from, root.path().join(format!("model_rank_{rank}.pt"))).unwrap();
     }
-    assert_refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or add the missing file of rank 0"]);
+    assert_refused(
+        root.path(),
+        &ReadOptions::default(),
+        &["are numbered from 1 to 3", "or add the missing file of rank 0"],
+    );
     assert_same(&read_with(root.path(), &allow), &read_with(&fixture("hsdp/ranks"), &model_only()), "without rank 0");
 }
 
@@ -532,7 +536,7 @@ fn missing_dcp_hf_shards_are_refused() {
         source.join("shard-00001-model-00001-of-00002.safetensors"),
     )
     .unwrap();
-    assert_refused(&source, &ReadOptions::default(), &["the number of files differs", "some are of 1, others of 2"]);
+    assert_refused(&source, &ReadOptions::default(), &["the number of files differs", "some names have 1, others 2"]);
 }
 
 #[test]
@@ -590,7 +594,7 @@ fn index_with_aliases_is_read() {
         assert_eq!(read(root.path()).len(), 5);
     }
     write_text(r#","head":"model1.safetensors""#);
-    assert_refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in model1.safetensors"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["head: expected the tensor in `model1.safetensors`"]);
     write_text("");
     tied(&root, "1", r#"{"head":"a1"}"#);
     assert_refused(root.path(), &ReadOptions::default(), &["head", "another name of one tensor"]);

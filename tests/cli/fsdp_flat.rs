@@ -144,7 +144,7 @@ fn tied_weights_of_a_full_state_dict_are_found() {
         assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
         assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
         let warnings = &checkpoint.catalog.warnings;
-        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is assumed to be tied to emb.weight"));
+        assert!(warnings.len() == 1 && warnings[0].contains("`head.weight` is assumed to be tied to `emb.weight`"));
     }
     let (src, out) = (Copy::new("flat3", "flat"), Copy::new("flat3", "flat"));
     let options = format!("--like {}", full.display());
@@ -331,7 +331,11 @@ fn params(layout: &mut Json, unit: usize) -> &mut Vec<Json> {
 }
 
 const CHANGES: [Change; 15] = [
-    ("flat", |layout| drop(units(layout).pop()), "expected the units of the layout, found tiny._flat_param as well"),
+    (
+        "flat",
+        |layout| drop(units(layout).pop()),
+        "expected exactly the flat parameters of the layout, found also tiny._flat_param",
+    ),
     (
         "flat",
         |layout| {
@@ -340,12 +344,12 @@ const CHANGES: [Change; 15] = [
             unit["params"] = json!([{"fqn": "more.weight", "shape": [2]}]);
             units(layout).push(unit);
         },
-        "expected the units of the layout, found no more._flat_param",
+        "expected exactly the flat parameters of the layout, found no `more._flat_param`",
     ),
     (
         "flat",
         |layout| drop(params(layout, 1).pop()),
-        "expected a flat parameter of 84 elements for its 4 parameters, found 90: other units",
+        "expected a flat parameter of 84 elements for its 4 parameters, found 90; the cause may be other units",
     ),
     (
         "flat",
@@ -359,14 +363,14 @@ const CHANGES: [Change; 15] = [
             params(layout, 0).retain(|param| param["shared_with"].is_null());
             params(layout, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
         },
-        "found 336: the length if emb.weight and head.weight were tied",
+        "found 336, the length if emb.weight and head.weight were tied",
     ),
     ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters next to flat parameters"),
     ("views", |layout| layout["use_orig_params"] = json!(false), "expected only flat parameters"),
     (
         "views",
         |layout| units(layout)[1]["align_numel"] = json!(1),
-        "found 94: the length with padding to align_numel 4",
+        "found 94, the length with padding to align_numel 4",
     ),
     ("views", |layout| params(layout, 1).swap(3, 4), "layers.0.norm.bias: the flat layout differs"),
     (

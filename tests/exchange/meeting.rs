@@ -100,7 +100,7 @@ fn unshared_destination_is_refused() {
     });
     for (outcome, other) in outcomes.iter().zip([1, 0]) {
         outcome.assert_refused(&[
-            &format!("process {other} of 2: meet: did not come within 10 s"),
+            &format!("process {other} of 2: meet: did not connect within 10 s"),
             "hint: start all processes at the same time, with the same DST on a shared file system",
         ]);
     }
@@ -116,7 +116,7 @@ fn waiting_processes_print_whom_they_wait_for() {
     let outcomes =
         wait_all((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
     for (rank, outcome) in outcomes.iter().enumerate() {
-        outcome.assert_refused(&["error: process 3 of 4: meet: did not come within 10 s"]);
+        outcome.assert_refused(&["error: process 3 of 4: meet: did not connect within 10 s"]);
         let expected_line = format!("[{rank}/4] waiting for process {} (", [3, 0, 0][rank]);
         let is_expected = |line: &str| line.starts_with(&expected_line) && line.ends_with(" of at most 10 s)");
         assert_eq!(outcome.err.lines().any(is_expected), rank < 2, "{outcome:?}");
@@ -129,7 +129,7 @@ fn waiting_processes_print_whom_they_wait_for() {
 fn part_that_is_given_twice_is_an_error() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
     let outcomes = wait_all([0, 1, 1].into_iter().map(|rank| nodes.start(rank, WORDS)));
-    outcomes[0].assert_refused(&["process 2 of 3: meet: did not come within 10 s"]);
+    outcomes[0].assert_refused(&["process 2 of 3: meet: did not connect within 10 s"]);
     let blocked = outcomes[1..].iter().filter(|outcome| outcome.err.contains("still has this part"));
     assert_eq!(blocked.count(), 1, "{outcomes:?}");
     for outcome in &outcomes[1..] {

@@ -181,9 +181,9 @@ fn flipped_byte_of_recorded_output_is_written_again_with_verify() {
         let (again, cast, ended) = read("--verify");
         ended.assert_mentions(&[
             file.to_str().unwrap(),
-            "recorded as done: expected CRC-32 ",
+            "are recorded as done, but have another CRC-32 (expected ",
             ", found ",
-            "written again",
+            "so they are written again",
         ]);
         assert!(
             untouched < again && again < interrupted.job.document["bytes_read"].as_u64().unwrap(),
@@ -299,7 +299,7 @@ fn output_file_of_another_length_is_written_again() {
                 if parts == 1 {
                     let warning = format!("{expected}{found}");
                     let ended = interrupted.job.run("--resume", Some("none"));
-                    ended.assert_mentions(&[&warning, "recorded as done are written again"]);
+                    ended.assert_mentions(&[&warning, "which the journal records as done, are written again"]);
                 } else {
                     interrupted.job.run_parts(parts, "--resume", Some("none"));
                 }

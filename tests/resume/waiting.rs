@@ -115,7 +115,7 @@ fn restart_without_the_first_part_is_refused() {
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
     let before = names(&job.dst_folder());
     for task in [1, 2].map(|index| task(&job, index, 3, "--restart", "none")) {
-        let words = ["error: part 0 of 3 has not started to write ", "hint: start part 0: with --restart"];
+        let words = ["error: part 0 of 3 has not started to write ", "hint: start part 0, because with --restart"];
         wait(task).assert_refused(&words);
     }
     assert_eq!(names(&job.dst_folder()), before);

@@ -111,11 +111,11 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
         None => Ok(()),
         Some(difference) => Err(Error::Catalog(CatalogError::Conflict {
             fqn: entry.fqn.to_string(),
-            what: "a tensor",
-            between: format!("it and {}", kept_entry.fqn),
-            detail: format!("a flat parameter has one place for both: {difference}"),
+            what: "the value",
+            between: format!("{} and {}, which have one place in a flat parameter", entry.fqn, kept_entry.fqn),
+            detail: difference.to_string(),
             hint: Some(String::from(
-                "give an options::flat_layout that separates the tensors, set options::use_orig_params to keep the \
+                "give a flat layout (options::flat_layout) that separates the tensors, set options::use_orig_params to keep the \
                  state of each parameter, or leave one out with options::exclude",
             )),
         })),

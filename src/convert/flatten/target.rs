@@ -77,7 +77,7 @@ impl FlattenRequest {
             (None | Some(Strategy::HybridShard), Some(size)) => GroupSize::Of(size),
             (Some(Strategy::HybridShard), None) => {
                 return Err(Error::usage(
-                    "options::strategy hybrid-shard: how many ranks share one copy?",
+                    "options::strategy hybrid-shard needs options::shard_group_size, the number of ranks that share one copy",
                     "give options::shard_group_size N; FSDP uses the ranks of one node",
                 ));
             }
@@ -146,7 +146,7 @@ impl FlattenRequest {
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
             return Err(Error::usage(
                 format!(
-                    "options::forward_dtype {dtype} has no effect: FSDP aligns parameters only with \
+                    "options::forward_dtype {dtype} has no effect, because FSDP aligns parameters only with \
                      use_orig_params"
                 ),
                 "omit options::forward_dtype, or add options::use_orig_params",
@@ -188,7 +188,10 @@ impl FlattenRequest {
             }
             Some(size) => size,
             None if derived => {
-                return Err(Error::usage("how many ranks will load the files?", "give options::world_size N"));
+                return Err(Error::usage(
+                    "the number of ranks that will load the files is not given",
+                    "give options::world_size N",
+                ));
             }
             None => base.world_size,
         };
@@ -202,7 +205,7 @@ impl FlattenRequest {
         if group == 0 || !world_size.is_multiple_of(group) {
             return Err(Error::usage(
                 format!("{world_size} ranks cannot be divided into groups of {group}"),
-                "give an options::shard_group_size that divides the world size",
+                "give a number with options::shard_group_size that divides the world size",
             ));
         }
         Ok((world_size, group))

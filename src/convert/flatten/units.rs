@@ -146,7 +146,7 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
 /// would have optimizer state.
 fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
-        format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
+        format!("`{}` is tied to `{}`, but they would be in two units", alias.fqn, alias.with),
         "FSDP1 shares parameters only within one unit: give options::wrap neither of their modules, or a module \
          around both",
     )
@@ -224,16 +224,17 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
     }
     if !buffer_names.is_empty() {
         let number = count(buffer_names.len(), "tensor");
-        divided.notes.push(format!("{number} treated as buffers: {}", short_list_of_counted(&buffer_names, FEW)));
+        let treated = if buffer_names.len() == 1 { "is treated as a buffer" } else { "are treated as buffers" };
+        divided.notes.push(format!("{number} {treated}: {}", short_list_of_counted(&buffer_names, FEW)));
     }
     if trained.is_none() {
         let number = divided.parameters.len();
         let tensors = match number {
-            1 => String::from("the only float tensor is"),
-            _ => format!("all {number} float tensors are"),
+            1 => String::from("the only float tensor is treated as a parameter"),
+            _ => format!("all {number} float tensors are treated as parameters"),
         };
         divided.notes.push(format!(
-            "no optimizer state with parameter names found, so {tensors} treated as parameters; name buffers with \
+            "no optimizer state with parameter names found, so {tensors}; name buffers with \
              options::buffers"
         ));
     }
@@ -249,7 +250,10 @@ fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error 
         let shape = shape_of(name)?;
         let has_shape =
             |(fqn, _, entry): &&(Fqn, TensorId, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
-        parameters.iter().find(has_shape).map(|(fqn, ..)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
+        parameters
+            .iter()
+            .find(has_shape)
+            .map(|(fqn, ..)| format!(" ({name} may be tied to {fqn}, which has the same shape)"))
     });
     Error::unsupported(
         format!(

@@ -50,7 +50,11 @@ impl AttentionHeads {
         }
         let note = |((what, heads), names): ((&str, u64), Vec<&str>)| {
             let number = count(names.len(), "tensor");
-            format!("{number} ({}): cut within heads: {what} is {heads}, {tp} is {parts}", short_list(&names, 2))
+            let is = if names.len() == 1 { "is" } else { "are" };
+            format!(
+                "{number} ({}) {is} cut within attention heads, because {what} is {heads} and {tp} is {parts}",
+                short_list(&names, 2)
+            )
         };
         within.into_iter().map(note).collect()
     }

@@ -43,7 +43,7 @@ pub fn prepare(
     tensor_class(args.tensor_class, to)?;
     if args.split.is_some() {
         return Err(Error::usage(
-            "options::split has no effect on flat parameters: FSDP1 always splits them in the same way",
+            "options::split has no effect on flat parameters, because FSDP1 always splits them in the same way",
             "omit options::split",
         ));
     }

@@ -204,12 +204,12 @@ fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
     let none_in_common = !own.iter().any(|name| new.contains(name));
     none_in_common.then(|| match (own, new) {
         ([own], [new]) => format!(
-            "mesh dimension {own} is now called {new}; PyTorch loads DTensors only if the job uses the same name"
+            "mesh dimension `{own}` is now called `{new}`; PyTorch loads DTensors only if the job uses the same name"
         ),
         _ => {
             let (own, new) = (own.join(","), new.join(","));
             format!(
-                "mesh dimensions {own} are now called {new}; PyTorch loads DTensors only if the job uses the same \
+                "mesh dimensions `{own}` are now called `{new}`; PyTorch loads DTensors only if the job uses the same \
                  names"
             )
         }

@@ -98,24 +98,41 @@ impl PlacementReport {
             let (number, be) = (count(scalars, "scalar"), be(scalars));
             notes.push(format!("{number} {be} replicated: a 0-d tensor cannot be sharded"));
         }
-        let mut note = |number: usize, what: String| {
+        let mut note = |number: usize, of_one: &str, of_many: &str| {
             if number > 0 {
-                notes.push(format!("{}{what}", count(number, "tensor")));
+                let what = if number == 1 { of_one } else { of_many };
+                notes.push(format!("{} {what}", count(number, "tensor")));
             }
         };
-        note(others, format!(" {} replicated on a mesh dimension where the placement does not fit", be(others)));
-        let why = match told_by {
-            ParameterEvidence::Class => "plain in the source (buffers)",
-            ParameterEvidence::Optimizer | ParameterEvidence::Nothing => "treated as buffers",
-        };
-        note(self.plain, format!(" without optimizer state, {why}: replicated on every rank"));
-        let what = " with Partial in SRC or options::like become R: reduced values are written, not partial values";
-        note(self.reduced, what.into());
+        let what = "replicated on a mesh dimension where the placement does not fit";
+        note(others, &format!("is {what}"), &format!("are {what}"));
+        match told_by {
+            ParameterEvidence::Class => note(
+                self.plain,
+                "is plain in SRC and has no optimizer state, so it is treated as a buffer and replicated on every rank",
+                "are plain in SRC and have no optimizer state, so they are treated as buffers and replicated on every \
+                 rank",
+            ),
+            ParameterEvidence::Optimizer | ParameterEvidence::Nothing => note(
+                self.plain,
+                "has no optimizer state, so it is treated as a buffer and replicated on every rank",
+                "have no optimizer state, so they are treated as buffers and replicated on every rank",
+            ),
+        }
+        note(
+            self.reduced,
+            "has Partial placements in SRC or options::like; its reduced value is written, with R instead of Partial",
+            "have Partial placements in SRC or options::like; their reduced values are written, with R instead of \
+             Partial",
+        );
         let unused =
             self.used.difference(&self.effective).map(|index| unused_rule_warning(&layout.rules[*index].origin));
         if !layout.rules.is_empty() || layout.plan.is_some() {
-            let what = " of optimizer state have numbers instead of names: rules for parameters do not match them";
-            note(self.nameless, what.into());
+            note(
+                self.nameless,
+                "of optimizer state has a number instead of a name, so rules for parameters do not match it",
+                "of optimizer state have numbers instead of names, so rules for parameters do not match them",
+            );
         }
         notes.extend(unused);
         notes

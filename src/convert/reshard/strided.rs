@@ -34,5 +34,5 @@ fn note(unknown: &UnknownSplitFactor, origins: &[String], mesh: &DeviceMesh) -> 
         unknown.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
     let UnknownSplitFactor { at, spec, expected: usual, .. } = unknown;
     let (at, origins, sizes) = (name(*at), short_list(origins, 2), sizes.join(", "));
-    format!("{origins}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
+    format!("{origins}: {at} has {spec}, but FSDP2 over tensor parallelism uses {usual} there, because {sizes}")
 }

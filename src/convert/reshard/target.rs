@@ -58,7 +58,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
             return without_mesh(like);
         }
         Error::usage(
-            format!("options::like {}: it has {} meshes", like.root.display(), meshes.len()),
+            format!("options::like {} has {} meshes", like.root.display(), meshes.len()),
             "give options::mesh with the dimension names of that checkpoint",
         )
     })
@@ -138,7 +138,7 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         [one] => Some(DeviceMesh::parse(one)?),
         [first, second, ..] => {
             return Err(Error::usage(
-                format!("options::mesh {first} and options::mesh {second}: two meshes"),
+                format!("options::mesh {first} and options::mesh {second} give two meshes"),
                 format!("separate the dimensions of one mesh by commas: options::mesh {first},{second}"),
             ));
         }

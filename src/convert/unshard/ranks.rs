@@ -77,7 +77,7 @@ pub fn reserve(
         )),
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
-            let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
+            let note = format!("every rank stores {} whole; {} stay flat", count(whole, "unit"), rest.units.len());
             // The notes about tensors that are not parameters are dropped, because `--unit` asks for whole tensors.
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
@@ -129,7 +129,7 @@ fn some_modules(
     if let Some(unused) = used.iter().position(|used| !used) {
         return Err(no_such_unit(patterns.0[unused].as_str(), &names));
     }
-    Ok((reservation, vec![format!("{} whole on every rank", count(whole, "tensor"))]))
+    Ok((reservation, vec![format!("every rank stores {} whole", count(whole, "tensor"))]))
 }
 
 /// Returns the layout that a tensor has in the source.

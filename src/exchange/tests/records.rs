@@ -162,7 +162,7 @@ fn process_that_never_comes_is_named() {
     let shared = Shared::new();
     let met = shared.meet(0, 3, Duration::from_millis(200)).map(drop);
     let (rank, detail) = detail(met.unwrap_err());
-    assert_eq!((rank, detail.as_str()), (1, "did not come within 0 s, nor did process 2"));
+    assert_eq!((rank, detail.as_str()), (1, "did not connect within 0 s, nor did process 2"));
     let (rank, _) = self::detail(shared.meet(1, 3, Duration::from_millis(200)).map(drop).unwrap_err());
     assert_eq!(rank, 0);
 }

@@ -118,9 +118,11 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
             },
         };
         let inserted = state.insert(&path, value);
-        inserted.map_err(|found| Error::malformed(folder, fqn.as_str(), "a unique path", found))?;
+        inserted
+            .map_err(|found| Error::malformed(folder, fqn.as_str(), "a path that no other name contradicts", found))?;
     }
-    catalog.state = state.finish().map_err(|found| Error::malformed(folder, "planner_data", "a state dict", found))?;
+    catalog.state =
+        state.finish().map_err(|found| Error::malformed(folder, "planner_data", "lists without large gaps", found))?;
     Ok(catalog)
 }
 
@@ -189,8 +191,10 @@ impl MetadataFile<'_> {
             Some(end) if end <= len => Ok(FileRange { file, offset: stored.offset, len: stored.len }),
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
+                let expected =
+                    format!("a file of at least {end} bytes, because .metadata says that this data ends there");
                 let found = format!("a file of {len} bytes");
-                Err(Error::malformed(files.path(file), fqn.as_str(), format!("its item up to byte {end}"), found))
+                Err(Error::malformed(files.path(file), fqn.as_str(), expected, found))
             }
         }
     }

@@ -13,8 +13,8 @@ use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
 /// The hint for missing shards that may have been empty.
-const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the \
-                            tensors they name; to continue without the missing shards, use options::allow_missing";
+const WITHOUT_THEM: &str = "a rank that had nothing to write has no file, and the existing shards have every \
+                            element of their tensors; to continue without the missing shards, use options::allow_missing";
 
 /// The hint for files of which no rank has a shard.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \
@@ -44,7 +44,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
             fqn: folder.display().to_string(),
             what: "the number of files",
             between: String::from("names of shards"),
-            detail: format!("some are of {first}, others of {last}"),
+            detail: format!("some names have {first}, others {last}"),
             hint: Some(String::from("the files belong to two saves: move the files of one save into another folder")),
         }));
     }
@@ -81,7 +81,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
         let covered = rest.is_ok_and(|(catalog, _)| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
         covered.then(|| WITHOUT_THEM.to_owned())
     };
-    let allowed = format!("{}: read without {}", folder.display(), lacks.join(", "));
+    let allowed = format!("{} is read without {}", folder.display(), lacks.join(", "));
     let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
     let count = u64::from(highest) * u64::from(total) - present.len() as u64;
     let missing = list_missing_names(count, all.filter(absent).map(name));
@@ -97,7 +97,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
 pub fn lone_shard(path: &Path) -> Result<Shortfall> {
     let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
     let error = Error::usage(
-        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
+        format!("{} is only shard {shard} of a checkpoint in DCP's Hugging Face storage", path.display()),
         "give the folder that contains all shards",
     );
     let (folder, own) = (folder_of(path), name_of(path));

@@ -33,7 +33,7 @@ impl DeclarationEffects {
         let split = declared.split.as_ref().map(|split| format!("options::src_split {split}"));
         let plan = declared.plan.as_ref().map(|_| String::from("the plan"));
         let unused = [
-            (plan, self.by_plan, "no plain tensor is a parameter or its state"),
+            (plan, self.by_plan, "no plain tensor is a parameter or the state of a parameter"),
             (bare, self.by_fallback, "every plain tensor has a more specific declaration"),
             (split, self.sharded, "no plain tensor is sharded"),
         ];
@@ -49,6 +49,6 @@ impl DeclarationEffects {
                 count(catalog.tensors.len(), "tensor")
             ),
         };
-        Err(Error::usage(format!("{option} has no effect: {why}"), hint))
+        Err(Error::usage(format!("{option} has no effect, because {why}"), hint))
     }
 }

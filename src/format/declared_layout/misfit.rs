@@ -47,21 +47,21 @@ impl LayoutMisfit<'_> {
                 ),
             ),
             PartError::Missing { rank } => conflict(
-                "presence",
-                format!("rank {rank} and {declared_by}"),
+                "the set of ranks",
+                format!("the files and {declared_by}"),
                 format!(
-                    "expected a part on every rank that shares it ({placements}), but rank {rank} has no such tensor"
+                    "expected a shard on every rank that shares the tensor ({placements}), but rank {rank} has no such tensor"
                 ),
             ),
             PartError::OutsideMesh { rank } => conflict(
-                "presence",
-                format!("rank {rank} and the mesh {}", self.mesh),
-                format!("{} holds a part of it, but its rank is not in the mesh", file.display()),
+                "the set of ranks",
+                format!("the files and the mesh {}", self.mesh),
+                format!("rank {rank} is not in the mesh, but {} has a part of the tensor", file.display()),
             ),
             PartError::Overflow { dim } => Error::malformed(
                 file,
                 self.entry.fqn.as_str(),
-                "local sizes that add up to a size",
+                "local sizes whose sum is below 2^64",
                 format!("more than 2^64 along dim {dim}"),
             ),
             PartError::Layout { error, shape } => conflict(
@@ -97,7 +97,7 @@ impl LayoutMisfit<'_> {
 
 /// Returns the error for a shape that no machine could hold.
 pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
-    Error::malformed(file, fqn.as_str(), "local shapes of a whole that fits memory", format!("{shape:?}"))
+    Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
 }
 
 /// Returns the error for optimizer state without a declaration whose parameter is known only by a number.

@@ -113,7 +113,9 @@ impl ReduceRules {
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!("options::reduce has no effect: no plain tensor {what} is replicated on these mesh dims"),
+                format!(
+                    "options::reduce has no effect, because no plain tensor {what} is replicated on these mesh dims"
+                ),
                 "remove it: DTensors record their own Partial placements, and sharded dims have nothing to reduce",
             ));
         }
@@ -122,8 +124,9 @@ impl ReduceRules {
             number => format!("; {number} of them are sharded on one of these dims, without partial values there"),
         };
         Ok(Some(format!(
-            "{} {what} hold partial values: {}{sharded}",
+            "{} {what} {} partial values: {}{sharded}",
             count(self.reduced, "plain tensor"),
+            if self.reduced == 1 { "holds" } else { "hold" },
             self.description
         )))
     }
@@ -159,7 +162,7 @@ fn is_gradients(key: &Key) -> bool {
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
     let hint = match mesh.names() {
-        None => String::from("name the dims of its mesh with options::src_mesh: they have no names"),
+        None => String::from("name the mesh dims with options::src_mesh, because the mesh of SRC has no names"),
         Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
     Error::usage(format!("options::reduce: the mesh {mesh} has no dim `{name}`"), hint)

@@ -31,10 +31,10 @@ use crate::nearest;
 use crate::quantity::count;
 
 /// Origin of the layout of a tensor without a declaration, for messages.
-const UNDECLARED: &str = "the default (no declaration applies: whole on every rank)";
+const UNDECLARED: &str = "the default for undeclared tensors (whole on every rank)";
 /// Origin of the layout of a model tensor without a rule and without optimizer state, if other tensors have such state,
 /// for messages.
-const UNTRAINED: &str = "the default (no rule and no optimizer state applies: a buffer, whole on every rank)";
+const UNTRAINED: &str = "the default for tensors without a rule and optimizer state (buffers, whole on every rank)";
 
 /// Resolves the layout of every plain tensor of a catalog.
 pub struct LayoutResolver<'a> {
@@ -150,7 +150,11 @@ impl<'a> LayoutResolver<'a> {
         let entries = entries.collect::<Result<_>>()?;
         self.effects.check(self.declared, self.catalog)?;
         let number = count(self.buffers, "tensor");
-        let buffers = format!("{number} without optimizer state: treated as buffers, whole on every rank");
+        let buffers = if self.buffers == 1 {
+            format!("{number} has no optimizer state, so it is treated as a buffer that is whole on every rank")
+        } else {
+            format!("{number} have no optimizer state, so they are treated as buffers that are whole on every rank")
+        };
         let buffers = (self.buffers > 0).then_some(buffers);
         let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
         let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).chain(overridden).collect();

@@ -23,6 +23,7 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::{json, layout_file};
+use crate::json_text;
 use crate::layout::Dims;
 use crate::layout::file::LayoutFile;
 
@@ -100,15 +101,19 @@ pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
     let Some(flat) = &file.flat else {
         return Err(Error::usage(
             format!("{}: the layout file has no [flat] section, which describes the flat parameters", path.display()),
-            "add the section: docs/reference/layout-file.md describes the layout file, docs/how-to/fsdp1.md how to get a flat layout",
+            "add the section: docs/reference/layout-file.md describes the layout file, and docs/how-to/fsdp1.md describes how to get a flat layout",
         ));
     };
     let mut document = flat.value.clone();
     if let Json::Object(table) = &mut document {
         table.entry("version").or_insert(json!(VERSION));
     }
-    let document = FlatDocument::deserialize(document)
-        .map_err(|error| flat.error(error, "docs/how-to/fsdp1.md describes the fields of a flat layout"))?;
+    let document = FlatDocument::deserialize(document).map_err(|error| {
+        flat.error(
+            format!("expected a flat layout, found {}", json_text::found(&error)),
+            "docs/how-to/fsdp1.md describes the fields of a flat layout",
+        )
+    })?;
     into_checked_layout(path, document)
 }
 
@@ -120,7 +125,7 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
     let document: FlatDocument =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
+            _ => Error::malformed(path, json::place(&error), "a flat layout", json_text::found(&error)),
         })?;
     into_checked_layout(path, document)
 }
@@ -295,16 +300,16 @@ mod tests {
         };
         let unit = |param: &str| whole(&format!("{{\"module\": \"a\", \"dtype\": \"f32\", \"params\": [{param}]}}"));
         let cases = [
-            (String::new(), "line 1, column 0: expected a flat layout, found EOF while parsing a value"),
-            (String::from("[1]"), "line 1, column 3: expected a flat layout, found invalid length 1"),
-            (String::from("{\"version\": 1}"), "found missing field `world_size`"),
+            (String::new(), "line 1, column 0: expected a flat layout, found the end of the text"),
+            (String::from("[1]"), "line 1, column 3: expected a flat layout, found 1 value instead of"),
+            (String::from("{\"version\": 1}"), "found no key `world_size`"),
             (String::from("{\"version\": 2, \"world\": {}}"), "version 2 of the flat layout"),
             (
                 whole("").replace('1', "1, \"version\": 1"),
-                "column 24: expected a flat layout, found duplicate field `version`",
+                "column 24: expected a flat layout, found the key `version` twice",
             ),
-            (whole("").replace("version", "Version"), "unknown field `Version`"),
-            (whole("").replace(": 2", ": -2"), "found invalid value: integer `-2`, expected u32"),
+            (whole("").replace("version", "Version"), "the unknown key `Version`"),
+            (whole("").replace(": 2", ": -2"), "found the number -2 instead of a whole number"),
             (whole("").replace(": 2", ": 0"), "shard_group_size: expected a divisor of world_size, both at least 1"),
             (
                 whole("{\"module\": \"\", \"params\": [], \"dtype\": \"x\"}"),
@@ -313,7 +318,7 @@ mod tests {
             (whole("{\"module\": \"\", \"params\": []}"), "a dtype or an align_numel"),
             (unit("{\"fqn\": \"a.w\"}"), "a.w: expected a shape or shared_with, found neither"),
             (unit("{\"fqn\": \"a.w\", \"shape\": [1], \"shared_with\": \"x\"}"), "found both"),
-            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "found invalid type: floating point `1.5`, expected u64"),
+            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "found the number 1.5 instead of a whole number"),
             (unit("{\"fqn\": \"a.w\", \"shape\": [18446744073709551615, 2]}"), "expected shapes that fit memory"),
             (unit("{\"fqn\": \"b\", \"shape\": [1]}"), "unit a: expected names below its module, found `b`"),
             (

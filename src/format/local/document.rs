@@ -30,6 +30,7 @@ use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
 use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, DistinctKeys};
+use crate::json_text;
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
@@ -130,7 +131,7 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
     let text: DocumentJson =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
+            _ => Error::malformed(path, json::place(&error), "a layout of rank files", json_text::found(&error)),
         })?;
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
@@ -168,10 +169,10 @@ fn check(text: DocumentJson) -> Result<LocalDocument, Wrong> {
     for (name, text) in &described {
         let Some(other) = &text.tied_to else { continue };
         let Some(id) = own.get(other.as_str()) else {
-            return fail(name, "tied_to: the name of a tensor that has a description of its own", format!("`{other}`"));
+            return fail(name, "a tensor with its own description in tied_to", format!("`{other}`"));
         };
         if !text.is_tie() {
-            return fail(name, "no field but tied_to", "other fields");
+            return fail(name, "no other key beside tied_to", "other keys");
         }
         ids.insert(name, *id);
         tensors[id.0 as usize].names.push(Fqn::from(name.as_str()));
@@ -188,7 +189,7 @@ fn check(text: DocumentJson) -> Result<LocalDocument, Wrong> {
     });
     if let Some((name, id)) = elsewhere {
         let found = format!("the tensor {}", tensors[id.0 as usize].names[0]);
-        return fail("state", format!("at {name} the tensor of that name"), found);
+        return fail("state", format!("the tensor of the same name at {name}"), found);
     }
     let references = state.tensor_ids().len();
     if named != ids.len() || references != named {
@@ -224,7 +225,7 @@ fn check_meshes(texts: Vec<MeshJson>, world_size: u32) -> Result<Vec<DeviceMesh>
             return fail(at, "names for all dims or for none", "names for some dims");
         }
         let mesh = DeviceMesh::new(shape, ranks, names.filter(|_| has_names));
-        meshes.push(mesh.or_else(|error| fail(at, "a mesh", error.to_string()))?);
+        meshes.push(mesh.or_else(|error| Err(Wrong::from_message(at, "a mesh", &error.to_string())))?);
     }
     Ok(meshes)
 }
@@ -292,7 +293,7 @@ fn check_sharding(
         return fail(name, format!("one of {} meshes", meshes.len()), format!("mesh {mesh}"));
     };
     let placements: Option<Vec<Placement>> = parse_placements(list)
-        .or_else(|error| fail(name, "placements", error.to_string()))?
+        .or_else(|error| Err(Wrong::from_message(name, "placements", &error.to_string())))?
         .into_iter()
         .map(|spec| spec.resolve(ndim))
         .collect();
@@ -302,7 +303,9 @@ fn check_sharding(
     };
     let splits: Vec<Split> = (text.splits.iter().flatten())
         .map(|split| {
-            split.parse().or_else(|error: crate::layout::LayoutError| fail(name, "a split", error.to_string()))
+            split.parse().or_else(|error: crate::layout::LayoutError| {
+                Err(Wrong::from_message(name, "a split", &error.to_string()))
+            })
         })
         .collect::<Result<_, Wrong>>()?;
     if !splits.is_empty() && splits.len() != own.ndim() {

@@ -53,7 +53,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
         })
         .naming(&numbers.names("rank", "ranks")));
     }
-    catalog.warnings.push(format!("{}: read without {missing}", folder.display()));
+    catalog.warnings.push(format!("{} is read without {missing}", folder.display()));
     Ok((catalog, document.world_size))
 }
 
@@ -147,7 +147,7 @@ impl<'a> Assembly<'a> {
 }
 
 fn misfit_error(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
-    Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
+    Error::malformed(path, entry.fqn.as_str(), "placements that fit", format!("placements that do not fit: {error}"))
 }
 
 fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMesh {

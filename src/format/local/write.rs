@@ -175,7 +175,7 @@ impl LocalPlan {
             plan.names.push((fqn.clone(), index));
             if let Some(first) = plan.described.get_mut(index) {
                 if (first.class, &first.sharding) != (class, &sharding) {
-                    notes.push(format!("{fqn} is tied to {} and gets the same layout", first.names[0]));
+                    notes.push(format!("`{fqn}` is tied to `{}` and gets the same layout", first.names[0]));
                 }
                 first.names.push(fqn);
                 continue;

@@ -17,6 +17,7 @@ use serde_json::{Map, Value as Json};
 use crate::catalog::{Dtype, checked_len_bytes, model};
 use crate::error::{Error, Result};
 use crate::format::MAX_RANDOM_STATE_BYTES;
+use crate::json_text;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
@@ -242,8 +243,8 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     let parsed = visitor.deserialize(&mut json).and_then(|header| json.end().map(|()| header));
     let RawHeader { metadata, mut tensors } = parsed.map_err(|error| match fault {
         Fault::Unfit(error) => *error,
-        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, error.to_string()),
-        Fault::In(..) | Fault::None => malformed("header", "a JSON object", error.to_string()),
+        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, json_text::found_at(&error)),
+        Fault::In(..) | Fault::None => malformed("header", "a JSON object", json_text::found_at(&error)),
     })?;
     let mut names = HashSet::with_capacity_and_hasher(tensors.len(), RandomState::default());
     if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(&**name)) {
@@ -256,8 +257,9 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     let mut end = data_start;
     for (name, stored, len) in &tensors {
         if stored.offset != end {
-            let (expected, found) = (format!("data at {}", end - data_start), (stored.offset - data_start).to_string());
-            return Err(malformed(name, &expected, format!("data at {found}")));
+            let (expected, found) =
+                (format!("data that starts at byte {}", end - data_start), (stored.offset - data_start).to_string());
+            return Err(malformed(name, &expected, format!("data that starts at byte {found}")));
         }
         end += len;
     }
@@ -273,7 +275,7 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
         return Err(Error::unsupported(
-            format!("{}: {name}: dtype {} has no PyTorch counterpart", path.display(), raw.dtype),
+            format!("{}: {name}: PyTorch has no dtype `{}`", path.display(), raw.dtype),
             "convert that tensor to a PyTorch dtype before saving",
         ));
     };
@@ -288,8 +290,8 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     }
     let (begin, end) = raw.data_offsets;
     let Some(len) = checked_len_bytes(&shape, dtype).filter(|len| begin.checked_add(*len) == Some(end)) else {
-        let expected = format!("the bytes of {dtype} {:?}", raw.shape);
-        return Err(malformed(expected, format!("data_offsets [{begin}, {end}]")));
+        let expected = format!("data_offsets that span {dtype} {:?}", raw.shape);
+        return Err(malformed(expected, format!("[{begin}, {end}]")));
     };
     let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
         return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));

@@ -127,14 +127,14 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
-        let found = format!("it in {} as well", other.display());
+        let found = format!("the tensor also in {}", other.display());
         return Error::malformed(path, name, "a tensor in one file only", found);
     }
     Error::Catalog(CatalogError::Conflict {
         fqn: name.to_owned(),
-        what: "the file",
+        what: "the content",
         between: format!("{} and {}", path.display(), other.display()),
-        detail: String::from("expected a tensor in one file only"),
+        detail: String::from("both files have this tensor, but a tensor may be in one file only"),
         hint: Some(String::from(
             "if each file contains the shards of one rank, declare the layout with options::src_mesh and \
              options::src_placements (options::src_mesh tp=2 options::src_placements '**.w1=S(0)')",

@@ -17,6 +17,7 @@ use serde::Deserialize;
 use super::{INDEX_NAME, StoredTensor};
 use crate::catalog::{Chunk, FileLocation, Fqn, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
+use crate::json_text;
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, lookup};
 
@@ -85,8 +86,9 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
     struct ShardingEntry {
         saved_offsets: Vec<u64>,
     }
-    let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text)
-        .map_err(|error| Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", error.to_string()))?;
+    let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text).map_err(|error| {
+        Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", json_text::found_at(&error))
+    })?;
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }
 

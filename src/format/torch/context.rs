@@ -131,7 +131,7 @@ impl Reader<'_> {
         match self.archive.get(&name) {
             Some(record) if record.len == view.storage_bytes => Ok(()),
             Some(record) => Err(DecodeError::malformed(format!(
-                "a storage of {} bytes in the record `{name}` of {}",
+                "a storage of {} bytes in the zip record `{name}`, which has {} bytes",
                 view.storage_bytes, record.len
             ))),
             None if view.storage_bytes == 0 => Ok(()),

@@ -33,9 +33,9 @@ pub fn join_disjoint(files: &[RankFile]) -> Result<Catalog> {
             if let Some(other) = owners.insert(name.clone(), file.path.clone()) {
                 let between = format!("{} and {}", other.display(), file.path.display());
                 return Err(Fqn::from(name).disagreement(
-                    "presence",
+                    "the content",
                     between,
-                    "each file of the set must hold different tensors",
+                    "both files have this name, but a name may be in one file of the set only",
                 ));
             }
             shift_tensors(&mut value, shift);

@@ -14,7 +14,7 @@ use super::{ProcessGroup, TensorNode, View, chunk};
 use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
     Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
-    checked_len_bytes, permuted_stride, shift_tensors,
+    checked_len_bytes, list_ranks, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::partial::{PartialReduction, partial_index};
@@ -22,7 +22,7 @@ use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// The hint for plain tensors whose shapes differ between ranks.
-const PARTS_HINT: &str = "if they are parts of one tensor, declare its layout (options::src_mesh tp=2 \
+const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the layout (options::src_mesh tp=2 \
                           options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
                           one job";
 
@@ -332,11 +332,16 @@ impl Merger<'_> {
             let at = rank.and_then(|rank| mesh.mesh.coordinate(rank));
             let Some(at) = at else {
                 let found = rank.map_or_else(|| String::from("a file without a rank"), |rank| format!("rank {rank}"));
-                let expected = format!("a rank of its mesh ({})", mesh.mesh);
+                let expected = format!("a rank of its mesh {} ({})", mesh.mesh, list_ranks(mesh.mesh.ranks()));
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             };
             let tile = local_shard(shape, mesh.mesh.shape(), placements, &at).map_err(|error| {
-                Error::malformed(&file.path, entry.fqn.as_str(), "placements that fit", error.to_string())
+                Error::malformed(
+                    &file.path,
+                    entry.fqn.as_str(),
+                    "placements that fit",
+                    format!("placements that do not fit: {error}"),
+                )
             })?;
             if tile.sizes() != local.sizes {
                 let expected = format!("a local tensor of shape {:?}", tile.sizes().as_slice());

@@ -9,7 +9,7 @@ use super::context::{Reader, View};
 use super::release::DTensorStyle;
 use super::tensor::{TensorNode, read_tensor};
 use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Wrong};
 use crate::format::archive::{ArchiveSource, torch_script_error};
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
@@ -182,7 +182,7 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
         )),
         Some(other) => {
             let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
-            Err(Error::malformed(path, BYTE_ORDER, "little or big", found))
+            Err(Error::malformed(path, BYTE_ORDER, "`little` or `big`", format!("`{found}`")))
         }
     }
 }
@@ -205,9 +205,12 @@ pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String
             format!("{}: {at} is {what}", path.display()),
             "convert it to a dense tensor before saving, or remove it from the checkpoint",
         ),
-        (DecodeError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
+        (DecodeError::Limit { what, .. }, None) => {
+            Error::malformed(path, at, "a value within the limits of dtshard", what.clone())
+        }
         (DecodeError::Malformed { what, .. }, None) => {
-            Error::malformed(path, at, "plain data and dense tensors", what.clone())
+            let what = what.strip_prefix(&format!("{}: ", path.display())).unwrap_or(what);
+            Wrong::from_message(at, "plain data and dense tensors", what).within(path).into()
         }
         (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
     }

@@ -82,12 +82,12 @@ pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
     // Many tensors may share a long tuple, which would be copied for each of them.
     const MAX_DIMS: usize = 255;
     (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
-        .ok_or_else(|| DecodeError::malformed(format!("{what} that is {}, not a list of sizes", node.describe())))
+        .ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a list of sizes (the {what})", node.describe())))
 }
 
 /// Returns a non-negative integer.
 pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
-    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("{what} that is {}, not a size", node.describe())))
+    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a size (the {what})", node.describe())))
 }
 
 /// Reads `torch.<dtype>`.
@@ -96,7 +96,7 @@ pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
         Some(("torch", name)) => {
             Dtype::from_name(name).ok_or_else(|| reader.unsupported(format!("a tensor of dtype `torch.{name}`")))
         }
-        _ => Err(DecodeError::malformed(format!("a dtype that is {}", node.describe()))),
+        _ => Err(DecodeError::malformed(format!("`{}` instead of a dtype", node.describe()))),
     }
 }
 
@@ -143,7 +143,7 @@ impl View {
             return Ok(());
         }
         Err(DecodeError::malformed(format!(
-            "a view of sizes {:?} and strides {:?} at {} in a storage of {elements} elements",
+            "a view of sizes {:?} and strides {:?} at element {} that does not fit its storage of {elements} elements",
             self.sizes.as_slice(),
             self.strides.as_slice(),
             self.offset
@@ -161,7 +161,7 @@ struct StorageReference<'a> {
 fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReference<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {
-        return Err(DecodeError::malformed(format!("a storage that is {}", node.describe())));
+        return Err(DecodeError::malformed(format!("`{}` instead of a storage", node.describe())));
     };
     let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
         (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
@@ -177,6 +177,6 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
     }
     let bytes = numel
         .checked_mul(dtype.map_or(1, Dtype::itemsize))
-        .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements")))?;
+        .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements, which is too large")))?;
     Ok(StorageReference { dtype, key, bytes })
 }

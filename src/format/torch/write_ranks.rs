@@ -108,7 +108,7 @@ fn check_chunks(
             let splits = comma_list(&shared.splits);
             return Err(Error::unsupported(
                 format!(
-                    "{fqn}: split by {splits} ({cut}), rank {rank} has {own}, but in a DTensor it would have {chunk}"
+                    "{fqn}: under the split rule {splits} ({cut}), rank {rank} has {own}, but in a DTensor it would have {chunk}"
                 ),
                 format!(
                     "DTensors and ShardedTensors are split by torch.chunk: {}, or write plain local tensors with \
@@ -150,7 +150,7 @@ fn common_sharding_dim<'l>(
             Some((_, known)) if known == dim => {}
             Some((first, _)) => {
                 return Err(Error::unsupported(
-                    format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
+                    format!("the ShardedTensors {first} and {fqn} are sharded over different mesh dims"),
                     "shard all of them over one mesh dim, because the ShardedTensors of a file share one process \
                      group, or use options::tensor_class dtensor",
                 ));
@@ -163,7 +163,7 @@ fn common_sharding_dim<'l>(
         if !group.ranks.is_sorted() {
             let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
             return Err(Error::unsupported(
-                format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
+                format!("{fqn}: a ShardedTensor cannot be on ranks {} in this order", ranks.join(",")),
                 "remove options::mesh_ranks, because FSDP1 assigns rows in the order of ranks, or use \
                  options::tensor_class dtensor",
             ));
@@ -276,7 +276,7 @@ fn plan(
         match tensors.get_mut(&id) {
             None => drop(tensors.insert(id, PlannedTensor { fqn, layout: chosen, count: 0 })),
             Some(known) if known.layout != chosen => {
-                notes.push(format!("{fqn} is tied to {} and gets the same layout", known.fqn));
+                notes.push(format!("`{fqn}` is tied to `{}` and gets the same layout", known.fqn));
             }
             Some(_) => {}
         }

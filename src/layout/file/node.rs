@@ -10,6 +10,8 @@ use serde_json::{Number, Value as Json};
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
+use crate::json_text;
+
 /// The maximum nesting depth. Tables of styles nest like modules, and no model is nested this deep.
 const MAX_DEPTH: usize = 64;
 
@@ -103,7 +105,13 @@ pub fn parse_toml(text: &str) -> Result<FileNode, ParseFault> {
     let lines = LineIndex::new(text);
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| lines.at(span.start));
-        ParseFault { line, problem: error.message().replace('\n', ", ") }
+        let problem = match error.message() {
+            // A value that begins like a word and is not one of TOML's.
+            message if message.starts_with("string values must be quoted") => "string values must be quoted".to_owned(),
+            message if message.contains("recursion depth") => "lists and tables are nested too deeply".to_owned(),
+            message => message.replace('\n', ", "),
+        };
+        ParseFault { line, problem }
     })?;
     Ok(FileNode { line: 1, value: toml_table(&lines, table.into_inner())? })
 }
@@ -154,9 +162,8 @@ pub fn parse_json(text: &str) -> Result<FileNode, ParseFault> {
 }
 
 fn fault(first_line: usize, error: &serde_json::Error) -> ParseFault {
-    let text = error.to_string();
-    let end = text.rfind(" at line ").unwrap_or(text.len());
-    ParseFault { line: first_line + error.line().saturating_sub(1), problem: text[..end].to_owned() }
+    let problem = format!("expected JSON, found {}", json_text::found(error));
+    ParseFault { line: first_line + error.line().saturating_sub(1), problem }
 }
 
 /// Parses one level of JSON. The levels below stay raw slices of the text, whose addresses give their lines.

@@ -137,7 +137,7 @@ fn error_names_file_line_and_rule() {
     let cases = [
         ("", "l.toml line 1: expected a layout, found an empty file"),
         (" \n\t", "l.toml line 1: expected a layout, found an empty file"),
-        ("mesh = ", "l.toml line 1: string values must be quoted, expected literal string"),
+        ("mesh = ", "l.toml line 1: string values must be quoted"),
         ("a b", "l.toml line 1: key with no value, expected `=`"),
         ("mesh = \"dp=2\"\nmesh = \"dp=2\"", "l.toml line 2: duplicate key"),
         (
@@ -269,22 +269,25 @@ fn error_names_file_line_and_rule() {
     let cases = [
         ("[1]", "l.json line 1: expected a table, found a list"),
         ("{\"mesh\": \"dp=2\",\n \"mesh\": \"dp=2\"}", "l.json line 2: duplicate key `mesh`"),
-        ("{\"mesh\":\n\n}", "l.json line 3: expected value"),
-        ("{\"mesh\": \"dp=2\"\n\n", "l.json line 3: EOF while parsing an object"),
+        ("{\"mesh\":\n\n}", "l.json line 3: expected JSON, found text that is not a JSON value"),
+        ("{\"mesh\": \"dp=2\"\n\n", "l.json line 3: expected JSON, found the end of the text inside an object"),
         ("{\"split\": null}", "l.json line 1: split: expected `split` to be text, found null"),
         ("{\"tp\": true}", "l.json line 1: tp: expected `tp` to be text, found true or false"),
-        ("{\"tp\": \"\\ud800\"}", "l.json line 1: unexpected end of hex escape"),
+        ("{\"tp\": \"\\ud800\"}", "l.json line 1: expected JSON, found an incomplete `\\u` escape"),
     ];
     for (text, expected) in cases {
         assert_eq!(wrong("l.json", text), expected, "{text}");
     }
-    assert_eq!(wrong("l.json", &"[".repeat(100_000)), "l.json line 1: EOF while parsing a list");
+    assert_eq!(
+        wrong("l.json", &"[".repeat(100_000)),
+        "l.json line 1: expected JSON, found the end of the text inside a list"
+    );
     let deep = "[".repeat(1000) + &"]".repeat(1000);
     assert_eq!(wrong("l.json", &deep), "l.json line 1: nested more than 64 deep");
     let error = wrong("l.toml", &format!("x = {deep}"));
-    assert_eq!(error, "l.toml line 1: cannot recurse further; max recursion depth met");
+    assert_eq!(error, "l.toml line 1: lists and tables are nested too deeply");
     let long = format!("[{}]", vec!["a"; 100_000].join("."));
-    assert!(wrong("l.toml", &long).contains("recursion"));
+    assert!(wrong("l.toml", &long).contains("nested too deeply"));
     let large = " ".repeat(usize::try_from(MAX_BYTES).unwrap() + 1);
     assert_eq!(wrong("l.toml", &large), "l.toml line 1: expected at most 16777216 bytes, found 16777217");
 }

@@ -137,7 +137,9 @@ pub enum PlanError {
     #[error("{origin}: no module or parameter matches this pattern")]
     Unmatched { origin: String, pattern: String },
 
-    #[error("plan {plan}: the model has no attention or MLP module of this plan; it may belong to another family")]
+    #[error(
+        "plan {plan}: the model has no attention or MLP module of this plan; the model may belong to another family"
+    )]
     OtherFamily { plan: &'static str, similar: Vec<&'static str> },
 
     #[error("{origin}: the registration order of the children of {module} is unknown: {}", short_list(children, FEW))]

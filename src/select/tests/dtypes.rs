@@ -46,7 +46,7 @@ fn dtype_without_pattern_casts_weights_only() {
     assert_eq!(
         selected.notes,
         [
-            "options::dtype does not cast: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
+            "options::dtype does not cast 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
         ]
     );
     assert_eq!(selected.catalog.tensors.len(), typed().tensors.len());

@@ -194,7 +194,7 @@ fn wrappers_are_cut_from_all_names_or_none() {
 
     let twice = dict(vec![("_orig_mod.w", t(0)), ("w", t(1))]);
     let (message, hint) = error(&twice, &clean);
-    assert_eq!(message, "_orig_mod.w and w would both be named w");
+    assert_eq!(message, "`_orig_mod.w` and `w` would both be named `w`");
     assert!(hint.contains("options::keep_names"));
 }
 
@@ -264,7 +264,7 @@ fn numbered_state_is_kept_with_a_note() {
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
     assert_eq!(
         selected.notes,
-        ["kept all 2 tensors of optimizer state: they are numbered, so state of excluded parameters is unknown"]
+        ["kept all 2 tensors of optimizer state, because their numbers do not show which parameters are excluded"]
     );
 }
 
@@ -299,7 +299,7 @@ fn pattern_that_matches_nothing_is_an_error() {
             .contains("none")
     );
     let (_, hint) = error(&dict(vec![]), &NameOptions { include: patterns(&["a"]), ..NameOptions::default() });
-    assert_eq!(hint, "there are no names at all");
+    assert_eq!(hint, "there are no names to match");
 }
 
 /// Each rename doubles the name.
@@ -554,10 +554,10 @@ fn lists_keep_positions_or_become_dicts() {
 fn collision_error_names_both_tensors() {
     let source = dict(vec![("a.w", t(0)), ("b.w", t(1)), ("c", dict(vec![("w", t(2)), ("v", t(3))]))]);
     for (rename, message) in [
-        ("^a=b", "a.w and b.w would both be named b.w"),
-        (r"^c\.w=a.w", "a.w and c.w would both be named a.w"),
-        (r"^c\.w=c", "c.w and c.v would both be named c"),
-        (r"^a\.w=c", "a.w and c.w would both be named c"),
+        ("^a=b", "`a.w` and `b.w` would both be named `b.w`"),
+        (r"^c\.w=a.w", "`a.w` and `c.w` would both be named `a.w`"),
+        (r"^c\.w=c", "`c.w` and `c.v` would both be named `c`"),
+        (r"^a\.w=c", "`a.w` and `c.w` would both be named `c`"),
     ] {
         assert_eq!(error(&source, &renaming(&[rename])).0, message, "{rename}");
     }

@@ -269,9 +269,13 @@ fn on_conflict_applies_to_the_tuple_of_a_differing_tensor() {
         dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=dcp", &"--on-conflict", &choice])
     };
     reshard("dropped", "drop").assert_succeeded().assert_mentions(&["left out: 1 tensor (differing)"]);
-    reshard("each", "per-rank").assert_succeeded().assert_mentions(&["kept 1 value per rank (pair)"]);
+    reshard("each", "per-rank")
+        .assert_succeeded()
+        .assert_mentions(&["1 value (pair) differs between ranks, so the value of each rank is kept"]);
     dtshard(&[&"inspect", &env.path("each")]).assert_succeeded().assert_mentions(&["pair.rank_0.0", "pair.rank_1.0"]);
-    reshard("first", "rank0").assert_succeeded().assert_mentions(&["the value of the lowest rank is used for pair.0"]);
+    reshard("first", "rank0")
+        .assert_succeeded()
+        .assert_mentions(&["1 value (pair.0) differs between ranks, so the value of the lowest rank is used"]);
 }
 
 #[test]

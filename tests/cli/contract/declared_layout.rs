@@ -495,7 +495,7 @@ fn gradients_are_reduced_where_they_are_selected() {
     let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], declared);
     assert_contains(
         &run.stderr,
-        &["1 plain tensor of floats (without optimizer and random state) hold partial values: avg over dp"],
+        &["1 plain tensor of floats (without optimizer and random state) holds partial values: avg over dp"],
     );
 }
 

@@ -154,7 +154,7 @@ fn renamed_mesh_dims_give_a_note() {
     let env = TestEnv::new();
     let stderr_of = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
     assert!(
-        stderr_of("--mesh dp=2", "a").contains("mesh dimension fsdp is now called dp; PyTorch loads DTensors only")
+        stderr_of("--mesh dp=2", "a").contains("mesh dimension `fsdp` is now called `dp`; PyTorch loads DTensors only")
     );
     assert!(!stderr_of("--mesh fsdp=2", "b").contains("is now called"));
 }

@@ -120,7 +120,7 @@ fn split_factors_follow_the_size_of_another_mesh() {
     assert!(!with_file.run.stderr.contains("FSDP2"), "{}", with_file.run.stderr);
     // A factor that belongs to no mesh dim is kept, with a note.
     let strange = "--mesh dp=2,tp=4 --placements _S(0,2),S(0) --to torch-ranks";
-    let note = "placements _S(0,2),S(0): _S(0,2) on dp; FSDP2 over tensor parallelism has _S(0,4) there: tp is 4";
+    let note = "placements _S(0,2),S(0): dp has _S(0,2), but FSDP2 over tensor parallelism uses _S(0,4) there, because tp is 4";
     let run = env.make("reshard", &source, "strange", strange).run;
     assert_contains(&run.stderr, &[note]);
     let document = succeed("reshard", &[&source], &format!("{strange} --dry-run --json")).json();

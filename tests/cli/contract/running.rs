@@ -72,7 +72,7 @@ fn options_without_effect_give_a_warning() {
     ] {
         let words = format!("{options} --dry-run --json");
         let planned = succeed("consolidate", &[&fixture("fsdp4/dcp"), &TestEnv::new().path("out")], &words);
-        let warning = format!("{option} has no effect: {why}");
+        let warning = format!("{option} has no effect, because {why}");
         assert_contains(&planned.stderr, &[&format!("warning: {warning}\n")]);
         let warnings = planned.json()["warnings"].as_array().unwrap().clone();
         assert!(warnings.contains(&json!(warning)), "{options}: {warnings:?}");

@@ -142,10 +142,10 @@ fn partial_tensors_are_reduced() {
     {
         let target = folder.path().join(format!("{verb}{}", options.len()));
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
-        let note = "5 tensors reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
+        let note = "5 tensors are reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
         assert_eq!(outcome.stderr.contains(note), verb != "reshard" || !options.is_empty(), "{outcome:?}");
         assert_eq!(
-            outcome.stderr.contains("reduced values are written, not partial values"),
+            outcome.stderr.contains("reduced values are written, with R instead of Partial"),
             options.contains("dcp"),
             "{outcome:?}"
         );

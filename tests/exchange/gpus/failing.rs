@@ -133,7 +133,7 @@ fn missing_process_is_named_by_the_others() {
         let job = Job::new(visibility);
         let outcomes = wait_all((0..2).map(|rank| job.command(rank, "", &[]).spawn().unwrap()));
         for outcome in outcomes {
-            outcome.assert_refused(&["process 2 of 3: ", "did not come within 10 s", "hint: start all processes"]);
+            outcome.assert_refused(&["process 2 of 3: ", "did not connect within 10 s", "hint: start all processes"]);
         }
         // Messages for the missing process remain, and do not block the next run.
         job.assert_done_with("");

@@ -48,7 +48,7 @@ fn process_without_nccl_reports_it_before_the_others_start() {
                 "hint: ",
                 "--backend cpu",
             ]);
-            assert!(!outcome.err.contains("did not come"), "{outcome:?}");
+            assert!(!outcome.err.contains("did not connect"), "{outcome:?}");
         }
     }
 }

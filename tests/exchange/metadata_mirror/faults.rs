@@ -162,7 +162,7 @@ fn source_that_no_rank_sees_is_refused() {
     fs::write(spread.own[2].join("a.json"), "{}").unwrap();
     fs::write(&spread.own[0], "").unwrap();
     let text = spread.error_text(&all());
-    assert_eq!(text, "SRC: what it is differs between processes 0 and 2: the file ckpt and a folder");
+    assert_eq!(text, "SRC: the kind of entry differs between processes 0 and 2: the file ckpt and a folder");
 }
 
 #[test]

@@ -44,7 +44,7 @@ fn missing_process_is_named_by_the_others() {
         for outcome in outcomes {
             outcome.assert_refused(&[
                 &format!("process {absent} of 3: "),
-                "did not come within 10 s",
+                "did not connect within 10 s",
                 "hint: start all processes",
             ]);
         }
@@ -62,7 +62,8 @@ fn process_killed_before_all_have_met_is_named_by_the_others() {
     killed.kill().unwrap();
     killed.wait().unwrap();
     for outcome in wait_all(early) {
-        outcome.assert_refused(&["error: process 1 of 4: meet: its process ended, while others were waited for"]);
+        outcome
+            .assert_refused(&["error: process 1 of 4: meet: its process ended, while this process waited for others"]);
     }
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }

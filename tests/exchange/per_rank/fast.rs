@@ -92,7 +92,8 @@ fn fast_reduce_without_gpus_has_no_effect_and_a_warning() {
     let words = "consolidate out";
     let (expected, _) = nodes.run_alone(words);
     for outcome in nodes.run_together(&format!("{words} --fast-reduce -v")) {
-        let warning = "warning: --fast-reduce has no effect: NCCL is not used, so all values are reduced in rank order";
+        let warning =
+            "warning: --fast-reduce has no effect, because NCCL is not used, so all values are reduced in rank order";
         assert!(outcome.assert_succeeded().err.contains(warning), "{outcome:?}");
     }
     nodes.assert_made(&expected, words);
@@ -114,7 +115,7 @@ fn fast_reduce_without_reducible_tensors_gives_a_warning() {
     env.nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
     let outcomes = env.run_together("consolidate out --fast-reduce --backend nccl --json");
     let document: Json = serde_json::from_str(&outcomes[0].assert_succeeded().out).unwrap();
-    let warning = "--fast-reduce has no effect: SRC has no Partial tensors, so nothing is reduced";
+    let warning = "--fast-reduce has no effect, because SRC has no Partial tensors, so nothing is reduced";
     assert!(document["warnings"].as_array().unwrap().contains(&Json::from(warning)), "{document}");
     assert!(outcomes[0].err.contains(&format!("warning: {warning}")), "{outcomes:?}");
 }

@@ -31,7 +31,7 @@ fn run_without_other_processes_is_refused() {
 #[test]
 fn verify_option_is_refused() {
     run_one("--part 0 --parts 2 --verify", &[]).assert_refused(&[
-        "--verify cannot be used with --source per-rank: it reads all of SRC again",
+        "--verify cannot be used with --source per-rank: --verify reads all of SRC again",
         "hint: leave it out",
     ]);
 }

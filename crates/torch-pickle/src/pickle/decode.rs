@@ -136,7 +136,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
 
     fn descend(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         if self.depth == self.max_depth {
-            return Err(DecodeError::limit(format!("nested deeper than {}", self.max_depth)));
+            return Err(DecodeError::limit(format!("values nested deeper than {}", self.max_depth)));
         }
         if r.is_shared() {
             if self.open.contains(&r.id()) {

@@ -281,7 +281,7 @@ impl<'a> Machine<'a> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(len) {
             Some(height) if height >= floor => Ok(height),
-            _ => Err(self.malformed("the stack is empty")),
+            _ => Err(self.malformed("an opcode that takes a value from the empty stack")),
         }
     }
 
@@ -306,7 +306,7 @@ impl<'a> Machine<'a> {
     fn pop_to_mark(&mut self) -> Done<SmallVec<[NodeId; 16]>> {
         match self.marks.pop() {
             Some(height) => Ok(self.stack.drain(height..).collect()),
-            None => Err(self.malformed("no MARK is open")),
+            None => Err(self.malformed("an opcode that needs a MARK, but no MARK before it")),
         }
     }
 

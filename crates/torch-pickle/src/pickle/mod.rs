@@ -133,8 +133,8 @@ impl PickleError {
     /// Returns the expected input at that byte.
     pub fn expected(&self) -> &'static str {
         match self.kind {
-            PickleErrorKind::Truncated => "a whole pickle",
-            PickleErrorKind::Limit => "a pickle within bounds",
+            PickleErrorKind::Truncated => "a complete pickle",
+            PickleErrorKind::Limit => "a pickle within the limits of dtshard",
             PickleErrorKind::Malformed | PickleErrorKind::Rejected => "a well-formed pickle",
         }
     }
@@ -144,7 +144,7 @@ impl PickleError {
     }
 
     fn truncated(at: usize) -> Self {
-        Self::new(PickleErrorKind::Truncated, at, "the pickle ends early")
+        Self::new(PickleErrorKind::Truncated, at, "the end of the data")
     }
 
     fn malformed(at: usize, what: impl Into<String>) -> Self {

@@ -237,7 +237,7 @@ impl<'a> Lexer<'a> {
     fn proto(&mut self, at: usize) -> Result<Op, PickleError> {
         match self.u8()? {
             0..=5 => Ok(Op::Nothing),
-            n => Err(PickleError::malformed(at, format!("pickle protocol {n} is newer than 5"))),
+            n => Err(PickleError::malformed(at, format!("pickle protocol {n}, which is newer than 5"))),
         }
     }
 
@@ -344,7 +344,7 @@ fn refused(at: usize, op: u8) -> PickleError {
         }
         0x82..=0x84 => "an opcode of the extension registry",
         0x97 | 0x98 => "an opcode for out-of-band buffers",
-        _ => return PickleError::malformed(at, format!("0x{op:02x} is not a pickle opcode")),
+        _ => return PickleError::malformed(at, format!("0x{op:02x}, which is not a pickle opcode")),
     };
-    PickleError::malformed(at, format!("0x{op:02x} is {why}, which no checkpoint uses"))
+    PickleError::malformed(at, format!("0x{op:02x}, {why}, which no checkpoint uses"))
 }

@@ -70,7 +70,7 @@ impl Archive {
             .locate_in_reader(&window, &mut buffer, len)
             .map_err(|(_, error)| Fault::from(error).within(&malformed))?;
         if archive.entries_hint() > len / MIN_ENTRY_BYTES {
-            return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
+            return Err(malformed(format!("{} entries in an archive of {len} bytes", archive.entries_hint())));
         }
         let directory = base.saturating_add(archive.directory_offset());
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
@@ -194,7 +194,7 @@ impl Archive {
         Err(ArchiveError::malformed(
             place(self.ends.base, name),
             format!("content with CRC-32 {:08x}", record.crc),
-            format!("{crc:08x}: the data has changed since it was written"),
+            format!("{crc:08x}, so the data has changed since it was written"),
         ))
     }
 }
@@ -249,7 +249,7 @@ fn is_extra_field(mut extra: &[u8]) -> bool {
 }
 
 fn bad_header(name: &str, header: u64) -> ArchiveError {
-    ArchiveError::malformed(format!("byte {header}"), format!("the local header of {name}"), "something else")
+    ArchiveError::malformed(format!("byte {header}"), format!("the local header of `{name}`"), "other bytes")
 }
 
 /// Returns a buffer of `len` bytes.
@@ -300,7 +300,7 @@ fn unwrapped(error: io::Error) -> ArchiveError {
 fn describe(error: &rawzip::Error) -> String {
     match error.kind() {
         rawzip::ErrorKind::MissingEndOfCentralDirectory => {
-            String::from("no end record: the file is truncated or not an archive")
+            String::from("no end record, so the file is truncated or is not an archive")
         }
         _ => error.to_string(),
     }
@@ -336,16 +336,21 @@ fn read_entries<S: ReadAt + ?Sized>(
         }
         // PyTorch takes the prefix from the first entry and looks up all others below it.
         let Some((own, name)) = full.split_once('/') else {
-            return Err(Fault::Malformed(format!("entry `{full}` in no folder")));
+            return Err(Fault::Malformed(format!("the entry `{full}` outside of a folder")));
         };
         if prefix.get_or_insert_with(|| own.to_owned()) != own {
-            return Err(Fault::Malformed(format!("entry `{full}` beside folder `{}`", prefix.unwrap_or_default())));
+            return Err(Fault::Malformed(format!(
+                "the entry `{full}` outside of the folder `{}`",
+                prefix.unwrap_or_default()
+            )));
         }
         let (stored, size) = (entry.compressed_size_hint(), entry.uncompressed_size_hint());
         let header = entry.local_header_offset();
         let end = header.checked_add(size).and_then(|end| end.checked_add(LOCAL_HEADER as u64));
         if stored != size || end.is_none_or(|end| end > len) {
-            return Err(Fault::Malformed(format!("entry `{full}` of {size} bytes at {header} in {len} bytes")));
+            return Err(Fault::Malformed(format!(
+                "the entry `{full}` of {size} bytes at byte {header} of an archive of {len} bytes"
+            )));
         }
         let record = Record { header: base + header, len: size, crc: entry.crc32() };
         if records.insert(Box::from(name), record).is_some() {

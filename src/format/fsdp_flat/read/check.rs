@@ -70,16 +70,17 @@ fn check_rank(
         .filter(|(module, _)| !known.contains(&***module))
         .map(|(_, part)| part.key.to_string())
         .collect();
-    let other_units = |found: String| bad("the state dict", String::from("the units of the layout"), found);
+    let other_units =
+        |found: String| bad("the state dict", String::from("exactly the flat parameters of the layout"), found);
     if !extra.is_empty() {
-        return other_units(format!("{} as well", short_list(&extra, FEW))).map_err(|error| error.naming(&extra));
+        return other_units(format!("also {}", short_list(&extra, FEW))).map_err(|error| error.naming(&extra));
     }
     let missing: Vec<String> = (flat_params.iter())
         .filter(|(unit, flat)| flat.total() > 0 && !rank.flat_parts.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return other_units(format!("no {}", short_list(&missing, FEW))).map_err(|error| error.naming(&missing));
+        return other_units(format!("no `{}`", short_list(&missing, FEW))).map_err(|error| error.naming(&missing));
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flat_params {
@@ -89,7 +90,7 @@ fn check_rank(
         if layout.use_orig_params {
             check_views(rank, unit, flat, shard, misfit)?;
         } else if let Some(twice) = all_names(unit).find(|(name, _)| rank.other_tensors.contains_key(*name)) {
-            let expected = format!("a parameter in {}", unit.key());
+            let expected = format!("a parameter in `{}`", unit.key());
             return bad(twice.0.as_str(), expected, String::from("a separate tensor"));
         }
     }
@@ -176,9 +177,9 @@ fn check_views(
         }
         let show = |range: &Option<Range<u64>>| match range {
             Some(range) => format!("elements {} to {} of {}", range.start, range.end, unit.key()),
-            None => String::from("nothing of it on this rank"),
+            None => String::from("an empty tensor on this rank"),
         };
-        let found = found.map_or_else(|| format!("no view of {}", unit.key()), |found| show(&found));
+        let found = found.map_or_else(|| format!("no view of `{}`", unit.key()), |found| show(&found));
         return Err(misfit.error(name.as_str(), show(expected), found));
     }
     Ok(())

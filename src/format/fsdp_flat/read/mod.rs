@@ -177,8 +177,8 @@ fn assumed_tie_warnings(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
     let warnings = copies.map(|SharedName { fqn, with }| {
         let like = like.path.display();
         format!(
-            "{fqn} is assumed to be tied to {with}: {like} has equal values for both, and the files have space \
-                 for only one"
+            "`{fqn}` is assumed to be tied to `{with}`, because {like} has equal values for both, and the files \
+                 have space for only one"
         )
     });
     warnings.collect()

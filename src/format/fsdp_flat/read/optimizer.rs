@@ -166,7 +166,7 @@ impl NumberedParameters {
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
             return Err(unknown_layout_error(format!(
-                "{}: expected parameter groups of {own:?}, found {counts:?}",
+                "{}: expected parameter groups with {own:?} parameters, found groups with {counts:?}",
                 describe_path(at)
             )));
         }
@@ -238,7 +238,9 @@ impl RankUnflattener<'_> {
         let kind = if self.layout.use_orig_params { "parameter" } else { "flat parameter" };
         let slot = self.slots.get(name).copied();
         slot.ok_or_else(|| {
-            unknown_layout_error(format!("{name}: the optimizer lists it, but the flat layout has no such {kind}"))
+            unknown_layout_error(format!(
+                "{name}: the optimizer lists this name, but the flat layout has no such {kind}"
+            ))
         })
     }
 

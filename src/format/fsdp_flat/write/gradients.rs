@@ -82,14 +82,14 @@ fn unit_gradients(
             let fqn = &plan.param(*lacking).fqn;
             return Err(unsupported_error(
                 path,
-                &format!("{} needs one gradient for all its parameters, but {fqn} has none", known.describe()),
+                &format!("{} needs a gradient for each of its parameters, but `{fqn}` has none", known.describe()),
             ));
         }
         if tensors.iter().any(|id| plan.source.tensor(*id).dtype != dtype) {
             return Err(unsupported_error(
                 path,
                 &format!(
-                    "{} needs one gradient for all its parameters, but their gradients differ in dtype",
+                    "{} needs gradients of one dtype, but the gradients of its parameters differ in dtype",
                     known.describe()
                 ),
             ));

@@ -140,7 +140,7 @@ impl<'v> SourceOptimizer<'v> {
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
             Some(at) => Err(self.unsupported_error(
-                format!("{} is not in the optimizer of the flat layout", plan.param(at).fqn),
+                format!("`{}` is not in the optimizer of the flat layout", plan.param(at).fqn),
                 "list everything that the optimizer updates, or remove `optimizer` from the layout",
             )),
         }
@@ -322,7 +322,10 @@ pub fn message_prefix(path: &Path) -> String {
 /// Returns the error for state of a parameter that is not in the flat layout.
 pub fn unknown_parameter_error(path: &Path, name: &str) -> Error {
     Error::unsupported(
-        format!("{}optimizer state of {name}, which is no known parameter of the flat layout", message_prefix(path)),
+        format!(
+            "{}the optimizer has state of {name}, which is not a parameter of the flat layout",
+            message_prefix(path)
+        ),
         "give the flat layout of this model; if optimizer.state_dict() has numbers, name the buffers with \
          options::buffers PATTERN, and list several parameter groups in the `optimizer` of a flat layout with \
          use_orig_params",

@@ -96,11 +96,11 @@ fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPla
 fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     let others = entries.iter().filter(|(_, entry)| matches!(entry, ModelEntry::Other(_))).count();
     let what = if others == 1 {
-        "tensor is not a parameter of the flat layout"
+        "tensor is not a parameter of the flat layout, so every rank stores it whole"
     } else {
-        "tensors are not parameters of the flat layout"
+        "tensors are not parameters of the flat layout, so every rank stores them whole"
     };
-    (others > 0).then(|| format!("{others} {what}: stored whole on every rank"))
+    (others > 0).then(|| format!("{others} {what}"))
 }
 
 /// The storages that hold the shards of the units.

@@ -122,10 +122,10 @@ pub fn find(
 }
 
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
-    let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
+    let what = if missing.len() == 1 { "parameter" } else { "parameters" };
     let wrapped = format!(".{}", missing[0]);
     let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
-        String::from("SRC has flat parameters; give the flat layout they were made with")
+        String::from("SRC has flat parameters; give the flat layout of the job that saved them")
     } else if let Some(found) = model.keys().filter(|name| name.ends_with(&wrapped)).min_by_key(|name| name.len()) {
         let before = found[..=found.len() - wrapped.len()].replace('.', r"\.");
         format!(r"SRC has {found}; remove the prefix with options::rename '\b{before}='")
@@ -133,11 +133,7 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
         String::from("give the flat layout of this model, with the names in its state dict")
     };
     Error::unsupported(
-        format!(
-            "{} {what} of the flat layout missing in the model: {}",
-            missing.len(),
-            short_list_of_counted(missing, FEW)
-        ),
+        format!("the model lacks {} {what} of the flat layout: {}", missing.len(), short_list_of_counted(missing, FEW)),
         hint,
     )
     .naming(missing)

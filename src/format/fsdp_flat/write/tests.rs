@@ -200,7 +200,7 @@ fn numbered_source_optimizer_resolves_to_parameters() {
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
     let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
-    assert!(error.starts_with("optim: optimizer state of number 0, which is no known parameter"), "{error}");
+    assert!(error.starts_with("optim: the optimizer has state of number 0, which is not a parameter"), "{error}");
 
     // A layout with such groups, or names next to the numbers, resolves them.
     let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
@@ -253,7 +253,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         source.reserve(&layout).unwrap_err().to_string()
     };
     let flat: [(Change<'_>, &str); 8] = [
-        (&|s, _| drop(s.model.drain(3..)), "2 parameters of the flat layout missing in the model: norm, blk.b"),
+        (&|s, _| drop(s.model.drain(3..)), "the model lacks 2 parameters of the flat layout: norm, blk.b"),
         (&|_, l| l.units[1].params[1].shape[0] = 6, "blk.b: expected the shape [6] of the flat layout, found [5]"),
         (
             &|s, _| s.catalog.tensors[3].dtype = Dtype::Bf16,
@@ -274,7 +274,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         ),
         (
             &|s, _| s.states[0].0 = "emb2".into(),
-            "optim: optimizer state of emb2, which is no known parameter of the flat layout",
+            "optim: the optimizer has state of emb2, which is not a parameter of the flat layout",
         ),
         (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm that is in no parameter group"),
     ];
@@ -293,11 +293,11 @@ fn source_that_cannot_be_flattened_is_an_error() {
             &|_, l| l.units[1].align_numel = Some(1 << 40),
             "unit blk: expected an align_numel of at most 16, found 1099511627776",
         ),
-        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: blk.b is a scalar"),
+        (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: the parameter `blk.b` is a scalar"),
         (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: emb is i32"),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
-            "optim: blk.b is not in the optimizer of the flat layout",
+            "optim: `blk.b` is not in the optimizer of the flat layout",
         ),
         (
             &|s, _| s.groups.push(vec!["head".into()]),
@@ -314,7 +314,7 @@ fn buffers_are_noted() {
     let mut source = Source::valid();
     source.add("tied", &[5, 3]);
     let notes = source.reserve(&layout(true)).unwrap().notes;
-    assert_eq!(notes, ["2 tensors are not parameters of the flat layout: stored whole on every rank"]);
+    assert_eq!(notes, ["2 tensors are not parameters of the flat layout, so every rank stores them whole"]);
 }
 
 /// Wrappers are added to the paths of modules exactly once.

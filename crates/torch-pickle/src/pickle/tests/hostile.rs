@@ -58,9 +58,9 @@ fn invalid_stack_operations_are_errors() {
 
 #[test]
 fn errors_name_the_byte() {
-    assert_eq!(error_of(b"\x80\x02N\xff.").to_string(), "byte 3: 0xff is not a pickle opcode");
+    assert_eq!(error_of(b"\x80\x02N\xff.").to_string(), "byte 3: 0xff, which is not a pickle opcode");
     let text = error_of(b"\x80\x02I01\n.").to_string();
-    assert_eq!(text, "byte 2: 0x49 is an opcode of the old text protocols, which no checkpoint uses");
+    assert_eq!(text, "byte 2: 0x49, an opcode of the old text protocols, which no checkpoint uses");
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn too_deep_value_is_an_error() {
     let pickle = read(&bytes);
     let error = decode(pickle.root(), &mut |_| Ok(None)).unwrap_err();
     assert!(matches!(error, DecodeError::Limit { .. }), "{error}");
-    assert!(error.to_string().ends_with("[0][0]: nested deeper than 256"));
+    assert!(error.to_string().ends_with("[0][0]: values nested deeper than 256"));
 }
 
 /// The deepest value of each construction fits the stack of a thread, even without optimisation.
