@@ -59,7 +59,7 @@ pub fn notes(source: &Catalog, reservation: &Reservation) -> Vec<String> {
     reduced(source, reservation).into_iter().chain(divided(reservation)).collect()
 }
 
-/// Returns a note such as `3 tensors reduced: 1 of P(avg) on dp and cp; 2 of P(sum) on dp`.
+/// Returns a note such as `3 tensors are reduced: 1 of P(avg) on dp and cp; 2 of P(sum) on dp`.
 fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     let mut reduced: BTreeMap<String, usize> = BTreeMap::new();
     for tensor in &reservation.tensors {
@@ -90,7 +90,7 @@ fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns notes such as `3 tensors of P(sum) are computed from values: divided by 3 and rounded`. Divisions by powers
+/// Returns notes such as `3 tensors of P(sum) are computed from values, which are divided by 3 and rounded`. Divisions by powers
 /// of two are exact for floats, and integers with a remainder are refused, so both need no note.
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));

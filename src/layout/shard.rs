@@ -320,12 +320,12 @@ mod tests {
         let error = |shape: &[u64], mesh: &[u64], placement, at: &[u64]| {
             local_shard(shape, mesh, &[placement], at).unwrap_err().to_string()
         };
-        assert!(error(&[], &[2], parse("S(0)"), &[0]).contains("found 0 dims"));
+        assert!(error(&[], &[2], parse("S(0)"), &[0]).contains("shards dim 0, but the tensor has 0 dims"));
         assert!(error(&[4], &[2, 2], parse("R"), &[0, 0]).contains("expected one placement for each of 2"));
         assert!(error(&[4], &[2], parse("R"), &[2]).contains("(2,), found (2,)"));
         assert!(error(&[4], &[2], parse("R"), &[]).contains("found ()"));
-        assert!(error(&[4], &[2], strided(0), &[0]).contains("found 0"));
-        assert!(error(&[u64::MAX], &[2], strided(1 << 60), &[0]).contains("at most 1048576 intervals"));
+        assert!(error(&[4], &[2], strided(0), &[0]).contains("has the split factor 0"));
+        assert!(error(&[u64::MAX], &[2], strided(1 << 60), &[0]).contains("supports at most 1048576"));
     }
 
     #[test]

@@ -202,8 +202,8 @@ mod tests {
     #[test]
     fn error_of_an_invalid_rename_is_one_line() {
         for (rename, problem) in [
-            ("layers", "found no `=`"),
-            (r"a\=b", "found no `=`"),
+            ("layers", "expected REGEX=REPL, found no `=`"),
+            (r"a\=b", "expected REGEX=REPL, found no `=`"),
             ("=b", "the regular expression is empty"),
             ("(a=b", "unclosed group"),
             (r"(a)=\2", "the regular expression has no group 2, only 1"),

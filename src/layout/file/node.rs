@@ -108,7 +108,7 @@ pub fn parse_toml(text: &str) -> Result<FileNode, ParseFault> {
         let problem = match error.message() {
             // A value that begins like a word and is not one of TOML's.
             message if message.starts_with("string values must be quoted") => "string values must be quoted".to_owned(),
-            message if message.contains("recursion depth") => "lists and tables are nested too deeply".to_owned(),
+            message if message.contains("recursion") => "lists and tables are nested too deeply".to_owned(),
             message => message.replace('\n', ", "),
         };
         ParseFault { line, problem }

@@ -82,7 +82,7 @@ fn edited_model_is_written_into_rank_files() {
         let made = env.make("reshard", &edited, case, &like_and_fill_from(&sharded));
         assert_only_edited(&made.tensors(), &sharded, &edited, EDITED);
         assert_same_layout(&made.path, &sharded);
-        assert_contains(&made.run.stderr, &[" from ", "edited.safetensors, "]);
+        assert_contains(&made.run.stderr, &["DST gets ", " tensors from ", "edited.safetensors and "]);
     }
 }
 
