@@ -151,7 +151,7 @@ def cases(ranks, small):
         case("flat", "unshard views to torch", "views", dtshard("unshard"), **whole, **tmpfs),
         case("flat", f"flatten views and AdamW x {ranks} to x {fewer}", "views-adamw", flatten_fewer, **tmpfs),
         case("layouts", "consolidate local to safetensors", "local", dtshard("consolidate"), check=model, **tmpfs),
-        case("layouts", "consolidate 2 summands of each to safetensors", "summed", dtshard("consolidate"),
+        case("layouts", "consolidate 2 partial values of each to safetensors", "summed", dtshard("consolidate"),
              check=model, **tmpfs),
         case("consolidate", "consolidate torch-ranks to safetensors", "ranks", dtshard("consolidate"), MERGE_RANKS),
         case("consolidate", "consolidate dcp-hf to safetensors", "hf", dtshard("consolidate"), CONSOLIDATE),

@@ -3,7 +3,7 @@
 One gloo process a rank on the CPU; a Llama whose every parameter is a DTensor sharded on dim 0, as FSDP2 leaves it,
 and with `--adamw` its state, too. `--format` is what it is saved as: a DCP directory, a `torch.save` file a rank, or
 shards of DCP's Hugging Face storage. bf16 values are random bits, so nothing compresses or deduplicates; f32 values are
-normal, so that they can be cast. `DIR.flat_layout.json` tells how FSDP1 would flatten the model with a unit a layer.
+normal, so that they can be cast. `DIR.flat_layout.json` describes how FSDP1 would flatten the model with a unit a layer.
 `--small N` instead makes a DCP directory of N tensors of 1 KiB.
 """
 

@@ -80,8 +80,8 @@ def draw(results):
             parts += time.bar(y, ratio, kind, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}")
             parts += memory.bar(y, megabytes, kind, f"{megabytes:.0f}")
         y += ROW + 8
-    told = results["setup"]
-    caption = f"{told['gigabytes']:g} GB, {told['ranks']} ranks, {told['cores']} cores, tmpfs, page cache warm"
-    caption += f"; commit {told['commit']}, {told['date']}"
+    setup = results["setup"]
+    caption = f"{setup['gigabytes']:g} GB, {setup['ranks']} ranks, {setup['cores']} cores, tmpfs, page cache warm"
+    caption += f"; commit {setup['commit']}, {setup['date']}"
     parts.append(f'<text class="small" x="8" y="{bottom + 26}">{escape(caption)}</text></svg>')
     return "\n".join(parts) + "\n"

@@ -158,16 +158,16 @@ def table(result):
 
 
 def setup(results):
-    told = results["setup"]
-    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    setup = results["setup"]
+    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
     cases = [case for result in results["tables"] for case in result["cases"]]
     of_dtshard = {len(row["runs"]) for case in cases for row in case["rows"] if row["kind"] == "dtshard"}
     rounds = " to ".join(str(number) for number in sorted({min(of_dtshard), max(of_dtshard)}))
     return wrapped(
-        f"{told['date']}, commit {told['commit']}. A Llama of {told['gigabytes']:g} GB over {told['ranks']} ranks, "
-        f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {told['cores']} cores "
-        f"({told['cpu']}), {told['memory'] / 2**30:.0f} GiB, Linux {told['kernel']}. {versions}; "
-        f"to import torch takes {told['import_seconds']:.1f} s of each of its processes."
+        f"{setup['date']}, commit {setup['commit']}. A Llama of {setup['gigabytes']:g} GB over {setup['ranks']} ranks, "
+        f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {setup['cores']} cores "
+        f"({setup['cpu']}), {setup['memory'] / 2**30:.0f} GiB, Linux {setup['kernel']}. {versions}; "
+        f"to import torch takes {setup['import_seconds']:.1f} s of each of its processes."
     )
 
 

@@ -2,7 +2,7 @@
 
 from gpu_files import first_difference, remove, spread, write_safetensors
 from gpu_processes import Failed, together
-from gpu_summands import Summands
+from gpu_partial_values import PartialValues
 
 RANKS = (1, 2, 3, 4)
 
@@ -155,11 +155,11 @@ class Conversions:
                 self.check.step(what, lambda limit: self.summed(what, ranks, limit), self.limit)
 
     def summed(self, what, ranks, limit):
-        source, got = self.work / f"summands{ranks}", self.work / "sums.safetensors"
-        summands = Summands(source, ranks, self.check.args.seed)
+        source, got = self.work / f"values{ranks}", self.work / "sums.safetensors"
+        values = PartialValues(source, ranks, self.check.args.seed)
         options = "--source per-rank --fast-reduce -v".split()
         _, said = self.convert("unshard", self.apart(source, ranks), got, options, ranks, limit)
-        difference = summands.difference(got)
+        difference = values.difference(got)
         remove(got)
         if difference:
             raise Failed(f"further off than additions in any order can be: {difference}")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Where systems have them that do not tell their loader.
+# Where systems have them that are not in the path of the loader.
 SYSTEM = ("usr/local/cuda*/lib64", "usr/local/cuda*/targets/*/lib", "usr/local/nvidia/lib64", "usr/local/nvidia/lib",
           "usr/lib/*-linux-gnu", "usr/lib64", "usr/lib/wsl/lib")
 
@@ -15,8 +15,8 @@ SYSTEM = ("usr/local/cuda*/lib64", "usr/local/cuda*/targets/*/lib", "usr/local/n
 def packages():
     """Where this Python looks for packages, and others that are at hand."""
     others = dict.fromkeys(filter(None, map(shutil.which, ("python3", "python"))))
-    told = (lines(other, "-c", "import sys; print(*sys.path, sep='\\n')") for other in others)
-    names = [*sys.path, *(name for names in told for name in names)]
+    paths = (lines(other, "-c", "import sys; print(*sys.path, sep='\\n')") for other in others)
+    names = [*sys.path, *(name for names in paths for name in names)]
     return [Path(name) for name in dict.fromkeys(filter(None, names))]
 
 

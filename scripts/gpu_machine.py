@@ -86,7 +86,7 @@ class Machine:
         return names if self.nccl_version >= (2, 30) else names[1:] + names[:1]
 
     def of_rank(self, rank, ranks):
-        """The environment of a rank of so many: those that share a GPU tell NCCL that they do."""
+        """The environment of a rank of so many: those that share a GPU set NCCL variables for this."""
         environment = dict(self.environment)
         if ranks > self.gpus:
             how = SHARING[self.sharing or self.sharings()[0]]

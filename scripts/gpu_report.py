@@ -1,4 +1,4 @@
-"""The table of `gpu-check`: rows that are told, and kept, as they come."""
+"""The table of `gpu-check`: rows are printed and kept as they come."""
 
 import os
 

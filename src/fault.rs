@@ -19,7 +19,7 @@ pub const POINTS: [&str; 24] = [
     "record-after",
     "seal-created-lease",
     "restart-created-lease",
-    "restart-judged",
+    "restart-examined",
     "restart-moved",
     "seal-leased",
     "seal-summed",

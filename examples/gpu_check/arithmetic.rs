@@ -11,7 +11,7 @@ use dtshard::layout::ReduceOp;
 use serde_json::json;
 
 use super::random::Random;
-use super::{Verdict, line};
+use super::{CheckResult, line};
 
 /// Usual largest number of elements in a job, rare largest number, and jobs in a launch.
 const USUAL_ELEMENTS: u64 = 1 << 15;
@@ -23,7 +23,7 @@ const INTEGERS: [Dtype; 9] =
 const COMPLEX: [(Dtype, Dtype); 3] = [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)];
 
 /// Checks random lists of reductions, then of casts, each for `seconds`.
-pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
+pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> CheckResult {
     let checks: [(&str, Check); 2] = [("reductions", reductions), ("casts", casts)];
     let mut is_right = true;
     for (name, check) in checks {
@@ -114,15 +114,15 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
     for _ in 0..=random.below(MAX_JOBS) {
         let (reducer, numel, parts) = (reducer(random), numel(random), 1 + random.index(5));
         let count = usize::try_from(numel).expect("few");
-        let (summands, target) = (start(memory.len(), random), start(end, random));
-        memory.resize(summands, 0);
+        let (partial_values, target) = (start(memory.len(), random), start(end, random));
+        memory.resize(partial_values, 0);
         (0..parts).for_each(|_| memory.extend(elements(reducer.dtype(), count, random)));
         end = target + count * size(reducer.dtype());
         jobs.push(ReductionJob {
             reducer,
             partial_count: u32::try_from(parts).expect("few"),
             numel,
-            partial_values: summands,
+            partial_values,
             target,
         });
         checked.elements += numel * parts as u64;

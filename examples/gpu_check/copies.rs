@@ -9,7 +9,7 @@ use dtshard::plan::lower::LoopLevel;
 use serde_json::json;
 
 use super::random::Random;
-use super::{Verdict, line, packers};
+use super::{CheckResult, line, packers};
 
 /// Longest run, in bytes.
 const LONGEST_RUN: u64 = 64 << 10;
@@ -57,7 +57,7 @@ fn shape(random: &mut Random) -> Shape {
 }
 
 /// Checks lists of random copies, for `seconds` with each packer.
-pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
+pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> CheckResult {
     let mut is_right = true;
     for (name, packer) in packers(gpu) {
         let mut random = Random::new(seed);
@@ -105,7 +105,7 @@ fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random)
 }
 
 /// Checks copies of more than 4 GiB, in the narrowest and the widest lanes, and one copy of very many runs.
-pub fn large(gpu: &Gpu) -> Verdict {
+pub fn large(gpu: &Gpu) -> CheckResult {
     let run_bytes = (4_u64 << 30) + 4096;
     let mut source = vec![0; len(run_bytes + 16)];
     Random::new(2).fill(&mut source);

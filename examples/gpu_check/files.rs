@@ -9,21 +9,21 @@ use dtshard::error::Error;
 use rayon::prelude::*;
 
 use super::random::Random;
-use super::{Verdict, figure};
+use super::{CheckResult, figure};
 
 const LEN: usize = 2 << 30;
 const BLOCK: usize = 8 << 20;
 const TURNS: usize = 5;
 
 /// Measures a folder, and deletes the test file.
-pub fn all(folder: &Path) -> Verdict {
+pub fn all(folder: &Path) -> CheckResult {
     let path = folder.join("gpu_check.bytes");
     let done = measure(&path);
     let _ = fs::remove_file(&path);
     done
 }
 
-fn measure(path: &Path) -> Verdict {
+fn measure(path: &Path) -> CheckResult {
     let mut bytes = vec![0; LEN];
     Random::new(3).fill(&mut bytes);
     let offset = |block: usize| (block * BLOCK) as u64;

@@ -34,7 +34,7 @@ const USAGE: &str = "gpu_check [--ptx FILE] about | copies SECONDS SEED | arithm
                      speeds copies|arithmetic|transfers|rounds MB | files FOLDER";
 
 /// True if all checks passed.
-type Verdict = Result<bool>;
+type CheckResult = Result<bool>;
 
 fn main() -> ExitCode {
     let mut arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -99,7 +99,7 @@ fn figure(name: &str, bytes_per_second: f64, of: Option<f64>) {
     }));
 }
 
-fn about(gpu: &Gpu) -> Verdict {
+fn about(gpu: &Gpu) -> CheckResult {
     let why = match &gpu.packer {
         Packer::Kernel(_) => None,
         Packer::Driver(why) => Some(why),

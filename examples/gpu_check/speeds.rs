@@ -27,7 +27,7 @@ use dtshard::plan::lower::LoopLevel;
 use super::random::Random;
 use super::support::model::{Job, tensors};
 use super::support::tables::tables;
-use super::{Verdict, figure, packers};
+use super::{CheckResult, figure, packers};
 
 const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
 /// Ranks that exchange rows for columns.
@@ -121,7 +121,7 @@ fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(TransferTrial, Copies)> {
 }
 
 /// Measures pack and unpack, each against a copy of the same size.
-pub fn copies(gpu: &Gpu, len: usize) -> Verdict {
+pub fn copies(gpu: &Gpu, len: usize) -> CheckResult {
     let bytes = random(gpu, len)?;
     let (mut plain, whole) = reference(gpu, &bytes)?;
     let [copy] = rates([Work::copies(&mut plain, whole.clone())?])?;
@@ -140,7 +140,7 @@ pub fn copies(gpu: &Gpu, len: usize) -> Verdict {
 }
 
 /// Measures a sum of four parts in bf16, and a cast of f32 to bf16, against a copy.
-pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
+pub fn arithmetic(gpu: &Gpu, len: usize) -> CheckResult {
     let arithmetic = gpu.arithmetic().map_err(|why| Error::usage(why.to_owned(), "check the kernel"))?;
     let bytes = random(gpu, len)?;
     let (mut plain, whole) = reference(gpu, &bytes)?;
@@ -162,7 +162,7 @@ pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
 }
 
 /// Measures transfers between pinned memory and the device: to it, from it, and both at once.
-pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
+pub fn transfers(gpu: &Gpu, len: usize) -> CheckResult {
     let bytes = random(gpu, len)?;
     let mut target = Pinned::pool(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
@@ -210,7 +210,7 @@ fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
 
 /// Measures rounds of one process that turns rows into columns, without reading or writing files: transfer, unpack,
 /// transfer back, one round after the other, against the transfers alone.
-pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
+pub fn rounds(gpu: &Gpu, len: usize) -> CheckResult {
     let bytes = random(gpu, len)?;
     let mut target = Pinned::pool(&gpu.device).buffer(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);

@@ -168,7 +168,7 @@ impl Reservation {
     /// Returns the memory of pending checksums, for write blocks of this length. A checksum is not pending if its range
     /// and its CRC offsets are inside one write block.
     #[must_use]
-    pub fn pending_checksum_bytes(&self, strip_bytes: u64) -> u64 {
+    pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
         /// The size of a value, and of its range and open offsets. The lists that contain them have grown by doubling.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
@@ -177,10 +177,10 @@ impl Reservation {
             let length = last.saturating_sub(sum.range.start);
             // A short range crosses the end of a write block with a probability given by its length. A long range is
             // pending in every write block that it overlaps.
-            let per_mille = length.saturating_mul(1000) / strip_bytes;
+            let per_mille = length.saturating_mul(1000) / write_block_bytes;
             VALUE_BYTES * 1000
                 + WAITING_BYTES
-                    * per_mille.min(1000 + sum.range.end.saturating_sub(sum.range.start) / strip_bytes * 1000)
+                    * per_mille.min(1000 + sum.range.end.saturating_sub(sum.range.start) / write_block_bytes * 1000)
         };
         self.files.iter().flat_map(|file| &file.checksums).map(of_sum).sum::<u64>() / 1000
     }

@@ -192,7 +192,7 @@ impl Mpi {
         (0..self.size).filter(move |rank| *rank != this)
     }
 
-    fn tell_all(&self, state: &State, word: impl Fn(u32) -> Word) {
+    fn send_to_all(&self, state: &State, word: impl Fn(u32) -> Word) {
         let _turn = turn();
         let world = SimpleCommunicator::world();
         for other in self.others() {
@@ -209,7 +209,7 @@ impl Mpi {
         }
         let Some(PeerFailure { rank, why }) = self.first_failure.gone().cloned() else { return };
         let gone = PeerFailure { rank, why: why.cut(LONGEST_REASON) };
-        self.tell_all(state, |_| Word::Failed(gone.clone()));
+        self.send_to_all(state, |_| Word::Failed(gone.clone()));
     }
 
     /// Checks whether this rank may continue, and ends this rank if not.
@@ -226,7 +226,7 @@ impl Mpi {
             self.first_failure.check(op)?;
             state.number += 1;
             let number = state.number;
-            self.tell_all(&state, |other| Word::Header { operation, number, len: len(other) as u64 });
+            self.send_to_all(&state, |other| Word::Header { operation, number, len: len(other) as u64 });
             number
         };
         let (mut pause, mut stopped) = (Pause::default(), Ok(()));
@@ -419,7 +419,7 @@ impl Communicator for Mpi {
         {
             let mut state = self.state();
             self.first_failure.check(OP)?;
-            self.tell_all(&state, |_| Word::Left);
+            self.send_to_all(&state, |_| Word::Left);
             state.has_left = true;
         }
         let mut pause = Pause::default();

@@ -14,14 +14,14 @@ pub struct WaitNotices<'a> {
     /// The delay before the first report. Later reports follow at intervals of `again`.
     pub first: Duration,
     pub again: Duration,
-    pub tell: &'a (dyn Fn(&str) + Sync),
+    pub print: &'a (dyn Fn(&str) + Sync),
 }
 
 impl WaitNotices<'_> {
     /// Returns notices that report nothing.
     #[must_use]
     pub fn silent(limit: Duration) -> Self {
-        Self { limit, first: limit, again: limit, tell: &|_| {} }
+        Self { limit, first: limit, again: limit, print: &|_| {} }
     }
 }
 
@@ -32,18 +32,18 @@ pub struct WaitReporter {
     pub first: Duration,
     /// See [`WaitNotices::again`].
     pub again: Duration,
-    pub tell: Arc<dyn Fn(&str) + Send + Sync>,
+    pub print: Arc<dyn Fn(&str) + Send + Sync>,
 }
 
 impl WaitReporter {
     #[must_use]
     pub fn silent() -> Self {
-        Self { first: Duration::MAX, again: Duration::MAX, tell: Arc::new(|_| {}) }
+        Self { first: Duration::MAX, again: Duration::MAX, print: Arc::new(|_| {}) }
     }
 
     #[must_use]
     pub fn notices(&self, limit: Duration) -> WaitNotices<'_> {
-        WaitNotices { limit, first: self.first, again: self.again, tell: &*self.tell }
+        WaitNotices { limit, first: self.first, again: self.again, print: &*self.print }
     }
 }
 
@@ -95,7 +95,7 @@ impl<'a> Wait<'a> {
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());
-        (self.notices.tell)(&words);
+        (self.notices.print)(&words);
         words
     }
 }

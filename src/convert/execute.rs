@@ -9,7 +9,7 @@ use super::estimate::{room_for_rounds, within_memory};
 use super::options::{ConvertOptions, OnConflict};
 use super::preflight::describe_destination;
 use super::prepared::{Prepared, check_destination};
-use super::report::{Account, Outcome, Preview, Report, left_out, notes};
+use super::report::{Outcome, Preview, Report, ReportSource, left_out, notes};
 use super::source_options::input;
 use super::source_options::refuse_without_tensors;
 use super::unused_options::{unused_after_run, unused_options};
@@ -70,7 +70,7 @@ pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) ->
 
 fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
     let options = &begin(prepared, args, run)?;
-    let mut account = Account::new(prepared, args, options, unused_options(prepared, args, run));
+    let mut account = ReportSource::new(prepared, args, options, unused_options(prepared, args, run));
     let source = &prepared.source.checkpoint;
     let stats = match &prepared.source.peers {
         Some(peers) if peers.exchange_bytes() => {
@@ -184,7 +184,7 @@ fn perform(
     options: &Options,
     run: &Run<'_>,
 ) -> Result<Report> {
-    let mut account = Account::new(prepared, args, options, unused_options(prepared, args, run));
+    let mut account = ReportSource::new(prepared, args, options, unused_options(prepared, args, run));
     check_destination(prepared, args, destination)?;
     let (stats, outcome) = match write_destination(prepared, args, destination, options, run)? {
         WriteOutcome::Published(stats, Publisher::This) => (stats, Outcome::Published),

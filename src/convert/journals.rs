@@ -164,7 +164,7 @@ impl JournalSet<'_> {
     ///
     /// # Errors
     /// `Io`.
-    pub fn doubt_torn(&self) -> Result<()> {
+    pub fn invalidate_partial_replicas(&self) -> Result<()> {
         let Prepared { source, reservation, .. } = self.conversion;
         loop {
             let known = self.known()?;

@@ -264,9 +264,9 @@ mod tests {
         assert_eq!(ahead, alone + STAGING_BYTES);
         let (rounds, max) = (100 << 20, 512 << 20);
         let threads = affordable(max - rounds, ahead, MIN_WRITE_BLOCK_BYTES);
-        let strip = write_block_bytes(max, rounds, ahead, threads).unwrap();
-        assert!(strip >= MIN_WRITE_BLOCK_BYTES);
-        assert!(BASE_BYTES + rounds + threads as u64 * (strip + alone + STAGING_BYTES) <= max);
+        let block = write_block_bytes(max, rounds, ahead, threads).unwrap();
+        assert!(block >= MIN_WRITE_BLOCK_BYTES);
+        assert!(BASE_BYTES + rounds + threads as u64 * (block + alone + STAGING_BYTES) <= max);
         assert!(write_block_bytes(max, rounds, ahead, threads + 1).is_err());
     }
 

@@ -50,7 +50,7 @@ use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
 /// Longest time until all processes detect that a process has ended.
-const HEARD_WITHIN: Duration = Duration::from_secs(2);
+const DETECTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Time for which a process without GPU or NCCL waits for the other processes to connect. Before the process stops, it
 /// informs them.
@@ -528,8 +528,8 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
         run.progress.outcome(&format!("{lack}; this process stops after it has informed the other processes"));
         limit = limit.min(fault::wait_time(LACKING_WITHIN, LACKING_HURRIED));
     }
-    let tell = wait_printer(run);
-    let met = Records::meet(work.of_run(), launch.part, wait_notices(limit, &tell), &run.stop);
+    let print = wait_printer(run);
+    let met = Records::meet(work.of_run(), launch.part, wait_notices(limit, &print), &run.stop);
     match (met, installed) {
         (Ok(records), installed) => {
             let records = records.reporting(slow_reporter(run));
@@ -559,7 +559,7 @@ fn is_not_there(error: &Error) -> bool {
 /// file. Returns `error` itself if all processes are still running.
 fn cause(link: &Link, error: Error) -> Error {
     let begun = Instant::now();
-    while begun.elapsed() < HEARD_WITHIN {
+    while begun.elapsed() < DETECTED_WITHIN {
         if let Err(gone) = link.check() {
             return gone;
         }

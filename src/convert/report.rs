@@ -102,7 +102,7 @@ impl fmt::Display for Report {
 }
 
 /// Source of the counts and texts in previews and reports.
-pub struct Account<'a> {
+pub struct ReportSource<'a> {
     conversion: &'a Prepared,
     destination: Option<&'a Path>,
     options: &'a Options,
@@ -165,7 +165,7 @@ fn count_values(number: u64) -> String {
     format!("{number} {}", if number == 1 { "value" } else { "values" })
 }
 
-impl<'a> Account<'a> {
+impl<'a> ReportSource<'a> {
     pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
         let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
         Self {

@@ -160,7 +160,7 @@ impl ConversionSource {
     }
 
     /// Informs the other processes why this process ends.
-    pub fn tell(&self, error: &Error) {
+    pub fn announce_failure(&self, error: &Error) {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
 
@@ -186,7 +186,7 @@ impl ConversionSource {
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
     pub fn resolve_conflicts(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
-        settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
+        settled.map_err(|error| self.locate(error)).inspect_err(|error| self.announce_failure(error))
     }
 
     fn decide(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {

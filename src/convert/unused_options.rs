@@ -21,7 +21,7 @@ pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_
     let why_none = why_no_exchange(conversion, args, run);
     let why = |option: &str| match option {
         FAST_REDUCE if is_alone => Some(String::from(ALONE)),
-        FAST_REDUCE if !has_summands(conversion) => {
+        FAST_REDUCE if !has_partial_values(conversion) => {
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
         FAST_REDUCE if is_by_hosts(conversion) => {
@@ -50,7 +50,7 @@ pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &St
     let is_by_nccl = conversion.source.reducing() == ReductionMethod::Nccl;
     // In a resumed run, the earlier run may have reduced all tensors that NCCL can reduce.
     let is_all =
-        stats.bytes_already_written == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);
+        stats.bytes_already_written == 0 && args.exchange.fast_reduce && is_by_nccl && has_partial_values(conversion);
     (is_all && stats.global_totals.nccl_reduced == 0).then(|| {
         format!(
             "{FAST_REDUCE} had no effect, and all values were reduced {}: NCCL reduces a tensor only if each process \
@@ -77,7 +77,7 @@ fn is_by_hosts(conversion: &Prepared) -> bool {
 }
 
 /// Returns whether the conversion reads partial values (PyTorch's `Partial` placement).
-fn has_summands(conversion: &Prepared) -> bool {
+fn has_partial_values(conversion: &Prepared) -> bool {
     let catalog = input(&conversion.source.checkpoint).catalog;
     conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).partial_values.is_some())
 }

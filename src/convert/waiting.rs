@@ -33,16 +33,16 @@ pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };
-    WaitReporter { first, again, tell: Arc::new(wait_printer(run)) }
+    WaitReporter { first, again, print: Arc::new(wait_printer(run)) }
 }
 
 /// Returns a reporter of long waits for connected processes.
 pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
-    WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, tell: Arc::new(wait_printer(run)) }
+    WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, print: Arc::new(wait_printer(run)) }
 }
 
 /// Returns the time limit of a wait, with the times of its reports.
-pub fn wait_notices(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
+pub fn wait_notices(limit: Duration, print: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
-    WaitNotices { limit, first, again, tell }
+    WaitNotices { limit, first, again, print }
 }

@@ -87,7 +87,7 @@ pub fn write_destination(
         Beginning::Work(staging) => {
             let records = JournalSet { conversion, staging: &staging, run, sync: options.sync };
             let producer = DestinationWriter { conversion, staging: &staging, records, args, options, run };
-            let written = producer.write().inspect_err(|error| staging.tell(error));
+            let written = producer.write().inspect_err(|error| staging.announce_failure(error));
             let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
             // Connected processes remove the work folder when they disconnect.
             if matches!((&produced, &conversion.source.peers), (Ok(WriteOutcome::Published(_, Publisher::This)), None))
@@ -252,7 +252,7 @@ impl DestinationWriter<'_> {
         // write.
         peers.barrier()?;
         if self.part().index == 0 {
-            self.records.doubt_torn()?;
+            self.records.invalidate_partial_replicas()?;
         }
         peers.barrier()?;
         self.records.known()

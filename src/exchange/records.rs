@@ -195,7 +195,7 @@ impl Records {
             None => String::from("its lease cannot be read"),
         };
         let doing = self.doing.lock().expect("no panic while the lock is held");
-        (self.reporter.tell)(&format!("waiting for {whom}{more} while {doing} ({} s): {why}", waited.as_secs()));
+        (self.reporter.print)(&format!("waiting for {whom}{more} while {doing} ({} s): {why}", waited.as_secs()));
     }
 
     fn hear(&self, rank: u32, name: &str, names: &BTreeSet<String>) -> Result<Option<Vec<u8>>> {

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaEvent;
-use nccl::{DataType, DeviceView, DeviceViewMut, Group};
+use nccl::{DataType, DeviceView, DeviceViewMut, GroupCall};
 
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
@@ -43,7 +43,7 @@ pub struct Nccl {
     notes: Arc<dyn FailureNotes>,
     stream: Stream,
     counter: Counter,
-    place: nccl::Place,
+    place: nccl::RankPosition,
     words: Mutex<DeviceBytes>,
     /// The event after the operation that was queued last.
     last: Mutex<Option<CudaEvent>>,
@@ -148,7 +148,7 @@ impl Nccl {
     /// Gathers the messages of all ranks into slots of `each` bytes. A message has at most `each` bytes.
     fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
         const OP: &str = "gather";
-        let nccl::Place { rank, ranks } = self.place;
+        let nccl::RankPosition { rank, ranks } = self.place;
         let mut all = vec![0; each * ranks];
         all[rank * each..][..own.len()].copy_from_slice(own);
         memory.grow_to(all.len(), "words")?;
@@ -178,7 +178,7 @@ impl Nccl {
         &self,
         op: &'static str,
         stream: &Stream,
-        body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
+        body: impl for<'g> FnOnce(&mut GroupCall<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
         // All ranks run operations in the order in which they are queued, even on different streams.

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nccl::{Config, Place, UniqueId, Wait};
+use nccl::{Config, RankPosition, UniqueId, Wait};
 
 use super::Gpu;
 use super::nccl_communicator::Nccl;
@@ -93,7 +93,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
         Ok(id) => id,
         Err(against) => return Ok(Err(against)),
     };
-    let (tell, ended) = channel();
+    let (report, ended) = channel();
     let is_off = Arc::new(AtomicBool::new(false));
     let (made, vote) = thread::scope(|scope| -> Result<_> {
         let is_off_now = &is_off;
@@ -103,7 +103,7 @@ fn meet<C: Communicator + FailureNotes + 'static>(
             vote
         })?;
         let made = make(gpu, sharing, control, &id, Arc::clone(&is_off));
-        let _ = tell.send(made.as_ref().map(drop).map_err(AbortReason::clone));
+        let _ = report.send(made.as_ref().map(drop).map_err(AbortReason::clone));
         Ok((made, vote.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
     })?;
     let vote = vote.map_err(|error| match error {
@@ -175,7 +175,7 @@ fn make<C: Communicator + Send + 'static>(
         Sharing::Refused => Config::default(),
         Sharing::Allowed => Config::default().max_ctas(SHARED_BLOCKS),
     };
-    let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
+    let place = RankPosition { rank: control.rank() as usize, ranks: control.size() as usize };
     let here = |error: Error| AbortReason::Here(error.to_string());
     gpu.device.bind().map_err(here)?;
     let nccl = gpu.nccl().map_err(|why| AbortReason::Here(why.to_owned()))?;
@@ -265,8 +265,8 @@ mod tests {
             .map(|(local, end)| {
                 let end = *end;
                 thread::spawn(move || {
-                    let (tell, ended) = channel();
-                    tell.send(end()).unwrap();
+                    let (report, ended) = channel();
+                    report.send(end()).unwrap();
                     let vote = talk(&local, &ended).unwrap();
                     // The control communicator is unchanged.
                     local.barrier().unwrap();

@@ -49,12 +49,12 @@ pub(super) enum Admission {
 /// deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
-    let is_rival = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
-    let rivals = || leases.iter().filter(|(name, _)| !joins || is_rival(name));
-    if let Some((name, _)) = rivals().find(|(_, state)| *state == LeaseState::Alive) {
+    let is_conflicting = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
+    let conflicting = || leases.iter().filter(|(name, _)| !joins || is_conflicting(name));
+    if let Some((name, _)) = conflicting().find(|(_, state)| *state == LeaseState::Alive) {
         return Admission::Conflict(*name);
     }
-    if rivals().any(|(_, state)| *state == LeaseState::Unsure) {
+    if conflicting().any(|(_, state)| *state == LeaseState::Unsure) {
         return Admission::Watch;
     }
     if !joins {
@@ -65,7 +65,7 @@ pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: b
     let is_sibling = |(name, state): &(LeaseName, LeaseState)| {
         part_of(name).is_some_and(|other| other.of == part.of) && *state != LeaseState::Dead
     };
-    let is_of_others = rivals().any(|(name, _)| part_of(name) != Some(part)) && !leases.iter().any(is_sibling);
+    let is_of_others = conflicting().any(|(name, _)| part_of(name) != Some(part)) && !leases.iter().any(is_sibling);
     if own.is_some() || is_of_others { Admission::Resume { generation } } else { Admission::Join { generation } }
 }
 
@@ -339,8 +339,8 @@ impl Acquiring<'_> {
             }
             _ => return Ok(false),
         };
-        if let Some(rival) = found.leases.iter().find(|seen| holding.is_of_rival(seen.name)) {
-            return Err(self.destination.another_run(&found, rival.name));
+        if let Some(other) = found.leases.iter().find(|seen| holding.is_of_conflicting_run(seen.name)) {
+            return Err(self.destination.another_run(&found, other.name));
         }
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {

@@ -82,7 +82,7 @@ impl Destination {
             lease.into_iter().for_each(Lease::retract);
             return Ok(false);
         }
-        fault::point("restart-judged");
+        fault::point("restart-examined");
         self.rename_away(&partial, TRASH)?;
         fault::point("restart-moved");
         Ok(true)

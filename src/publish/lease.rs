@@ -481,7 +481,7 @@ impl WorkLease {
             self.work.as_anchor()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
-                if is_later || self.is_rival_at_work(name)? {
+                if is_later || self.is_conflicting_run_alive(name)? {
                     return Ok(true);
                 }
             }
@@ -495,12 +495,12 @@ impl WorkLease {
 
     /// Returns whether a lease belongs to a process that arrived later and has divided the same output into another
     /// number of parts.
-    pub fn is_of_rival(&self, name: LeaseName) -> bool {
+    pub fn is_of_conflicting_run(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }
 
-    fn is_rival_at_work(&self, name: LeaseName) -> io::Result<bool> {
-        if !self.is_of_rival(name) {
+    fn is_conflicting_run_alive(&self, name: LeaseName) -> io::Result<bool> {
+        if !self.is_of_conflicting_run(name) {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);

@@ -327,7 +327,7 @@ impl Staging {
 
     /// Records why this part will not finish, for the processes that wait for it. A part that was stopped by a signal
     /// records nothing, because it may be restarted.
-    pub fn tell(&self, error: &Error) {
+    pub fn announce_failure(&self, error: &Error) {
         if !matches!(error, Error::Stopped(_)) {
             self.lease().fail(&error.to_string(), self.claim.run.as_deref());
         }

@@ -29,7 +29,7 @@ pub(super) struct Naming<'a, 'o> {
     options: &'o NameOptions,
     /// The root with a final dot; empty if the root is the top.
     root: String,
-    strips_used: Vec<Cell<bool>>,
+    prefixes_used: Vec<Cell<bool>>,
     renames_used: Vec<Cell<bool>>,
     /// The first rename that made a name too long. After that, nothing is renamed.
     overlong: Cell<Option<usize>>,
@@ -54,7 +54,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             survey,
             options,
             root,
-            strips_used: unused(options.strip_prefixes.len()),
+            prefixes_used: unused(options.strip_prefixes.len()),
             renames_used: unused(options.renames.len()),
             overlong: Cell::new(None),
             parameters: HashMap::new(),
@@ -239,8 +239,8 @@ impl<'a, 'o> Naming<'a, 'o> {
             return steps;
         }
         let mut name = steps::join(&steps);
-        for (prefix, used) in self.options.strip_prefixes.iter().zip(&self.strips_used) {
-            let cut = strip_len(&name, prefix);
+        for (prefix, used) in self.options.strip_prefixes.iter().zip(&self.prefixes_used) {
+            let cut = prefix_len(&name, prefix);
             if cut > 0 {
                 used.set(true);
                 steps::cut_front(&mut steps, cut);
@@ -292,7 +292,7 @@ impl<'a, 'o> Naming<'a, 'o> {
     fn new_prefix(&self, module: &str) -> Option<String> {
         let mut text = module.strip_prefix(&self.root)?.to_owned();
         for prefix in &self.options.strip_prefixes {
-            text.drain(..strip_len(&text, prefix));
+            text.drain(..prefix_len(&text, prefix));
         }
         for index in (0..self.options.renames.len()).filter(|_| !module.is_empty()) {
             text = self.apply(index, &text).unwrap_or(text);
@@ -327,7 +327,7 @@ impl<'a, 'o> Naming<'a, 'o> {
     /// `Usage` for a prefix that no name has, and for a rename without a match.
     pub fn check_used(&self) -> Result<()> {
         let unused = |used: &[Cell<bool>]| used.iter().position(|used| !used.get());
-        if let Some(index) = unused(&self.strips_used) {
+        if let Some(index) = unused(&self.prefixes_used) {
             let prefix = &self.options.strip_prefixes[index];
             return Err(Error::usage(
                 format!("options::strip_prefix {prefix}: no name starts with this prefix"),
@@ -347,7 +347,7 @@ impl<'a, 'o> Naming<'a, 'o> {
 }
 
 /// Returns the number of bytes to strip. A prefix without its dot, as `model` of `model.w`, also strips the dot.
-fn strip_len(name: &str, prefix: &str) -> usize {
+fn prefix_len(name: &str, prefix: &str) -> usize {
     match name.strip_prefix(prefix) {
         Some(rest) if rest.starts_with('.') && !prefix.is_empty() => prefix.len() + 1,
         Some(_) => prefix.len(),

@@ -1,6 +1,6 @@
 //! Parsers of files and texts that anybody may have written: mutated fixtures are read or refused, and nothing panics.
 //!
-//! Those of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
+//! Fuzz tests of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
 //!
 //! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets;
 //! docs/explanation/reliability.md has the variables for longer runs.

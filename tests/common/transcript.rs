@@ -107,7 +107,10 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
     let varying = [
         (r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?", " in [TIME]"),
         (r"\([\w.-]+, pid \d+", "([HOST], pid [PID]"),
-        (r"\d+ threads, strips", "[N] threads, strips"),
+        (
+            r"reading with \w+, \d+ threads?, write blocks of [\d.]+ [kM]B",
+            "reading with [IO], [N] threads, write blocks of [SIZE]",
+        ),
         (r"[\d.]+ MB \(anonymous\)", "[SIZE] (anonymous)"),
         (r#""peak_bytes": \d+"#, r#""peak_bytes": [NUMBER]"#),
         (r"\bwork-[0-9a-f]{12}", "work-[RANDOM]"),

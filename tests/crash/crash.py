@@ -80,8 +80,8 @@ class Job:
 
     def __init__(self, bench, verb, source, name, options):
         self.bench, self.verb, self.source, self.options = bench, verb, source, options
-        self.target = bench.desk / name
-        self.old = bench.desk / f".{name}.dtshard-old"
+        self.target = bench.folder / name
+        self.old = bench.folder / f".{name}.dtshard-old"
         self.seconds = 1e9
         for _ in range(2):
             bench.clear()
@@ -105,16 +105,16 @@ class Bench:
         self.rng = random.Random(args.seed)
         self.env = dict(os.environ, DTSHARD_FAULT="none") if args.hurried else dict(os.environ)
         self.work = Path(tempfile.mkdtemp(prefix="dtshard-crash-", dir=args.work))
-        self.desk = self.work / "desk"
-        self.desk.mkdir()
+        self.folder = self.work / "folder"
+        self.folder.mkdir()
         self.count = collections.Counter()
         self.old_content = self.work / "old.safetensors"
         write_source(self.work / "small", 1, self.rng)
         shutil.copy(self.work / "small" / "model.safetensors", self.old_content)
 
     def clear(self):
-        shutil.rmtree(self.desk)
-        self.desk.mkdir()
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
 
     def jobs(self, mb):
         plain, dcp, ranks = (self.work / name for name in ["plain", "dcp", "ranks"])
@@ -177,7 +177,7 @@ class Bench:
         # A run that was killed right after its rename left files that the next run removes.
         subprocess.run(job.command(fixed + ["--resume"]), check=True, env=self.env, stderr=subprocess.DEVNULL)
         assert digest(job.target) == job.wanted, f"{job.target} is wrong"
-        left = sorted(path.name for path in self.desk.iterdir())
+        left = sorted(path.name for path in self.folder.iterdir())
         assert left == [job.target.name], f"left behind: {left}"
 
     def round(self, job, of, more, waits, victims):
@@ -203,10 +203,10 @@ class Bench:
                 processes[index].send_signal(chosen)
                 self.count[f"sent {chosen.name}"] += 1
         # A process that waits for a part which was killed before it began would wait for minutes.
-        patience = time.monotonic() + 10 * job.seconds + 2 if victims else float("inf")
+        limit = time.monotonic() + 10 * job.seconds + 2 if victims else float("inf")
         while any(process.poll() is None for process in processes):
-            if time.monotonic() > patience:
-                patience = time.monotonic() + 30
+            if time.monotonic() > limit:
+                limit = time.monotonic() + 30
                 for process in processes:
                     if process.poll() is None:
                         process.terminate()

@@ -79,7 +79,7 @@ impl Nodes {
 
     /// Returns the folder that contains the destination only.
     pub fn dst_folder(&self) -> PathBuf {
-        self.folder.path().join("desk")
+        self.folder.path().join("results")
     }
 
     pub fn clear(&self) {
@@ -122,11 +122,11 @@ impl Nodes {
 
     /// Runs one process that sees all files, and returns its output files and its outcome.
     pub fn run_alone(&self, words: &str) -> (Tree, Outcome) {
-        let desk = tempfile::tempdir_in(self.folder.path()).unwrap();
+        let folder = tempfile::tempdir_in(self.folder.path()).unwrap();
         let outcome: Outcome =
-            run(&self.whole, desk.path(), &format!("{words} --no-sync --parts 1")).output().unwrap().into();
-        let made = names(desk.path());
-        (made.first().map_or_else(Tree::new, |name| tree(&desk.path().join(name))), outcome)
+            run(&self.whole, folder.path(), &format!("{words} --no-sync --parts 1")).output().unwrap().into();
+        let made = names(folder.path());
+        (made.first().map_or_else(Tree::new, |name| tree(&folder.path().join(name))), outcome)
     }
 
     /// Asserts that all processes together give the output of one process, and leave nothing else.
@@ -153,10 +153,10 @@ impl Nodes {
 
 /// Returns a command. `words` are the verb, the name of DST, and options, in which `@` stands for the folder of
 /// fixtures.
-fn run(source: &Path, desk: &Path, words: &str) -> Command {
+fn run(source: &Path, folder: &Path, words: &str) -> Command {
     let mut words = words.split_whitespace();
     let (verb, dst) = (words.next().unwrap(), words.next().unwrap());
-    let mut command = command(&[&verb, &source, &desk.join(dst)]);
+    let mut command = command(&[&verb, &source, &folder.join(dst)]);
     command.args(words.map(|word| word.replace('@', fixture("").to_str().unwrap())));
     command
 }

@@ -66,7 +66,7 @@ def test_exchange_receives_no_more_bytes_than_redistribute(tmp_path, sizes, sour
         most = wire.by_torch(whole, sizes, source, target)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         pytest.skip(f"PyTorch refuses: {error}".split("\n")[0])
-    (tmp_path / "desk").mkdir()
-    found = by_dtshard(wire.save(whole, sizes, source, tmp_path), tmp_path / "desk", target)
+    (tmp_path / "results").mkdir()
+    found = by_dtshard(wire.save(whole, sizes, source, tmp_path), tmp_path / "results", target)
     print(f"{label(sizes)} {label(source)} -> {label(target)} {shape}: {found} of PyTorch's {most:.0f} bytes")
     assert found <= most

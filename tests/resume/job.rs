@@ -118,7 +118,7 @@ impl Job {
             fs::remove_dir_all(&source).unwrap();
             source = made;
         }
-        fs::create_dir(folder.path().join("desk")).unwrap();
+        fs::create_dir(folder.path().join("results")).unwrap();
         let before = tree(&source);
         let mut job = Self { kind, folder, source, before, expected: Tree::new(), document: Json::Null };
         job.document = serde_json::from_str(&job.run("--json", None).assert_succeeded().out).unwrap();
@@ -129,7 +129,7 @@ impl Job {
 
     /// Returns the folder that contains the destination only.
     pub fn dst_folder(&self) -> PathBuf {
-        self.folder.path().join("desk")
+        self.folder.path().join("results")
     }
 
     pub fn source(&self) -> &Path {

@@ -92,7 +92,7 @@ fn points_not_reached(hit: &BTreeSet<&str>) -> Vec<&'static str> {
     POINTS.into_iter().filter(|point| !hit.contains(point)).collect()
 }
 
-const OF_RESTARTS: [&str; 3] = ["restart-created-lease", "restart-judged", "restart-moved"];
+const OF_RESTARTS: [&str; 3] = ["restart-created-lease", "restart-examined", "restart-moved"];
 const OF_SWAPS: [&str; 2] = ["commit-cleared", "commit-moved-old"];
 
 fn assert_resumes_after_kills(kind: Kind, ways: &[(Victim, bool)]) {

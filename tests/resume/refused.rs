@@ -33,7 +33,7 @@ fn interrupted_run_is_refused_without_resume() {
     let job = Job::new(FOLDER);
     let words = [
         "an earlier run did not finish: ",
-        "desk/.out.dtshard-partial exists",
+        "results/.out.dtshard-partial exists",
         "hint: use --resume to continue it, or use --restart to delete it and start again",
     ];
     for left in ["", "--parts 3 --part 1 --no-wait"] {
@@ -221,7 +221,7 @@ fn folder_without_permission_is_refused() {
         let Ok(ended) = command.output() else {
             return skip("another user cannot run the program");
         };
-        Outcome::from(ended).assert_refused(&["desk/.out.pt.dtshard-partial: Permission denied"]);
+        Outcome::from(ended).assert_refused(&["results/.out.pt.dtshard-partial: Permission denied"]);
         assert!(names(&dst_folder).is_empty());
         job.assert_source_unchanged(more);
     }

@@ -211,7 +211,7 @@ fn resume_of_a_complete_destination_writes_nothing() {
     let document: Json = serde_json::from_str(&job.run("--resume --json", None).assert_succeeded().out).unwrap();
     assert_eq!(document["bytes_read"], json!(0));
     job.run("--resume --overwrite", None).assert_succeeded().assert_mentions(&["is there already"]);
-    job.run("--resume --dtype bf16", None).assert_refused(&["desk/out exists", "--overwrite"]);
+    job.run("--resume --dtype bf16", None).assert_refused(&["results/out exists", "--overwrite"]);
     job.assert_done("refused");
     job.run("--resume --overwrite --dtype bf16", None).assert_succeeded();
     assert!(crate::job::tree(&job.target()) != job.expected);

@@ -34,10 +34,10 @@ const NAMES: [(&str, Fault); 7] = [
 ];
 
 /// A fault, and the number of the visit at which it happens.
-pub type Planned = (Fault, usize);
+pub type PlannedFault = (Fault, usize);
 
 /// Parses the value of the variable.
-pub fn planned(text: &str) -> Option<Planned> {
+pub fn planned(text: &str) -> Option<PlannedFault> {
     let (name, time) = text.split_once(':').unwrap_or((text, "1"));
     let fault = NAMES.iter().find(|(known, _)| *known == name)?.1;
     Some((fault, time.parse().ok()?))

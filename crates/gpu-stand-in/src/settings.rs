@@ -3,7 +3,7 @@
 use std::env;
 use std::time::Duration;
 
-use crate::fault::{self, Planned};
+use crate::fault::{self, PlannedFault};
 
 /// The settings of the imitated machine.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct Settings {
     /// The reaction of NCCL to a dead peer: `GPU_STAND_IN_LOST_PEERS`.
     pub lost_peers: LostPeers,
     /// The fault to inject, and when: `GPU_STAND_IN_FAULT`.
-    pub(crate) fault: Option<Planned>,
+    pub(crate) fault: Option<PlannedFault>,
 }
 
 /// The reaction of NCCL to a dead peer.

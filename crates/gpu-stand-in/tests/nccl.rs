@@ -11,7 +11,7 @@ use std::{process, thread};
 use common::{Buffer, Stream, device, driver, id, join, nccl as library, place, ranks, ranks_with};
 use half::bf16;
 use nccl::raw::{ncclInvalidUsage, ncclRemoteError};
-use nccl::{Communicator, Config, DataType, DeviceView, DeviceViewMut, Error, Place, RedOp, UniqueId, Wait};
+use nccl::{Communicator, Config, DataType, DeviceView, DeviceViewMut, Error, RankPosition, RedOp, UniqueId, Wait};
 
 /// `CUDA_ERROR_NOT_READY`
 const NOT_READY: u32 = 600;
@@ -47,7 +47,7 @@ fn collectives_give_expected_bytes() {
 #[test]
 #[ignore = "one rank of a test"]
 fn exchange() {
-    let Place { rank, ranks } = place();
+    let RankPosition { rank, ranks } = place();
     let mut communicator = join(patient()).unwrap();
     assert_eq!(communicator.device().unwrap(), 0);
     let stream = Stream::new();
@@ -146,7 +146,7 @@ fn dead_rank_is_an_error_on_other_ranks() {
 #[ignore = "one rank of a test"]
 #[expect(clippy::exit, reason = "it is to die")]
 fn death() {
-    let Place { rank, ranks } = place();
+    let RankPosition { rank, ranks } = place();
     let mut communicator = join(patient()).unwrap();
     let stream = Stream::new();
     if rank == 1 {
@@ -191,7 +191,8 @@ fn missing_rank_is_a_timeout() {
     let begin = Instant::now();
     let wait = Wait::up_to(Duration::from_millis(200));
     let id = UniqueId::new(&library).unwrap();
-    let late = Communicator::new(&library, Place { rank: 0, ranks: 2 }, &id, &Config::default(), wait).unwrap_err();
+    let late =
+        Communicator::new(&library, RankPosition { rank: 0, ranks: 2 }, &id, &Config::default(), wait).unwrap_err();
     assert!(matches!(late, Error::Late { .. }), "{late}");
     assert!(begin.elapsed() < Duration::from_secs(10));
 }

@@ -61,6 +61,7 @@ mod version;
 pub use element::{DataType, RedOp};
 pub use error::{Error, Result};
 pub use safe::{
-    Communicator, Config, DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut, Group, Library, Place, UniqueId, Wait,
+    Communicator, Config, DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut, GroupCall, Library, RankPosition,
+    UniqueId, Wait,
 };
 pub use version::Version;

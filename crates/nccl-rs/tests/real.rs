@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nccl::raw::{ncclInvalidArgument, ncclResult_t};
-use nccl::{Communicator, Config, Error, Library, Place, UniqueId, Version, Wait};
+use nccl::{Communicator, Config, Error, Library, RankPosition, UniqueId, Version, Wait};
 
 fn library() -> Library {
     let file = PathBuf::from(std::env::var_os("DTSHARD_TEST_NCCL").expect("DTSHARD_TEST_NCCL names a libnccl.so.2"));
@@ -17,7 +17,7 @@ fn library() -> Library {
 fn alone(library: &Library) -> Result<Communicator, Error> {
     let id = UniqueId::new(library)?;
     let wait = Wait::up_to(Duration::from_secs(30));
-    Communicator::new(library, Place { rank: 0, ranks: 1 }, &id, &Config::default().max_ctas(2), wait)
+    Communicator::new(library, RankPosition { rank: 0, ranks: 1 }, &id, &Config::default().max_ctas(2), wait)
 }
 
 #[test]
@@ -61,6 +61,7 @@ fn invalid_rank_is_an_error() {
     let library = library();
     let wait = Wait::up_to(Duration::from_secs(30));
     let id = UniqueId::from_bytes([0; UniqueId::BYTES]);
-    let refused = Communicator::new(&library, Place { rank: 2, ranks: 2 }, &id, &Config::default(), wait).unwrap_err();
+    let refused =
+        Communicator::new(&library, RankPosition { rank: 2, ranks: 2 }, &id, &Config::default(), wait).unwrap_err();
     assert_eq!(refused.to_string(), "ncclCommInitRankConfig: there is no rank 2 of 2");
 }

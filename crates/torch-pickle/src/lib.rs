@@ -88,4 +88,4 @@ pub mod zip;
 #[cfg(unix)]
 pub use read_at::FileSource;
 pub use read_at::ReadAt;
-pub use value::{Construct, Dict, DictKind, Entry, Extension, Object, Symbol, Value};
+pub use value::{Construct, Dict, DictEntry, DictKind, Extension, Object, Symbol, Value};

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Write};
 
-use crate::value::{DictKind, Entry, Extension, Object, Value};
+use crate::value::{DictEntry, DictKind, Extension, Object, Value};
 
 /// Prints one line like Python's `repr`, truncated to 120 characters or to the precision: `{:.40}`.
 impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
@@ -100,7 +100,7 @@ impl Line<'_, '_> {
     fn dict<T: fmt::Display, X: Extension<T>>(
         &mut self,
         open: &str,
-        entries: &[Entry<T, X>],
+        entries: &[DictEntry<T, X>],
         close: &str,
     ) -> fmt::Result {
         self.write_str(open)?;

@@ -59,7 +59,7 @@ pub enum Value<T, X = Infallible> {
 }
 
 /// A key of a dict and its value.
-pub type Entry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
+pub type DictEntry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
 
 /// The operations of the caller's own values.
 pub trait Extension<T>: Sized {
@@ -101,7 +101,7 @@ pub struct Dict<T, X = Infallible> {
     /// The class of the dict.
     pub kind: DictKind,
     /// The keys and values.
-    pub entries: Vec<Entry<T, X>>,
+    pub entries: Vec<DictEntry<T, X>>,
     /// The attributes of an `OrderedDict`: torch stores the `_metadata` of a state dict in them.
     pub attributes: Option<Box<Value<T, X>>>,
 }
@@ -135,11 +135,11 @@ pub struct Object<T, X = Infallible> {
     /// The positional arguments.
     pub args: Vec<Value<T, X>>,
     /// The keyword arguments.
-    pub kwargs: Vec<Entry<T, X>>,
+    pub kwargs: Vec<DictEntry<T, X>>,
     /// The items that are appended to the new object.
     pub items: Vec<Value<T, X>>,
     /// The entries that are set on the new object.
-    pub entries: Vec<Entry<T, X>>,
+    pub entries: Vec<DictEntry<T, X>>,
     /// The argument of `__setstate__`, or the attributes.
     pub state: Option<Value<T, X>>,
 }

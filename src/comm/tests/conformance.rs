@@ -1,7 +1,7 @@
 //! Tests that every communicator must pass, whatever its memory and its network are.
 //!
 //! A [`Fleet`] creates the ranks. Each case runs one thread for each rank of this process. No case takes longer than
-//! [`PATIENCE`].
+//! [`WAIT_LIMIT`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub(crate) trait Fleet: Send + Sync + 'static {
 }
 
 /// An upper bound for the duration of each case.
-pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+pub(crate) const WAIT_LIMIT: Duration = Duration::from_mins(1);
 
 /// Runs all tests of a communicator.
 pub(crate) fn conforms<F: Fleet>(fleet: F) {
@@ -108,7 +108,7 @@ pub(crate) fn run<F: Fleet, T: Send + 'static>(
         });
     }
     let mut results: Vec<Option<T>> = (0..size).map(|_| None).collect();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + WAIT_LIMIT;
     for _ in ranks {
         let left = until.saturating_duration_since(Instant::now());
         let (rank, what) = receiver.recv_timeout(left).expect("a rank waits for ever");

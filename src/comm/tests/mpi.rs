@@ -169,8 +169,8 @@ fn refuses_ranges_beyond_the_memory(processes: &Processes) {
 /// Works until a rank kills itself. The launcher must end the other ranks.
 #[test]
 fn killed() {
-    let Ok(told) = std::env::var(KILLED) else { return };
-    let (work, victim) = told.split_once(' ').expect("an operation and a rank");
+    let Ok(setting) = std::env::var(KILLED) else { return };
+    let (work, victim) = setting.split_once(' ').expect("an operation and a rank");
     let victim: u32 = victim.parse().unwrap();
     let started = launch(None, None, false, &process_environment).unwrap();
     let _finalize = Finalize::default();

@@ -53,7 +53,7 @@ pub fn prepare(
     run: &Run<'_>,
 ) -> Result<Prepared> {
     let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), convert, run)?;
-    if tells_shapes_alone(&source) {
+    if gives_shapes_only(&source) {
         source.like = None;
     }
     let destination = convert.dst.as_deref();
@@ -94,7 +94,7 @@ pub fn prepare(
 
 /// Returns true if `--like` serves only for the shapes of the source's flat parameters, because it has no sharded
 /// tensors whose layout the user could mean.
-fn tells_shapes_alone(source: &ConversionSource) -> bool {
+fn gives_shapes_only(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
@@ -116,9 +116,9 @@ fn reserve(
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
-    let mut chooser =
+    let mut resolver =
         PlacementResolver::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
-    for detail in chooser.details() {
+    for detail in resolver.details() {
         progress.detail(&detail);
     }
     let mut whole = Reservation::default();
@@ -131,31 +131,31 @@ fn reserve(
             world_size: job.world_size,
             style: &job.style,
             names: part.names.as_ref(),
-            layouts: &mut PartLayouts { part: &part, chooser: &mut chooser },
+            layouts: &mut PartLayouts { part: &part, resolver: &mut resolver },
         })?;
         whole.append(&part.folder, reservation);
     }
     partial_values::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
-    Ok((whole, chooser.finish(AttentionHeads::of(&source.checkpoint)?)?))
+    Ok((whole, resolver.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
 /// Resolves the layouts of one part of the state dict.
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
-    chooser: &'a mut PlacementResolver<'c>,
+    resolver: &'a mut PlacementResolver<'c>,
 }
 
 impl Layouts for PartLayouts<'_, '_> {
     fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
-        self.chooser.shards(&self.part.whole_path(path), entry)
+        self.resolver.shards(&self.part.whole_path(path), entry)
     }
 
     fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<torch::RankLayout> {
-        self.chooser.rank_layout(&self.part.whole_path(path), entry)
+        self.resolver.rank_layout(&self.part.whole_path(path), entry)
     }
 
     fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<local::LocalLayout> {
-        self.chooser.local_layout(&self.part.whole_path(path), entry)
+        self.resolver.local_layout(&self.part.whole_path(path), entry)
     }
 }
 

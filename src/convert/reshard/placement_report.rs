@@ -90,7 +90,7 @@ impl PlacementReport {
     }
 
     /// Returns notes about results that the user may not expect.
-    pub fn notes(&self, layout: &MeshLayout, told_by: ParameterEvidence) -> Vec<String> {
+    pub fn notes(&self, layout: &MeshLayout, evidence: ParameterEvidence) -> Vec<String> {
         let mut notes = Vec::new();
         let (scalars, others) = (self.scalar_misfits, self.misfits - self.scalar_misfits);
         let be = |number: usize| if number == 1 { "is" } else { "are" };
@@ -106,7 +106,7 @@ impl PlacementReport {
         };
         let what = "replicated on a mesh dimension where the placement does not fit";
         note(others, &format!("is {what}"), &format!("are {what}"));
-        match told_by {
+        match evidence {
             ParameterEvidence::Class => note(
                 self.plain,
                 "is plain in SRC and has no optimizer state, so it is treated as a buffer and replicated on every rank",

@@ -131,7 +131,7 @@ impl<'a> PlacementResolver<'a> {
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
-            Choice::Shared(ResolvedPlacements { shared, by, .. }) => self.without_summands(path, shared, by)?,
+            Choice::Shared(ResolvedPlacements { shared, by, .. }) => self.without_partial_values(path, shared, by)?,
         };
         Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::for_tensor(&entry.fqn))?)
     }
@@ -152,7 +152,7 @@ impl<'a> PlacementResolver<'a> {
             }
             // A plain tensor has no field that marks it as a partial value.
             Some((Class::Tensor, ResolvedPlacements { shared, by, .. })) => {
-                Ok(RankLayout::Local(self.without_summands(path, shared, by)?))
+                Ok(RankLayout::Local(self.without_partial_values(path, shared, by)?))
             }
         }
     }
@@ -175,7 +175,12 @@ impl<'a> PlacementResolver<'a> {
     ///
     /// # Errors
     /// `Unsupported` if the command line asks for a Partial placement.
-    fn without_summands(&mut self, path: &Path, mut shared: SharedTensor, by: PlacementOrigin) -> Result<SharedTensor> {
+    fn without_partial_values(
+        &mut self,
+        path: &Path,
+        mut shared: SharedTensor,
+        by: PlacementOrigin,
+    ) -> Result<SharedTensor> {
         let mut partial = shared.placements.iter_mut().filter(|placement| placement.is_partial()).peekable();
         let Some(first) = partial.peek() else { return Ok(shared) };
         if by == PlacementOrigin::CommandLine {

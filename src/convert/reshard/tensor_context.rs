@@ -66,7 +66,7 @@ impl<'a> TensorContexts<'a> {
                 trained.insert(catalog.tensor(parameter).fqn.clone());
             }
         });
-        let told_by = if catalog.tensors.iter().any(TensorEntry::is_shared) {
+        let evidence = if catalog.tensors.iter().any(TensorEntry::is_shared) {
             ParameterEvidence::Class
         } else if class == Some(Class::ShardedTensor) && !trained.is_empty() {
             // FSDP1 loads buffers from plain tensors only.
@@ -74,7 +74,7 @@ impl<'a> TensorContexts<'a> {
         } else {
             ParameterEvidence::Nothing
         };
-        Self { catalog, wrappers, evidence: told_by, owners, trained }
+        Self { catalog, wrappers, evidence, owners, trained }
     }
 
     /// Returns the context of one tensor.

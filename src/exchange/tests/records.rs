@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::catalog::{Catalog, Reservation};
-use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
+use crate::comm::tests::conformance::{Fleet, WAIT_LIMIT, conforms_in_words};
 use crate::comm::{Communicator, Process, WaitNotices, WaitReporter};
 use crate::error::{CommError, Error, FormatError, Result, Stopped};
 use crate::exchange::records::Records;
@@ -37,7 +37,7 @@ impl Fleet for Shared {
     type Rank = Records;
 
     fn rank(&self, rank: u32, size: u32) -> Records {
-        self.meet(rank, size, PATIENCE).unwrap()
+        self.meet(rank, size, WAIT_LIMIT).unwrap()
     }
 
     fn memory(&self, _: &Records, _: &[u8]) -> Infallible {
@@ -94,7 +94,7 @@ fn folders_that_an_earlier_run_removes_are_created_again() {
             scope.spawn(move || {
                 thread::sleep(Duration::from_millis(200 * u64::from(index)));
                 let part = Part { index, of: 2 };
-                Records::meet(&folder(), part, WaitNotices::silent(PATIENCE), &Stop::default())
+                Records::meet(&folder(), part, WaitNotices::silent(WAIT_LIMIT), &Stop::default())
                     .unwrap()
                     .gather(&[7])
                     .unwrap()
@@ -142,11 +142,12 @@ fn large_generation_of_an_earlier_lease_costs_no_time() {
     let other = thread::spawn({
         let folder = shared.folder();
         move || {
-            let met = Records::meet(&folder, Part { index: 1, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default());
+            let met =
+                Records::meet(&folder, Part { index: 1, of: 2 }, WaitNotices::silent(WAIT_LIMIT), &Stop::default());
             met.unwrap().gather(&[1]).unwrap()
         }
     });
-    assert_eq!(shared.meet(0, 2, PATIENCE).unwrap().gather(&[0]).unwrap(), [[0], [1]]);
+    assert_eq!(shared.meet(0, 2, WAIT_LIMIT).unwrap().gather(&[0]).unwrap(), [[0], [1]]);
     other.join().unwrap();
 }
 
@@ -171,10 +172,10 @@ fn process_that_never_comes_is_named() {
 fn process_that_waits_reports_whom_it_waits_for() {
     let shared = Shared::new();
     let said = Mutex::new(Vec::new());
-    let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
+    let print = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
     let notices =
-        WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
+        WaitNotices { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), print: &print };
     Records::meet(&shared.folder(), Part { index: 0, of: 2 }, notices, &Stop::default()).map(drop).unwrap_err();
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
@@ -184,7 +185,7 @@ fn process_that_waits_reports_whom_it_waits_for() {
 fn long_wait_for_a_live_process_reports_where_it_runs() {
     let shared = Shared::new();
     let said = Arc::new(Mutex::new(Vec::new()));
-    let tell = {
+    let print = {
         let said = Arc::clone(&said);
         Arc::new(move |words: &str| said.lock().unwrap().push(words.to_owned()))
     };
@@ -192,14 +193,14 @@ fn long_wait_for_a_live_process_reports_where_it_runs() {
         let folder = shared.folder();
         move || {
             let part = Part { index: 1, of: 2 };
-            let rank = Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap();
+            let rank = Records::meet(&folder, part, WaitNotices::silent(WAIT_LIMIT), &Stop::default()).unwrap();
             rank.gather(&[]).unwrap();
             thread::sleep(Duration::from_millis(700));
             rank.gather(&[]).unwrap();
         }
     });
     let (first, again) = (Duration::from_millis(100), Duration::from_millis(300));
-    let rank = shared.meet(0, 2, PATIENCE).unwrap().reporting(WaitReporter { first, again, tell });
+    let rank = shared.meet(0, 2, WAIT_LIMIT).unwrap().reporting(WaitReporter { first, again, print: print });
     rank.gather(&[]).unwrap();
     said.lock().unwrap().clear();
     rank.begin("copying files of SRC");
@@ -218,7 +219,7 @@ fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let ranks = [0, 1].map(|index| {
         let folder = shared.folder();
         thread::spawn(move || {
-            Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap()
+            Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(WAIT_LIMIT), &Stop::default()).unwrap()
         })
     });
     let [first, second] = ranks.map(|rank| rank.join().unwrap());
@@ -231,7 +232,7 @@ fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let again = [0, 1].map(|index| {
         let folder = shared.folder();
         thread::spawn(move || {
-            let met = Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(PATIENCE), &Stop::default());
+            let met = Records::meet(&folder, Part { index, of: 2 }, WaitNotices::silent(WAIT_LIMIT), &Stop::default());
             met.unwrap().gather(&[7]).unwrap()
         })
     });
@@ -242,14 +243,14 @@ fn lease_of_an_earlier_run_is_in_nobodys_way() {
 }
 
 #[test]
-fn failure_while_others_are_waited_for_is_told() {
+fn failure_while_waiting_for_others_is_reported() {
     let shared = Shared::new();
     std::fs::create_dir_all(shared.folder().path()).unwrap();
     let waiting = {
         let folder = shared.folder();
         thread::spawn(move || {
             let part = Part { index: 0, of: 3 };
-            Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).map(drop).unwrap_err()
+            Records::meet(&folder, part, WaitNotices::silent(WAIT_LIMIT), &Stop::default()).map(drop).unwrap_err()
         })
     };
     let one = Presence::take(&shared.folder(), Part { index: 2, of: 3 }, 0).unwrap().unwrap();

@@ -225,7 +225,7 @@ fn check_meshes(texts: Vec<MeshJson>, world_size: u32) -> Result<Vec<DeviceMesh>
             return fail(at, "names for all dims or for none", "names for some dims");
         }
         let mesh = DeviceMesh::new(shape, ranks, names.filter(|_| has_names));
-        meshes.push(mesh.or_else(|error| Err(Wrong::from_message(at, "a mesh", &error.to_string())))?);
+        meshes.push(mesh.map_err(|error| Wrong::from_message(at, "a mesh", &error.to_string()))?);
     }
     Ok(meshes)
 }
@@ -293,7 +293,7 @@ fn check_sharding(
         return fail(name, format!("one of {} meshes", meshes.len()), format!("mesh {mesh}"));
     };
     let placements: Option<Vec<Placement>> = parse_placements(list)
-        .or_else(|error| Err(Wrong::from_message(name, "placements", &error.to_string())))?
+        .map_err(|error| Wrong::from_message(name, "placements", &error.to_string()))?
         .into_iter()
         .map(|spec| spec.resolve(ndim))
         .collect();
@@ -303,9 +303,9 @@ fn check_sharding(
     };
     let splits: Vec<Split> = (text.splits.iter().flatten())
         .map(|split| {
-            split.parse().or_else(|error: crate::layout::LayoutError| {
-                Err(Wrong::from_message(name, "a split", &error.to_string()))
-            })
+            split
+                .parse()
+                .map_err(|error: crate::layout::LayoutError| Wrong::from_message(name, "a split", &error.to_string()))
         })
         .collect::<Result<_, Wrong>>()?;
     if !splits.is_empty() && splits.len() != own.ndim() {

@@ -181,7 +181,7 @@ pub enum FileDivision {
 }
 
 /// A file name, and the tensors in the file.
-type Group<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
+type FileGroup<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
 
 /// The tensors of a catalog, and the output dtype of each.
 #[derive(Clone, Copy)]
@@ -217,7 +217,7 @@ pub fn reserve(
     ties: &[(Fqn, Fqn)],
     shape: &FileDivision,
 ) -> Result<Reservation> {
-    let groups: Vec<Group<'_>> = match shape {
+    let groups: Vec<FileGroup<'_>> = match shape {
         FileDivision::File(name) => vec![(name.clone(), tensors.into())],
         FileDivision::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
         FileDivision::Like(placing) => {
@@ -242,7 +242,7 @@ pub fn reserve(
 }
 
 /// Lays out the files of the groups, and the index if there are several.
-fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
+fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
     let count = groups.len();
@@ -268,7 +268,7 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<Group<'_>>, ties: &[(F
 }
 
 /// Divides tensors into groups of consecutive tensors, each within the size limit if possible.
-fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
+fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<FileGroup<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {

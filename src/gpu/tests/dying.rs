@@ -60,7 +60,7 @@ fn met() -> (Gpu, Nccl) {
     let index: u32 = std::env::var("RANK").unwrap().parse().unwrap();
     let folder = AnchoredPath::new(Path::new(&std::env::var_os("FOLDER").unwrap())).join("run");
     let part = Part { index, of: 2 };
-    let records = Records::meet(&folder, part, WaitNotices::silent(PATIENCE), &Stop::default()).unwrap();
+    let records = Records::meet(&folder, part, WaitNotices::silent(WAIT_LIMIT), &Stop::default()).unwrap();
     let gpu = open(kernels(), index).unwrap();
     let peers = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(records)).unwrap();
     (gpu, peers)

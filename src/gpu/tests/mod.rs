@@ -15,7 +15,7 @@ use std::sync::Once;
 use std::thread;
 
 use super::{Gpu, Kernels, Settings};
-use crate::comm::tests::conformance::PATIENCE;
+use crate::comm::tests::conformance::WAIT_LIMIT;
 use crate::error::Result;
 
 /// PTX that contains only the names of the kernels, because the stand-in contains the kernels compiled for the CPU.
@@ -75,7 +75,7 @@ fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     // A process that would wait forever is aborted.
     WATCH.call_once(|| {
         let _ = thread::spawn(|| {
-            thread::sleep(PATIENCE * 3);
+            thread::sleep(WAIT_LIMIT * 3);
             process::abort();
         });
     });

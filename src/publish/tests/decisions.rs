@@ -65,7 +65,7 @@ fn remote_lease_is_watched_and_local_process_is_looked_up() {
         let record = LeaseRecord { process: process.clone(), beat, phase, done_bytes: 0, failure: None, gone: None };
         SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
     };
-    let torn = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
+    let incomplete = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
     let (begun, second) = (Instant::now(), Duration::from_secs(1));
     let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
     let mut life = |seen: &SeenLease, at: u32| watch.state(seen, begun + at * second);
@@ -94,8 +94,8 @@ fn remote_lease_is_watched_and_local_process_is_looked_up() {
     assert_eq!(life(&record(&container, 2, LeasePhase::Working), 40), LeaseState::Alive);
     assert_eq!(life(&record(&container, 2, LeasePhase::Working), 41), LeaseState::Dead);
     assert_eq!(life(&record(&container, 2, LeasePhase::Left), 42), LeaseState::Dead);
-    assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
-    assert_eq!(life(&torn, 70), LeaseState::Dead);
+    assert_eq!(life(&incomplete, 50), LeaseState::Alive, "somebody is writing it");
+    assert_eq!(life(&incomplete, 70), LeaseState::Dead);
 
     // A system without a boot id is unlike any other system, and counts as unlike itself.
     let nameless = Process { boot: String::new(), ..here };

@@ -50,7 +50,7 @@ fn resumed_parts_get_the_reason_of_a_failed_part() {
     (0..2).for_each(|index| env.leave_behind(Part { index, of: 2 }));
     (env.claim.resume, env.claim.run) = (true, Some("job".into()));
     let failing = env.part(1, 2).unwrap();
-    failing.tell(&Error::usage("no space is left", "make some"));
+    failing.announce_failure(&Error::usage("no space is left", "make some"));
     failing.abandon();
     let first = env.part(0, 2).unwrap();
     let others = first.others().unwrap();

@@ -152,12 +152,12 @@ fn progress_of_other_parts_is_visible() {
 #[test]
 fn process_that_was_taken_over_gets_an_error() {
     let env = TestEnv::new(DestinationKind::Folder);
-    for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
+    for other in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
         let stop = Stop::default();
         let staging = env.part_that_stops(1, 2, &stop).unwrap();
         stop.check().unwrap();
         staging.check().unwrap();
-        env.foreign_lease(rival, LeasePhase::Working);
+        env.foreign_lease(other, LeasePhase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
         // Workers check this between two write blocks.
         says(&in_time(|| stop.check().err()), &words);

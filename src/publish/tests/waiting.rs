@@ -38,7 +38,7 @@ fn failed_part_reports_its_reason_to_others() {
         let mut env = TestEnv::new(DestinationKind::Folder);
         (env.claim.run, env.claim.resume) = (run.map(str::to_owned), resume);
         let failing = env.part(1, 2).unwrap();
-        failing.tell(&Error::usage("no space is left", "make some"));
+        failing.announce_failure(&Error::usage("no space is left", "make some"));
         failing.abandon();
         let first = env.part(0, 2).unwrap();
         first.finish().unwrap();
@@ -63,7 +63,7 @@ fn failure_of_an_earlier_launch_is_ignored() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     (env.claim.run, env.claim.resume) = (Some("job.0".into()), true);
     let failing = env.part(1, 2).unwrap();
-    failing.tell(&Error::usage("no space is left", "make some"));
+    failing.announce_failure(&Error::usage("no space is left", "make some"));
     failing.abandon();
     env.claim.run = Some("job.1".into());
     let first = env.part(0, 2).unwrap();
@@ -79,7 +79,7 @@ fn long_failure_reason_is_cut() {
         let mut env = TestEnv::new(DestinationKind::Folder);
         (env.claim.resume, env.claim.run) = (true, Some("\u{2}".repeat(5000)));
         let staging = env.part(1, 2).unwrap();
-        staging.tell(&Error::usage(reason.clone(), ""));
+        staging.announce_failure(&Error::usage(reason.clone(), ""));
         staging.abandon();
         let first = env.part(0, 2).unwrap();
         let others = first.others().unwrap();
@@ -171,9 +171,9 @@ fn stopped_part_is_given_time_to_restart() {
 fn cached_missing_partial_folder_is_waited_for() {
     let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
     let count = Arc::clone(&said);
-    let tell = move |_: &str| *count.lock().unwrap() += 1;
+    let print = move |_: &str| *count.lock().unwrap() += 1;
     let (first, again) = (Duration::ZERO, Duration::from_mins(1));
-    env.claim.reporter = WaitReporter { first, again, tell: Arc::new(tell) };
+    env.claim.reporter = WaitReporter { first, again, print: Arc::new(print) };
     env.claim.resume = true;
     let (mut first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
     first.destination.caches = true.into();
@@ -224,10 +224,10 @@ fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     let env = TestEnv::new(DestinationKind::Folder);
     let plan = WorkPlan { fingerprint: env.fingerprint, version: "1", about: &PlanDescription::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
-    for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
+    for other in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
         let begun = acquire::acquire(&env.out(), env.shape, &claim(), &plan, pace, &Stop::default());
         let staging = work(begun.unwrap());
-        env.foreign_lease(rival, LeasePhase::Working);
+        env.foreign_lease(other, LeasePhase::Working);
         drop(staging);
         assert!(env.data().exists());
         fs::remove_dir_all(env.partial()).unwrap();

@@ -266,11 +266,11 @@ fn single_rank_file_is_refused_and_folder_without_document_needs_src_mesh() {
     // Without the document the layout is unknown.
     fs::rename(made.path.join("layout.json"), env.path("layout.json")).unwrap();
     env.refuse("unshard", &made.path, "x.pt", "");
-    let declared = env.make("unshard", &made.path, "told.pt", "--src-mesh dp=2 --src-placements S(0)");
+    let declared = env.make("unshard", &made.path, "declared.pt", "--src-mesh dp=2 --src-placements S(0)");
     assert_same(
         &declared.tensors(),
         &read(&fixture("fsdp4/ranks")).into_iter().filter(|(name, _)| name == "model.embed.weight").collect(),
-        "told",
+        "declared",
     );
     fs::rename(env.path("layout.json"), made.path.join("layout.json")).unwrap();
     env.refuse("unshard", &made.path, "x.pt", "--src-mesh dp=2 --src-placements S(0)");

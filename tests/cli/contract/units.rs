@@ -12,7 +12,7 @@ use crate::common::{assert_same, expect, fixture, read, succeed};
 #[test]
 fn inferred_layout_equals_the_layout_of_the_live_model() {
     let folder = tempfile::tempdir().unwrap();
-    let [declared, inferred] = ["told", "concluded"].map(|name| folder.path().join(name));
+    let [declared, inferred] = ["declared", "concluded"].map(|name| folder.path().join(name));
     // The file stores the channels_last strides; the copy of the tied weight is not a parameter.
     let source = full();
     let layout = layout_file("flat2", "flat");

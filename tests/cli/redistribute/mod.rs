@@ -16,15 +16,15 @@ use dtshard::layout::{DeviceMesh, parse_placements};
 
 mod model_of;
 
-use model_of::{Case, Place, coordinates, refusal_reason, text};
+use model_of::{Case, ModelPlacement, coordinates, refusal_reason, text};
 
-fn placements() -> [Place; 6] {
-    use Place::{Partial, Shard, Strided, Whole};
+fn placements() -> [ModelPlacement; 6] {
+    use ModelPlacement::{Partial, Shard, Strided, Whole};
     [Whole, Shard(0), Shard(1), Strided(0, 2), Partial("sum"), Partial("max")]
 }
 
 /// Returns all lists of so many placements.
-fn lists(ndim: usize) -> Vec<Vec<Place>> {
+fn lists(ndim: usize) -> Vec<Vec<ModelPlacement>> {
     let numbers = model_of::elements(&vec![(0..6).collect(); ndim]);
     numbers.iter().map(|list| list.iter().map(|number| placements()[*number]).collect()).collect()
 }
@@ -228,16 +228,19 @@ fn placement_pairs_on_other_meshes_give_the_model_values() {
 
 #[test]
 fn other_reduce_ops_give_the_model_values() {
-    let partial = |op| vec![Place::Partial(op)];
+    let partial = |op| vec![ModelPlacement::Partial(op)];
     let mut cases = Cases::new();
     for (number, op) in ["sum", "avg", "product", "max", "min"].into_iter().enumerate() {
-        for (to, list) in [vec![Place::Whole], vec![Place::Shard(1)], partial(op)].into_iter().enumerate() {
+        for (to, list) in
+            [vec![ModelPlacement::Whole], vec![ModelPlacement::Shard(1)], partial(op)].into_iter().enumerate()
+        {
             let case = |from| Case { dtype: "f32", shape: vec![7, 5], from, to: list.clone(), seed: number as u64 };
             cases.push((format!("from{number}to{to}.t"), case(partial(op))));
         }
     }
     for (to, op) in ["avg", "min"].into_iter().enumerate() {
-        let case = Case { dtype: "i64", shape: vec![3, 2], from: vec![Place::Shard(0)], to: partial(op), seed: 1 };
+        let case =
+            Case { dtype: "i64", shape: vec![3, 2], from: vec![ModelPlacement::Shard(0)], to: partial(op), seed: 1 };
         cases.push((format!("into{to}.t"), case));
     }
     redistribute((&[3], &[3]), &[], &cases);
@@ -248,8 +251,9 @@ fn other_reduce_ops_give_the_model_values() {
 fn undefined_redistributions_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
-    let case = |from: &Vec<Place>| Case { dtype: "f32", shape: vec![3, 2], from: from.clone(), to: vec![], seed: 0 };
-    let sound: Vec<Vec<Place>> =
+    let case =
+        |from: &Vec<ModelPlacement>| Case { dtype: "f32", shape: vec![3, 2], from: from.clone(), to: vec![], seed: 0 };
+    let sound: Vec<Vec<ModelPlacement>> =
         lists(2).into_iter().filter(|list| refusal_reason(list, &[], true).is_none()).collect();
     let cases: Cases = sound.iter().enumerate().map(|(number, from)| (format!("t{number}"), case(from))).collect();
     write(&[2, 2], &cases, &source);
@@ -298,7 +302,7 @@ fn integers_that_do_not_divide_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
     // 36 times an odd number, over 8 ranks.
-    let case = Case { dtype: "i64", shape: vec![7, 5], from: vec![Place::Whole], to: vec![], seed: 3 };
+    let case = Case { dtype: "i64", shape: vec![7, 5], from: vec![ModelPlacement::Whole], to: vec![], seed: 3 };
     write(&[2], &vec![("w".into(), case)], &source);
     let error = reshard(&source, &target, &["--mesh=dp=8".into(), "--placements=P(sum)".into()]).unwrap_err();
     assert!(error.contains("w: ") && error.contains("divided by 8 is not an integer"), "{error}");
@@ -312,7 +316,7 @@ fn missing_partial_value_is_refused() {
     let whole = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     for (list, covered) in [("R,P(sum)", true), ("P(sum),P(sum)", false), ("P(sum),S(0)", false)] {
         let from = lists(2).into_iter().find(|from| text(from) == list).unwrap();
-        let case = Case { dtype: "f32", shape: vec![5, 4], from, to: vec![Place::Whole; 2], seed: 0 };
+        let case = Case { dtype: "f32", shape: vec![5, 4], from, to: vec![ModelPlacement::Whole; 2], seed: 0 };
         let source = folder.path().join(list);
         write(&[2, 2], &vec![("w".into(), case)], &source);
         dtshard(&["unshard", source.to_str().unwrap(), &whole("all.pt"), "--overwrite"]).unwrap();

@@ -4,14 +4,14 @@
 
 /// A placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ModelPlacement {
     Whole,
     Shard(usize),
     Strided(usize, usize),
     Partial(&'static str),
 }
 
-impl Place {
+impl ModelPlacement {
     fn op(self) -> Option<&'static str> {
         if let Self::Partial(op) = self { Some(op) } else { None }
     }
@@ -21,7 +21,7 @@ impl Place {
     }
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for ModelPlacement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Whole => f.write_str("R"),
@@ -32,7 +32,7 @@ impl std::fmt::Display for Place {
     }
 }
 
-pub fn text(list: &[Place]) -> String {
+pub fn text(list: &[ModelPlacement]) -> String {
     list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
@@ -43,17 +43,17 @@ fn chunk(list: &[usize], k: usize, r: usize) -> Vec<usize> {
 }
 
 /// Returns the indices of each dim that a coordinate holds.
-pub fn indices_of(shape: &[usize], mesh: &[usize], list: &[Place], at: &[usize]) -> Vec<Vec<usize>> {
+pub fn indices_of(shape: &[usize], mesh: &[usize], list: &[ModelPlacement], at: &[usize]) -> Vec<Vec<usize>> {
     let mut dims: Vec<Vec<usize>> = shape.iter().map(|&n| (0..n).collect()).collect();
     for (mesh_dim, place) in list.iter().enumerate() {
         let (k, r) = (mesh[mesh_dim], at[mesh_dim]);
         match *place {
-            Place::Shard(dim) => dims[dim] = chunk(&dims[dim], k, r),
-            Place::Strided(dim, factor) => {
+            ModelPlacement::Shard(dim) => dims[dim] = chunk(&dims[dim], k, r),
+            ModelPlacement::Strided(dim, factor) => {
                 let blocks = (0..factor).flat_map(|block| chunk(&chunk(&dims[dim], factor, block), k, r));
                 dims[dim] = blocks.collect();
             }
-            Place::Whole | Place::Partial(_) => {}
+            ModelPlacement::Whole | ModelPlacement::Partial(_) => {}
         }
     }
     dims
@@ -70,13 +70,14 @@ pub fn coordinates(mesh: &[usize]) -> Vec<Vec<usize>> {
 }
 
 /// Returns why a redistribution is undefined; `same` means that source and target have one mesh.
-pub fn refusal_reason(from: &[Place], to: &[Place], same: bool) -> Option<&'static str> {
-    let ops = |list: &[Place]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
+pub fn refusal_reason(from: &[ModelPlacement], to: &[ModelPlacement], same: bool) -> Option<&'static str> {
+    let ops = |list: &[ModelPlacement]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
     let mixed = |ops: &[&str]| ops.iter().any(|op| *op != ops[0]);
     if mixed(&ops(from)) || mixed(&ops(to)) {
         return Some("do not commute");
     }
-    let differ = |from: &Place, to: &Place| from.op().is_some() && to.op().is_some() && from.op() != to.op();
+    let differ =
+        |from: &ModelPlacement, to: &ModelPlacement| from.op().is_some() && to.op().is_some() && from.op() != to.op();
     let is_refused = if same {
         from.iter().zip(to).any(|(from, to)| differ(from, to))
     } else {
@@ -90,17 +91,17 @@ pub fn refusal_reason(from: &[Place], to: &[Place], same: bool) -> Option<&'stat
 pub struct Case {
     pub dtype: &'static str,
     pub shape: Vec<usize>,
-    pub from: Vec<Place>,
-    pub to: Vec<Place>,
+    pub from: Vec<ModelPlacement>,
+    pub to: Vec<ModelPlacement>,
     pub seed: u64,
 }
 
 impl Case {
     /// Returns the value of the element at `index` on the rank at `at`, as the dtype stores it.
     pub fn stored(&self, index: &[usize], at: &[usize]) -> f64 {
-        let summand = self.from.iter().zip(at).map(|(place, at)| if place.op().is_some() { *at + 1 } else { 0 });
+        let partial_index = self.from.iter().zip(at).map(|(place, at)| if place.op().is_some() { *at + 1 } else { 0 });
         let mut hash = self.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x51_7CC1;
-        for number in summand.chain(index.iter().map(|at| at + 7)) {
+        for number in partial_index.chain(index.iter().map(|at| at + 7)) {
             hash = (hash ^ number as u64).wrapping_mul(0xBF58_476D_1CE4_E5B9);
             hash ^= hash >> 29;
         }
@@ -145,10 +146,10 @@ impl Case {
         let is_partial = |dim: usize| self.from[dim].op().is_some();
         let mut kept: Vec<Option<usize>> = (0..mesh.len()).map(|dim| (!is_partial(dim)).then_some(0)).collect();
         for (dim, place) in self.to.iter().enumerate() {
-            let from = if same { self.from[dim] } else { Place::Whole };
+            let from = if same { self.from[dim] } else { ModelPlacement::Whole };
             match (place.op(), from) {
                 (None, _) => {}
-                (Some(to), Place::Partial(from)) if from == to => kept[dim] = Some(at[dim]),
+                (Some(to), ModelPlacement::Partial(from)) if from == to => kept[dim] = Some(at[dim]),
                 (Some("sum"), from) if from.is_shard() => stay.push(dim),
                 (Some("sum"), _) => divisor *= target[dim],
                 (Some(_), _) => {}
@@ -164,7 +165,7 @@ impl Case {
             .zip(mesh)
             .map(|(kept, size)| kept.map_or_else(|| (0..*size).collect(), |at| vec![at]))
             .collect();
-        let summands = elements(&ranges);
+        let partial_values = elements(&ranges);
         // Values of the ranks at its coordinate along the mesh dims that change from shard to partial.
         let alike: Vec<Vec<Vec<usize>>> = (coordinates(mesh).iter())
             .filter(|other| stay.iter().all(|dim| other[*dim] == at[*dim]))
@@ -177,7 +178,7 @@ impl Case {
             if !inside(index) {
                 return self.bytes(0.0);
             }
-            let mut found = summands.iter().map(|at| self.stored(index, at));
+            let mut found = partial_values.iter().map(|at| self.stored(index, at));
             let first = found.next().unwrap();
             let reduced = found.fold(first, |sum, other| match op {
                 Some("max") => {

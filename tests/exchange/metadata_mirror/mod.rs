@@ -54,7 +54,7 @@ impl Spread {
     }
 
     fn mirror(&self) -> PathBuf {
-        self.folder.path().join("twin")
+        self.folder.path().join("mirror")
     }
 
     /// Lets each rank make the metadata mirror, and run `then` with it.
@@ -67,7 +67,7 @@ impl Spread {
                 .map(|(rank, own)| {
                     let then = &then;
                     scope.spawn(move || {
-                        let done = create(&rank, own, &anchored(self.folder.path()).join("twin"))
+                        let done = create(&rank, own, &anchored(self.folder.path()).join("mirror"))
                             .and_then(|mirror| then(&rank, &mirror));
                         if done.is_ok() {
                             rank.leave().unwrap();

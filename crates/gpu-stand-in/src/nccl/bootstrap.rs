@@ -16,7 +16,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// The rank, the number of ranks, and the device among the visible devices.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct RankPosition {
     pub rank: usize,
     pub ranks: usize,
     pub device: usize,
@@ -92,7 +92,12 @@ fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
 /// Connects to all other ranks. Returns the sockets in rank order. Returns an error if two ranks use the same device.
 ///
 /// Calls `aborted` repeatedly while it waits, and stops when `aborted` returns true.
-pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> bool) -> Answer<Vec<Option<TcpStream>>> {
+pub fn meet(
+    place: RankPosition,
+    id: UniqueId,
+    device: usize,
+    aborted: &dyn Fn() -> bool,
+) -> Answer<Vec<Option<TcpStream>>> {
     let (root, token) = id.parts();
     let met = || -> io::Result<(Vec<Card>, TcpListener)> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
@@ -147,7 +152,7 @@ fn code(error: &io::Error) -> Code {
 
 /// Connects to the lower ranks, and accepts the connections of the higher ranks.
 fn connect(
-    place: Place,
+    place: RankPosition,
     cards: &[Card],
     listener: &TcpListener,
     aborted: &dyn Fn() -> bool,

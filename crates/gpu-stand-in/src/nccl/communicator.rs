@@ -9,14 +9,14 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
-use super::bootstrap::{self, Place, UniqueId};
+use super::bootstrap::{self, RankPosition, UniqueId};
 use super::{Answer, Code, refused};
 use crate::machine::Machine;
 use crate::settings::LostPeers;
 use crate::wire::{Head, Kind};
 
 pub struct Communicator {
-    place: Place,
+    place: RankPosition,
     blocking: bool,
     /// The sockets to all other ranks.
     peers: OnceLock<Vec<Option<Peer>>>,
@@ -58,7 +58,7 @@ pub struct Broken;
 
 impl Communicator {
     /// Creates a communicator. A thread connects it to its peers.
-    pub fn begin(place: Place, id: UniqueId, blocking: bool) -> Arc<Self> {
+    pub fn begin(place: RankPosition, id: UniqueId, blocking: bool) -> Arc<Self> {
         let state = State {
             failed: None,
             starting: 1,
@@ -87,7 +87,7 @@ impl Communicator {
         new
     }
 
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> RankPosition {
         self.place
     }
 

@@ -9,11 +9,11 @@ use super::{Answer, Code, refused};
 use crate::machine::{self, Machine};
 
 thread_local! {
-    static GROUP: RefCell<Group> = RefCell::default();
+    static GROUP: RefCell<GroupCall> = RefCell::default();
 }
 
 #[derive(Default)]
-struct Group {
+struct GroupCall {
     depth: usize,
     members: Vec<(Arc<Communicator>, usize, Operation)>,
     /// The error of the first invalid call. If it is set, no call of the group runs.
@@ -27,7 +27,7 @@ pub fn start() {
 pub fn end() -> Answer {
     let group = GROUP.with_borrow_mut(|group| {
         group.depth = group.depth.checked_sub(1)?;
-        Some(if group.depth == 0 { std::mem::take(group) } else { Group::default() })
+        Some(if group.depth == 0 { std::mem::take(group) } else { GroupCall::default() })
     });
     let group = group.ok_or_else(|| refused(Code::INVALID_USAGE, "ncclGroupEnd without ncclGroupStart"))?;
     match group.refused {

@@ -16,7 +16,7 @@ pub use communicator::Communicator;
 
 use crate::entry::{self, entries};
 use crate::machine::{self, Machine};
-use bootstrap::{Place, UniqueId};
+use bootstrap::{RankPosition, UniqueId};
 use operation::{Collected, What};
 
 /// `ncclResult_t`
@@ -105,7 +105,7 @@ fn begin(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, blocking: 
     put(handle, 0)?;
     let device = machine::current().ok_or_else(|| refused(Code::CUDA_ERROR, "no CUDA context is current"))?;
     let number = |value: c_int| usize::try_from(value).map_err(|_| refused(Code::INVALID_ARGUMENT, "a negative rank"));
-    let place = Place { rank: number(rank)?, ranks: number(ranks)?, device };
+    let place = RankPosition { rank: number(rank)?, ranks: number(ranks)?, device };
     if place.rank >= place.ranks {
         return Err(refused(Code::INVALID_ARGUMENT, "there is no such rank"));
     }

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::{env, ptr};
 
-use nccl::{Communicator, Config, DeviceBuffer, DeviceStream, Library, Place, UniqueId, Wait};
+use nccl::{Communicator, Config, DeviceBuffer, DeviceStream, Library, RankPosition, UniqueId, Wait};
 
 /// Returns the path of the library under test, which cargo builds next to the tests.
 fn file() -> PathBuf {
@@ -179,9 +179,9 @@ pub fn passes_early(name: &str) -> bool {
 }
 
 /// Returns the rank of this process, and the number of ranks.
-pub fn place() -> Place {
+pub fn place() -> RankPosition {
     let number = |name: &str| env::var(name).unwrap().parse().unwrap();
-    Place { rank: number("RANK"), ranks: number("RANKS") }
+    RankPosition { rank: number("RANK"), ranks: number("RANKS") }
 }
 
 pub fn id() -> UniqueId {

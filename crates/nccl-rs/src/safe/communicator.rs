@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::{fmt, mem};
 
 use super::device::{DeviceStream, DeviceView, DeviceViewMut};
-use super::group::Group;
+use super::group::GroupCall;
 use super::library::{Library, UniqueId};
 use super::wait::Wait;
 use crate::raw::{ncclComm_t, ncclConfig_t};
@@ -18,7 +18,7 @@ use crate::{DataType, Error, RedOp, Result};
 
 /// A rank, and the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RankPosition {
     /// The rank, from 0.
     pub rank: usize,
     /// The number of ranks.
@@ -54,7 +54,7 @@ pub struct Communicator {
     library: Library,
     /// The handle; `None` after an abort.
     comm: Option<NonNull<c_void>>,
-    place: Place,
+    place: RankPosition,
     wait: Wait,
 }
 
@@ -72,7 +72,7 @@ impl Communicator {
     ///
     /// Returns [`Error::Late`] or [`Error::GivenUp`] if not all ranks join, and [`Error::Call`] if there is no device
     /// or NCCL cannot use the device.
-    pub fn new(library: &Library, place: Place, id: &UniqueId, config: &Config, wait: Wait) -> Result<Self> {
+    pub fn new(library: &Library, place: RankPosition, id: &UniqueId, config: &Config, wait: Wait) -> Result<Self> {
         const FUNCTION: &str = "ncclCommInitRankConfig";
         let (rank, ranks) = place.checked(FUNCTION)?;
         // SAFETY: the only pointer in the config is null.
@@ -89,7 +89,7 @@ impl Communicator {
 
     /// Returns this rank and the number of ranks.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> RankPosition {
         self.place
     }
 
@@ -118,10 +118,10 @@ impl Communicator {
     pub fn group<'b>(
         &mut self,
         stream: &impl DeviceStream,
-        body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> Result<()>,
+        body: impl for<'g> FnOnce(&mut GroupCall<'g, 'b>) -> Result<()>,
     ) -> Result<()> {
         let comm = self.comm()?;
-        let mut group = Group::new(self.place);
+        let mut group = GroupCall::new(self.place);
         body(&mut group)?;
         if group.is_empty() {
             return Ok(());
@@ -296,7 +296,7 @@ impl fmt::Debug for Communicator {
     }
 }
 
-impl Place {
+impl RankPosition {
     /// Returns the rank and the number of ranks in NCCL's types.
     fn checked(self, function: &'static str) -> Result<(c_int, c_int)> {
         match (c_int::try_from(self.rank), c_int::try_from(self.ranks)) {

@@ -7,7 +7,7 @@
 use std::ffi::c_int;
 use std::marker::PhantomData;
 
-use super::Place;
+use super::RankPosition;
 use super::device::{DeviceView, DeviceViewMut, Extent};
 use crate::raw::{cudaStream_t, ncclComm_t};
 use crate::result::{Nccl, Progress};
@@ -21,8 +21,8 @@ use crate::{DataType, Error, RedOp, Result};
 /// The first lifetime is the lifetime of the call that created the group. It prevents swapping the group with the group
 /// of another communicator, which may have other ranks. The second lifetime is the lifetime of the buffers.
 #[derive(Debug)]
-pub struct Group<'g, 'b> {
-    place: Place,
+pub struct GroupCall<'g, 'b> {
+    place: RankPosition,
     operations: Vec<Operation>,
     call: PhantomData<fn(&'g ()) -> &'g ()>,
     lent: PhantomData<&'b mut ()>,
@@ -47,8 +47,8 @@ enum Kind {
     ReduceScatter { send: Extent, recv: Extent, op: RedOp },
 }
 
-impl<'b> Group<'_, 'b> {
-    pub(super) fn new(place: Place) -> Self {
+impl<'b> GroupCall<'_, 'b> {
+    pub(super) fn new(place: RankPosition) -> Self {
         Self { place, operations: Vec::new(), call: PhantomData, lent: PhantomData }
     }
 
@@ -274,8 +274,8 @@ mod tests {
         }
     }
 
-    fn group<'b>() -> Group<'static, 'b> {
-        Group::new(Place { rank: 1, ranks: 3 })
+    fn group<'b>() -> GroupCall<'static, 'b> {
+        GroupCall::new(RankPosition { rank: 1, ranks: 3 })
     }
 
     fn message<T: std::fmt::Debug>(result: Result<T>) -> String {

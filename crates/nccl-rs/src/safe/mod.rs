@@ -8,8 +8,8 @@ mod group;
 mod library;
 mod wait;
 
-pub use communicator::{Communicator, Config, Place};
+pub use communicator::{Communicator, Config, RankPosition};
 pub use device::{DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut};
-pub use group::Group;
+pub use group::GroupCall;
 pub use library::{Library, UniqueId};
 pub use wait::Wait;

@@ -20,9 +20,9 @@ use super::items::{Entries, Items};
 use super::known;
 use super::long;
 use super::path::{self, Step};
-use super::verdict::{self, Verdict};
+use super::verdict::{self, ClassDecision};
 use super::view::Ref;
-use crate::value::{Construct, Dict, DictKind, Entry, Object, Symbol};
+use crate::value::{Construct, Dict, DictEntry, DictKind, Object, Symbol};
 
 /// Recognises tensors. `Ok(None)` means that the node is not a tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
@@ -197,10 +197,10 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
             return Ok(Value::Tensor(id));
         }
         match verdict::of_made(r)? {
-            Verdict::Bare(symbol) => Ok(Value::Symbol(symbol)),
-            Verdict::OrderedDict => self.ordered_dict(r),
-            Verdict::Known(symbol) => self.known(r, symbol),
-            Verdict::Inert(symbol) => self.object(r, symbol),
+            ClassDecision::Bare(symbol) => Ok(Value::Symbol(symbol)),
+            ClassDecision::OrderedDict => self.ordered_dict(r),
+            ClassDecision::Known(symbol) => self.known(r, symbol),
+            ClassDecision::Inert(symbol) => self.object(r, symbol),
         }
     }
 
@@ -268,7 +268,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
 
     /// Adds dict entries. A repeated key replaces the value and keeps the position, as in Python. CPython never writes
     /// a key twice; for a hostile pickle this gives the value that Python would give.
-    fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<Entry<T, X>>> {
+    fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<DictEntry<T, X>>> {
         let Some(entries) = entries else {
             return Ok(Vec::new());
         };
@@ -334,6 +334,6 @@ impl<'a> Key<'a> {
     }
 }
 
-fn plain<T, X>(entries: Vec<Entry<T, X>>) -> Value<T, X> {
+fn plain<T, X>(entries: Vec<DictEntry<T, X>>) -> Value<T, X> {
     Value::Dict(Dict { entries, ..Dict::default() })
 }

@@ -35,13 +35,13 @@ pub enum Field<'a> {
     /// A text.
     Text(&'a str),
     /// A `torch.Size`. In an object record made of nodes, also a tuple or list of numbers.
-    Dims(Part),
+    Dims(FieldPart),
     /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
     /// An object that became a row.
     Row(Row),
     /// A list of objects that became rows.
-    Rows(Part),
+    Rows(FieldPart),
     /// Any other value.
     #[default]
     Other,
@@ -49,12 +49,12 @@ pub enum Field<'a> {
 
 /// A range of the numbers or of the rows of an object record.
 #[derive(Clone, Copy, Debug)]
-pub struct Part {
+pub struct FieldPart {
     start: u32,
     len: u32,
 }
 
-impl Part {
+impl FieldPart {
     /// Returns whether the range is empty.
     pub fn is_empty(self) -> bool {
         self.len == 0
@@ -118,11 +118,11 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    pub(super) fn numbers_of(&self, part: Part) -> &'r [u64] {
+    pub(super) fn numbers_of(&self, part: FieldPart) -> &'r [u64] {
         &self.numbers[part.range()]
     }
 
-    pub(super) fn rows_of(&self, part: Part) -> &'r [Row] {
+    pub(super) fn rows_of(&self, part: FieldPart) -> &'r [Row] {
         &self.rows[part.range()]
     }
 }
@@ -207,12 +207,12 @@ impl<'a> Fields<'a> {
     /// Returns all numbers from `bottom` on as a field.
     pub(super) fn dims_from(&self, bottom: Bottom) -> Field<'a> {
         let len = self.numbers.len() - bottom.numbers;
-        Field::Dims(Part { start: bottom.numbers as u32, len: len as u32 })
+        Field::Dims(FieldPart { start: bottom.numbers as u32, len: len as u32 })
     }
 
     /// Returns all rows from `bottom` on as a field.
     pub(super) fn rows_from(&self, bottom: Bottom) -> Field<'a> {
         let len = self.rows.len() - bottom.rows;
-        Field::Rows(Part { start: bottom.rows as u32, len: len as u32 })
+        Field::Rows(FieldPart { start: bottom.rows as u32, len: len as u32 })
     }
 }

@@ -8,7 +8,7 @@ use super::known;
 use super::symbols::{self, Use};
 use crate::value::Symbol;
 
-pub(super) enum Verdict {
+pub(super) enum ClassDecision {
     /// A bare name: `getattr` of a class inside a class.
     Bare(Symbol),
     OrderedDict,
@@ -19,22 +19,22 @@ pub(super) enum Verdict {
 }
 
 /// Decides whether a call, an object or a persistent id is allowed.
-pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
+pub(super) fn of_made(r: Ref<'_>) -> Result<ClassDecision, DecodeError> {
     let Some(callee) = r.callee() else {
         return Err(DecodeError::malformed("a storage outside of a tensor"));
     };
     if r.symbol().is_some() {
-        return of_bare(r).map(Verdict::Bare);
+        return of_bare(r).map(ClassDecision::Bare);
     }
     let Some((module, name)) = callee.symbol() else {
         return Err(DecodeError::forbidden(blame(callee)));
     };
     let symbol = Symbol::new(module, &name);
     match symbols::inert(module, &name) {
-        _ if !r.is_new() && (module, &*name) == ("collections", "OrderedDict") => Ok(Verdict::OrderedDict),
-        _ if !r.is_new() && known::is_known(module, &name) => Ok(Verdict::Known(symbol)),
-        Some(Use::Class) => Ok(Verdict::Inert(symbol)),
-        Some(Use::Function) if !r.is_new() => Ok(Verdict::Inert(symbol)),
+        _ if !r.is_new() && (module, &*name) == ("collections", "OrderedDict") => Ok(ClassDecision::OrderedDict),
+        _ if !r.is_new() && known::is_known(module, &name) => Ok(ClassDecision::Known(symbol)),
+        Some(Use::Class) => Ok(ClassDecision::Inert(symbol)),
+        Some(Use::Function) if !r.is_new() => Ok(ClassDecision::Inert(symbol)),
         _ => Err(DecodeError::forbidden(symbol.to_string())),
     }
 }

@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use super::symbols::{self, Use};
 use super::write::Writer;
-use crate::value::{Construct, Dict, DictKind, Entry, Extension, Object, Symbol, Value};
+use crate::value::{Construct, Dict, DictEntry, DictKind, Extension, Object, Symbol, Value};
 
 /// The maximum nesting of a written value: more than any decoded value has, even within a few levels of a format, and
 /// small enough for any stack.
@@ -155,7 +155,7 @@ impl Writer {
 
     fn dict_entries<T: Copy + fmt::Display, X: Extension<T>>(
         &mut self,
-        entries: &[Entry<T, X>],
+        entries: &[DictEntry<T, X>],
         leaves: &mut dyn WriteLeaves<T, X>,
     ) -> Result<(), WriteError> {
         self.extend_dict(entries.iter(), |w, (key, value)| {

@@ -53,7 +53,7 @@ impl Span<'_> {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ZipEntry {
     name: String,
     header: u64,
     len: u64,
@@ -96,7 +96,7 @@ pub struct ArchiveWriter<'a> {
     prefix: &'a str,
     /// Known bytes that are not yet in the layout.
     pending: Vec<u8>,
-    entries: Vec<Entry>,
+    entries: Vec<ZipEntry>,
 }
 
 impl<'a> ArchiveWriter<'a> {
@@ -139,7 +139,7 @@ impl<'a> ArchiveWriter<'a> {
     fn known(&mut self, name: &str, header: u64, content: &[u8]) {
         let crc = crc32fast::hash(content);
         self.descriptor(header, content.len() as u64, crc);
-        self.entries.push(Entry { name: self.full(name), header, len: content.len() as u64, crc, payload: None });
+        self.entries.push(ZipEntry { name: self.full(name), header, len: content.len() as u64, crc, payload: None });
     }
 
     /// Adds a zip record of `len` bytes of tensor data, and returns the offset of the data in the archive.
@@ -171,7 +171,7 @@ impl<'a> ArchiveWriter<'a> {
         self.descriptor(header, len, crc);
         // The CRC follows the signature of the descriptor.
         let payload = waits.then(|| (data..data + len, data + len + 4));
-        self.entries.push(Entry { name: self.full(name), header, len, crc, payload });
+        self.entries.push(ZipEntry { name: self.full(name), header, len, crc, payload });
         offsets
     }
 
@@ -269,7 +269,7 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    fn directory_entry(&mut self, entry: &Entry) {
+    fn directory_entry(&mut self, entry: &ZipEntry) {
         let mut zip64 = Vec::new();
         if entry.len >= ZIP64 {
             zip64.extend_from_slice(&entry.len.to_le_bytes());

@@ -5,15 +5,15 @@ use proptest::prelude::*;
 use super::*;
 
 /// Makes rows of all objects of `.metadata` that consist of fields, with or without nodes.
-struct Told {
+struct RowVisitor {
     keeps: bool,
     /// The number of objects that were read without nodes.
     records: usize,
     rows: Vec<String>,
 }
 
-impl Told {
-    fn tell(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
+impl RowVisitor {
+    fn push_row(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
         // Row numbers differ after a failed attempt; the content of rows does not.
         let parts = rows(record).map(|row| self.rows[row.index as usize - 1].clone()).collect::<Vec<_>>();
         self.rows.push(format!("{} {} {parts:?}", class.1, described(record)));
@@ -21,18 +21,18 @@ impl Told {
     }
 }
 
-impl Visitor for Told {
+impl Visitor for RowVisitor {
     fn keeps(&self, class: (&str, &str)) -> bool {
         self.keeps && is_kept(class)
     }
 
     fn record(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Result<Option<Row>, String> {
         self.records += 1;
-        Ok(Some(self.tell(class, record)))
+        Ok(Some(self.push_row(class, record)))
     }
 
     fn build(&mut self, class: (&str, &str), _: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
-        Ok(Fields::of(state).filter(|_| is_kept(class)).map(|fields| self.tell(class, &fields.record())))
+        Ok(Fields::of(state).filter(|_| is_kept(class)).map(|fields| self.push_row(class, &fields.record())))
     }
 }
 
@@ -64,7 +64,7 @@ fn is_kept(class: (&str, &str)) -> bool {
 
 /// Returns the rows, the number of objects read without nodes, and the result of reading.
 fn events_of(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
-    let mut visitor = Told { keeps, records: 0, rows: Vec::new() };
+    let mut visitor = RowVisitor { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
     // The rows of a failed attempt are made again.
     let mut seen = std::collections::HashSet::new();

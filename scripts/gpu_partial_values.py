@@ -1,4 +1,4 @@
-"""Summands of which each rank has one, and how far a sum of them may be from the true one."""
+"""PartialValues of which each rank has one, and how far a sum of them may be from the true one."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def read(path):
     return {name: data[begin + span[0]:begin + span[1]] for name, span in spans.items()}
 
 
-class Summands:
+class PartialValues:
     """Random floats of all dtypes that NCCL adds, in rank files of the format `local`."""
 
     def __init__(self, folder, ranks, seed):
