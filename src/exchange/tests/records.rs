@@ -200,7 +200,7 @@ fn long_wait_for_a_live_process_reports_where_it_runs() {
         }
     });
     let (first, again) = (Duration::from_millis(100), Duration::from_millis(300));
-    let rank = shared.meet(0, 2, WAIT_LIMIT).unwrap().reporting(WaitReporter { first, again, print: print });
+    let rank = shared.meet(0, 2, WAIT_LIMIT).unwrap().reporting(WaitReporter { first, again, print });
     rank.gather(&[]).unwrap();
     said.lock().unwrap().clear();
     rank.begin("copying files of SRC");
