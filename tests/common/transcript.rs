@@ -69,7 +69,8 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err
         if state.open == 0 {
             return;
         }
-        let words: Vec<String> = arguments.iter().map(|word| quoted(&word.as_ref().to_string_lossy())).collect();
+        let words: Vec<String> =
+            arguments.iter().map(|word| quoted(&word.as_ref().to_string_lossy(), &state.folders)).collect();
         let mut text = format!("$ dtshard {}\n", words.join(" "));
         if code != Some(0) {
             writeln!(text, "? {}", code.map_or("signal".into(), |code| code.to_string())).unwrap();
@@ -83,14 +84,15 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err
     });
 }
 
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:+@%".contains(c);
+fn quoted(word: &str, folders: &[PathBuf]) -> String {
+    let is_plain = !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=,:+@%".contains(c));
+    // A long word is cut after its folders are replaced, because the length of their names differs.
     let word = if word.len() > 200 {
-        format!("{:.200}...", word.escape_debug().to_string())
+        format!("{:.200}...", portable(&word.escape_debug().to_string(), folders))
     } else {
         word.replace('\n', "\\n")
     };
-    if !word.is_empty() && word.chars().all(is_plain) { word } else { format!("'{word}'") }
+    if is_plain { word } else { format!("'{word}'") }
 }
 
 /// Replaces what differs between machines and runs.
