@@ -1,7 +1,8 @@
 //! Replica comparison, for sources that no process sees completely. Each chunk is read once, by a rank that sees its
 //! file, and all ranks gather its hash: 32 bytes for each chunk. If two replicas differ, their readers send the hashes
 //! of their blocks, and then the first block that differs. The result is the same as if one process had read both
-//! replicas. Unit: bytes. Invariant: all ranks call the same collectives in the same order, and get the same result.
+//! replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives in the same order, and
+//! get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;

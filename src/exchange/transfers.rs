@@ -1,6 +1,6 @@
 //! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write.
-//! Unit: bytes; ranges of a tensor are in elements. Invariant: each receiver of a transfer is also a receiver of its
-//! target.
+//! Sizes are in bytes; ranges of a tensor count elements. Invariant: each receiver of a transfer is also a receiver of
+//! its target.
 
 use std::ops::Range;
 use std::slice;

@@ -14,7 +14,8 @@
 //!                              digest      offset
 //! ```
 //!
-//! Unit: bytes. Invariant: a record is either read completely or ignored, and nothing after a damaged record is read.
+//! All sizes and offsets are in bytes. Invariant: a record is either read completely or ignored, and nothing after a
+//! damaged record is read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

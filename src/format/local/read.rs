@@ -1,5 +1,5 @@
-//! Reads a folder of rank files and checks every tensor against the document. Unit: bytes for offsets, elements for
-//! shapes.
+//! Reads a folder of rank files and checks every tensor against the document. Offsets are in bytes; shapes count
+//! elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
