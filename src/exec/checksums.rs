@@ -51,8 +51,9 @@ struct OpenChecksum {
 pub struct DeferredChecksums {
     /// Checksums of the parts of spans that reach beyond the write block.
     pub parts: Vec<ChecksumPart>,
-    /// Places of checksums that are not known yet, in ascending order. These places must not be written with the block,
-    /// because a process that was believed dead may continue to write after another process has sealed the checkpoint.
+    /// Offsets in the file of checksums that are not known yet, in ascending order. The write block must leave these
+    /// bytes out: a process that others believe dead may still write the block after another process has sealed the
+    /// checkpoint, and must not overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 

@@ -128,17 +128,18 @@ impl ShardIndex {
             return Ok(Some(Shortfall::new(missing, error)));
         }
         let (others, expected) = if self.weight_map.is_empty() {
-            (self.beside()?, "the names of the tensor files beside it")
+            (self.beside()?, "an entry for each tensor file in the folder")
         } else {
             (self.unnamed_of_set()?, "every file of the set")
         };
         if others.is_empty() {
             return Ok(None);
         }
+        let listed = short_list(&others, FEW);
         let found = if self.weight_map.is_empty() {
-            format!("no file name, although its folder has {}", short_list(&others, FEW))
+            format!("an empty weight_map; the folder has {listed}")
         } else {
-            format!("no entry for {}", short_list(&others, FEW))
+            format!("no entry for {listed}")
         };
         let error = Error::Format(FormatError::Malformed {
             path: self.path.clone(),

@@ -128,8 +128,9 @@ impl<'a> Assembly<'a> {
         match stored.into_keys().min() {
             None => Ok(()),
             Some(name) => {
-                let expected = format!("only tensors of which {FILE_NAME} gives rank {rank} a part");
-                Err(Error::malformed(path, &*name, expected, "this tensor as well"))
+                let expected =
+                    format!("no tensor of this name, because {FILE_NAME} gives rank {rank} no part of such a tensor");
+                Err(Error::malformed(path, &*name, expected, "the tensor"))
             }
         }
     }
