@@ -227,7 +227,8 @@ impl<C: Communicator> Pair<'_, C> {
     }
 }
 
-/// Chooses the rank that reads a chunk. The ranks that see the file are used in turn.
+/// Chooses the rank that reads a chunk, from the ranks that see its file: the rank at index `turn`, modulo their
+/// number.
 fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (visibility, file) {

@@ -50,7 +50,7 @@ impl Unit<'_> {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number that is different for consecutive ranges, so that `ranks` ranks are used in turn.
+    /// Returns a number that is different for consecutive ranges, so that consecutive ranges use different ranks.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)

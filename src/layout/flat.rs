@@ -47,8 +47,8 @@ pub enum FlatContent {
 }
 
 impl FlatParameter {
-    /// Lays out parameters with these numbers of elements, for a number of shards. Returns `None` if the sizes exceed
-    /// `u64`, or if the number of shards or the alignment is 0.
+    /// Computes the ranges of parameters with these numbers of elements, for a number of shards. Returns `None` if the
+    /// sizes exceed `u64`, or if the number of shards or the alignment is 0.
     ///
     /// `align` is the alignment in elements; it is given if and only if `use_orig_params` is true.
     #[must_use]

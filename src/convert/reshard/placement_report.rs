@@ -1,5 +1,5 @@
-//! Collects the facts that the user should know after all tensors are laid out: placements that did not fit, tensors
-//! that stay plain, and rules without effect.
+//! Collects the facts that the user should know after all target placements are chosen: placements that did not fit,
+//! tensors that stay plain, and rules without effect.
 //!
 //! The fallback placements are the placements of tensors without a rule.
 
