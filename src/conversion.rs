@@ -275,7 +275,8 @@ impl Plan {
     /// Moves the bytes and publishes the result at `destination`; creates missing parent folders. One of several
     /// processes writes only its own share; [`Report::outcome`] shows whether the destination is complete.
     ///
-    /// A single file gets this path with any suffix. Only [`Conversion::destination`] chooses the format by the suffix.
+    /// A single output file is written at exactly this path. Its suffix does not choose the format; the suffix given to
+    /// [`Conversion::destination`] does.
     ///
     /// # Atomicity
     /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that is killed leaves

@@ -1,7 +1,7 @@
 //! Short lists of names for messages: a few names, numbered runs as ranges, and the number of the other names.
 //!
-//! Unit: names. A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it
-//! names a few of them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
+//! A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it names a few of
+//! them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
 
 use std::cmp::Ordering;
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! Reports of a long operation while it runs: bytes done, phases and messages.
 //!
 //! The library prints nothing. It passes byte counts and messages to a [`Progress`], which a terminal, a log or a test
-//! implements. Unit: bytes.
+//! implements. Progress is counted in bytes.
 
 use std::sync::Arc;
 

@@ -1,7 +1,6 @@
 //! Parses and formats numbers of bytes, such as `5GB`.
 //!
-//! Unit: bytes. Decimal units (kB, MB, GB, TB) are powers of 1000, and binary units (KiB, MiB, GiB, TiB) powers of
-//! 1024.
+//! Decimal units (kB, MB, GB, TB) are powers of 1000, and binary units (KiB, MiB, GiB, TiB) powers of 1024.
 
 use std::str::FromStr;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Element types, with their names in PyTorch, in safetensors and on the command line.
 //!
-//! Unit of sizes: bytes. Invariant: each dtype has one row in the table, in the order of declaration.
+//! Sizes are in bytes. Invariant: each dtype has one row in the table, in the order of declaration.
 
 use std::fmt;
 

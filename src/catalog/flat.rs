@@ -1,6 +1,6 @@
 //! The flat layout of an FSDP1 model: its units, and the parameters of each flat parameter in order.
 //!
-//! Unit of sizes and alignments: elements. Names are relative to the model. FSDP1 files record this layout only in part
+//! Sizes and alignments count elements. Names are relative to the model. FSDP1 files record this layout only in part
 //! or not at all, and a wrong order of equal shapes would scramble a model silently. The layout is read from files if
 //! possible, or given by the user, and is written next to every flat output. Invariant: a layout that passes
 //! [`FlatLayout::check`] has each name once. PyTorch's counterpart is `FlatParamHandle` in

@@ -1,9 +1,9 @@
 //! The catalog: the content of a checkpoint, independent of its format.
 //!
-//! Unit: elements; bytes for offsets in files. A catalog has logical tensors, each covered by chunks that are stored in
-//! files, and the Python values around them. Reading any format gives a [`Catalog`]; a target layout gives another
-//! catalog, and a conversion copies the elements that both catalogs have. Invariant: nothing here depends on a format.
-//! PyTorch's counterpart is `Metadata` in `torch/distributed/checkpoint/metadata.py`.
+//! Shapes and boxes count elements; offsets in files are in bytes. A catalog has logical tensors, each covered by
+//! chunks that are stored in files, and the Python values around them. Reading any format gives a [`Catalog`]; a target
+//! layout gives another catalog, and a conversion copies the elements that both catalogs have. Invariant: nothing here
+//! depends on a format. PyTorch's counterpart is `Metadata` in `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
 mod dtype;

@@ -1,6 +1,6 @@
 //! Finds the model in a state dict, and the parameter of each gradient.
 //!
-//! Unit: tensors. Invariant: the nesting of the state dict decides, not the dots in names.
+//! Invariant: the nesting of the state dict decides, not the dots in names.
 
 use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};

@@ -1,7 +1,7 @@
 //! Modules: the module of a tensor name, and the modules that a state dict lists.
 //!
-//! Unit: names. A tensor name is the path of its module, a dot and an attribute, as in `layers.0.weight`. The path of
-//! the root module is empty.
+//! A tensor name is the path of its module, a dot and an attribute, as in `layers.0.weight`. The path of the root
+//! module is empty.
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`.
 

@@ -1,7 +1,7 @@
 //! Finds the parameter of each tensor in an optimizer state dict.
 //!
-//! Unit: tensors. `get_optimizer_state_dict` uses parameter names as keys and in `params`. `optimizer.state_dict()`
-//! uses numbers, in the order of the parameters given to the optimizer, and does not record their names.
+//! `get_optimizer_state_dict` uses parameter names as keys and in `params`. `optimizer.state_dict()` uses numbers, in
+//! the order of the parameters given to the optimizer, and does not record their names.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `torch/distributed/checkpoint/state_dict.py`.
 

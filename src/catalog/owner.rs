@@ -1,8 +1,8 @@
 //! Finds the parameter that owns an optimizer state tensor or a gradient, and the names that rules match for it.
 //!
-//! Unit: tensors. Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies to its
-//! gradient and its moments. An optimizer refers to parameters by name or by number; see [`optimizer`]. Invariant: a
-//! number is resolved only if exactly one assignment is possible.
+//! Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies to its gradient and its
+//! moments. An optimizer refers to parameters by name or by number; see [`optimizer`]. Invariant: a number is resolved
+//! only if exactly one assignment is possible.
 
 use std::collections::{HashMap, HashSet};
 

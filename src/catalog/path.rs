@@ -1,8 +1,8 @@
 //! Paths in a state dict: traversing a state dict, and building one from paths.
 //!
-//! Unit: values. The rules follow `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always
-//! traversed, a list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name is the path
-//! joined with dots. One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
+//! The rules follow `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always traversed, a
+//! list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name is the path joined with dots.
+//! One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
 
 use std::collections::BTreeMap;
 use std::fmt;

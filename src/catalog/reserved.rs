@@ -1,9 +1,9 @@
 //! Reservations: the exact layout of the output files, before any tensor data is copied.
 //!
-//! Unit: bytes. A format *reserves* its files: it serialises everything except tensor data (headers, pickles, indexes)
-//! and gives each chunk of tensor data an offset. The executor then *fills* the files without knowledge of the format.
-//! CRC-32 values, which depend on the data, have fixed offsets and are written when their range is complete. Invariant:
-//! header bytes and chunks together cover each file exactly once.
+//! All sizes and offsets are in bytes. A format *reserves* its files: it serialises everything except tensor data
+//! (headers, pickles, indexes) and gives each chunk of tensor data an offset. The executor then *fills* the files
+//! without knowledge of the format. CRC-32 values, which depend on the data, have fixed offsets and are written when
+//! their range is complete. Invariant: header bytes and chunks together cover each file exactly once.
 
 use std::collections::HashSet;
 use std::ops::Range;

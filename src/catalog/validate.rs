@@ -1,9 +1,9 @@
 //! Proves that the chunks of a tensor cover it exactly once.
 //!
-//! Unit: elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk of each group is
-//! picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this applies to the
-//! chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor whose coverage was not
-//! checked cannot be planned.
+//! Shapes and offsets count elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk
+//! of each group is picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this
+//! applies to the chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor whose
+//! coverage was not checked cannot be planned.
 //!
 //! PyTorch has the same check at save time: `_validate_global_plan` in
 //! `torch/distributed/checkpoint/default_planner.py`. It has no check at load time, where elements in a gap silently

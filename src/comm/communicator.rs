@@ -6,9 +6,9 @@
 //! [`Communicator::gather`] passes small messages (the work to do, success or failure), always from host memory.
 //!
 //! All operations are collective: every process calls the same operations in the same order, and an operation returns
-//! when this process has received everything that it expects. Unit: bytes. Invariant: if a process fails or disappears,
-//! the current or the next operation of every other process returns an error that names this process; no process waits
-//! forever.
+//! when this process has received everything that it expects. All sizes and offsets are in bytes. Invariant: if a
+//! process fails or disappears, the current or the next operation of every other process returns an error that names
+//! this process; no process waits forever.
 
 use std::ops::Range;
 

@@ -10,8 +10,8 @@
 //! job.
 //!
 //! Only one thread calls MPI at a time (`MPI_THREAD_SERIALIZED`), and no call blocks: a waiting thread polls, and
-//! releases the lock between two polls. Unit: bytes. Invariant: once a rank has recorded a failure, it has sent its
-//! final message.
+//! releases the lock between two polls. All sizes and offsets are in bytes. Invariant: once a rank has recorded a
+//! failure, it has sent its final message.
 
 use std::collections::VecDeque;
 use std::mem;

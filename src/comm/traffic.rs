@@ -1,8 +1,8 @@
 //! Traffic: the number of tensor bytes moved between ranks. It is counted during the transfers, so that tests can
 //! compare it with the plan.
 //!
-//! Unit: bytes, without headers and small messages. Invariant: when all ranks have completed the same operation, the
-//! bytes sent by all ranks together equal the bytes received by all ranks together.
+//! All counters are in bytes and do not include headers and small messages. Invariant: when all ranks have completed
+//! the same operation, the bytes sent by all ranks together equal the bytes received by all ranks together.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -4,7 +4,7 @@
 //! that `--max-memory` leaves after the headers of DST; the length of the headers is known after all processes have
 //! laid out DST. All processes must have equal rounds, so all use the bucket size of the process with the least memory.
 //!
-//! Unit: bytes. Invariant: a bucket size that the user chose never changes.
+//! All sizes and offsets are in bytes. Invariant: a bucket size that the user chose never changes.
 
 use crate::comm::Communicator;
 use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};

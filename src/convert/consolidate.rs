@@ -86,7 +86,7 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
 }
 
-/// Checks that the selected tensors are a model: not empty, and without optimizer state that the user did not select.
+/// Checks that the selected tensors are a model: not empty, and no optimizer state unless the user selected it.
 fn check_model(
     args: &ConsolidateOptions,
     convert: &ConvertOptions,

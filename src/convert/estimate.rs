@@ -1,7 +1,7 @@
 //! Estimates of the memory that a conversion uses: the memory left for exchange rounds, and the peak.
 //!
-//! Unit: bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so they reduce
-//! the memory for rounds and write blocks.
+//! All sizes are in bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so
+//! they reduce the memory for rounds and write blocks.
 
 use super::memory::{
     BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,

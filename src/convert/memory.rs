@@ -1,9 +1,9 @@
 //! Number of threads and length of write blocks that fit into the memory limit. [`estimate`](super::estimate) computes
 //! the memory of a whole conversion.
 //!
-//! Unit: bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The reported peak (`peak_bytes`)
-//! also includes the catalog, whose size grows with the number of chunks and has no bound. Invariant: no run uses more
-//! memory than the reported peak.
+//! All sizes and offsets are in bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The
+//! reported peak (`peak_bytes`) also includes the catalog, whose size grows with the number of chunks and has no bound.
+//! Invariant: no run uses more memory than the reported peak.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};

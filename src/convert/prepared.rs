@@ -1,4 +1,4 @@
-//! A completely planned conversion, and the check of its destination. Unit: bytes.
+//! A completely planned conversion, and the check of its destination. All sizes and offsets are in bytes.
 
 use std::path::Path;
 

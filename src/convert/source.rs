@@ -383,7 +383,7 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
 fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
     let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
-    // Other series hold complete values, which must not be summed.
+    // Other series have complete values, which must not be reduced.
     let are_taken = series.iter().any(|name| is_gradients(&name));
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
@@ -396,10 +396,9 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
             None => return Ok(()),
         },
     };
-    Err(Error::usage(
-        format!("options::reduce {}: the gradients are left out", layout.reduce.join(" options::reduce ")),
-        hint,
-    ))
+    let effect = if skipped.is_some() { "complete values would be reduced" } else { "no tensor would be reduced" };
+    let given = layout.reduce.join(" options::reduce ");
+    Err(Error::usage(format!("options::reduce {given}: the gradients are left out, so {effect}"), hint))
 }
 
 /// Returns the path of the gradients if no gradient is selected.

@@ -1,5 +1,5 @@
-//! Demand: which process needs which elements of a tensor. Unit: elements of local tensors (`DTensor.to_local()` in
-//! PyTorch). A rank in this module is the index of a process of this conversion, not a rank of the source or target
+//! Demand: which process needs which elements of a tensor. Ranges count elements of local tensors (`DTensor.to_local()`
+//! in PyTorch). A rank in this module is the index of a process of this conversion, not a rank of the source or target
 //! layout. Invariant: if a process writes a tile to several files, the elements of the tile are listed once.
 
 use std::collections::{BTreeMap, BTreeSet};

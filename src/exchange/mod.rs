@@ -8,7 +8,8 @@
 //! shuffle with several steps may start the next round before the current round is finished
 //! ([`Shuffle::ROUNDS_IN_FLIGHT`]).
 //!
-//! Unit: bytes. Invariant: bytes are recorded as done only after the process that read them has checked them.
+//! All sizes and offsets are in bytes. Invariant: bytes are recorded as done only after the process that read them has
+//! checked them.
 
 mod buffers;
 mod casts;

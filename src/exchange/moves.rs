@@ -1,5 +1,6 @@
-//! Moves: the work of one process in one round, as reads and as strided copies between four buffers. Unit: bytes; all
-//! offsets are inside the buffers. Invariant: all ranks know whether the round has a second phase.
+//! Moves: the work of one process in one round, as reads and as strided copies between four buffers. All sizes and
+//! offsets are in bytes; all offsets are inside the buffers. Invariant: all ranks know whether the round has a second
+//! phase.
 //!
 //! ```text
 //!     files --reads--> stage --packs--> outgoing --wire--> incoming --+

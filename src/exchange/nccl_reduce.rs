@@ -1,8 +1,8 @@
 //! NCCL reductions. If each rank reads a different partial value of a tile, and the number of partial values is the
 //! number of ranks, `ncclReduce` can reduce them while it sends them. Then no rank needs memory for partial values of
 //! other ranks. NCCL adds in its own order and rounds to the dtype at each step. Therefore a result is close to the
-//! result of [`crate::exec::reduce`], but may have different bits. Unit: bytes. Invariant: all ranks queue the same
-//! reductions in the same order.
+//! result of [`crate::exec::reduce`], but may have different bits. All sizes and offsets are in bytes. Invariant: all
+//! ranks queue the same reductions in the same order.
 //!
 //! ```text
 //!     in rank order    stage --packs--> outgoing --messages--> incoming --> partial values --reduce--> value

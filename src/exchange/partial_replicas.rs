@@ -1,7 +1,7 @@
 //! Partial replicas: an interrupted run has written some replicas of a value but not the others. If an NCCL reduction
 //! runs twice, the two results may have different bits. Therefore, if a resumed run has to write a missing replica, it
-//! also rewrites the completed replicas of the same elements, so that all replicas are equal. Unit: bytes. Invariant:
-//! if no replica is missing, nothing is rewritten.
+//! also rewrites the completed replicas of the same elements, so that all replicas are equal. All sizes and offsets are
+//! in bytes. Invariant: if no replica is missing, nothing is rewritten.
 
 use indexmap::IndexMap;
 

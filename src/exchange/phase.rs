@@ -1,8 +1,8 @@
 //! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need are sent by an
 //! all-gather (as in `torch.distributed.all_gather_into_tensor`). They are packed once, and also sent only once if the
-//! network or the devices support this. All other bytes are sent by point-to-point messages. Unit: bytes; all offsets
-//! are inside the buffers. Invariant: all ranks process the same messages in the same order, so messages need no
-//! headers.
+//! network or the devices support this. All other bytes are sent by point-to-point messages. Sizes and offsets are in
+//! bytes; all offsets are inside the buffers. Invariant: all ranks process the same messages in the same order, so
+//! messages need no headers.
 //!
 //! ```text
 //!     outgoing   | to rank 0 | to rank 1 | ..        exchange

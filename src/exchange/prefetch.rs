@@ -1,6 +1,6 @@
 //! Prefetch: plans whole tensors in advance, one batch at a time, on all threads. A round of small tensors contains
-//! thousands of tensors, and the previous rounds must not wait until all of them are planned. Unit: tiles. Invariant:
-//! the iterator returns tensors and errors in the order of the reservation.
+//! thousands of tensors, and the previous rounds must not wait until all of them are planned. Invariant: the iterator
+//! returns tensors and errors in the order of the reservation.
 
 use std::iter::{Enumerate, Peekable};
 use std::slice;

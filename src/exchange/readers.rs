@@ -103,7 +103,7 @@ impl Topology {
 
     /// Chooses a reader for each rank that needs bytes of a chunk. `needs` lists ranks with the number of bytes that
     /// each needs, ascending by rank. `holders` are the chunks with the same elements. `turn` differs for each source
-    /// range, so that equally good readers are used in turn.
+    /// range, so that ranges with equally good readers are distributed among these readers.
     ///
     /// # Errors
     /// Returns `Comm` if no process sees a file that contains the chunk.

@@ -1,5 +1,5 @@
 //! Reduction of partial values on the host. [`Reducer`] reduces the partial values in rank order, so the result has the
-//! same bits on every process and with every bucket size. Unit: bytes.
+//! same bits on every process and with every bucket size. All sizes and offsets are in bytes.
 
 use rayon::prelude::*;
 

@@ -1,7 +1,8 @@
 //! Replica comparison, for sources that no process sees completely. Each chunk is read once, by a rank that sees its
 //! file, and all ranks gather its hash: 32 bytes for each chunk. If two replicas differ, their readers send the hashes
 //! of their blocks, and then the first block that differs. The result is the same as if one process had read both
-//! replicas. Unit: bytes. Invariant: all ranks call the same collectives in the same order, and get the same result.
+//! replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives in the same order, and
+//! get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -226,7 +227,8 @@ impl<C: Communicator> Pair<'_, C> {
     }
 }
 
-/// Chooses the rank that reads a chunk. The ranks that see the file are used in turn.
+/// Chooses the rank that reads a chunk, from the ranks that see its file: the rank at index `turn`, modulo their
+/// number.
 fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (visibility, file) {

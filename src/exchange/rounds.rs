@@ -1,7 +1,7 @@
 //! Rounds: divide the exchange into steps that fit the memory limit of every process. Each process computes the same
 //! rounds from the same catalogs, without communication. A round consists of many small tensors, or of a few ranges of
-//! one large tensor. Unit: elements, or bytes where the name contains `bytes`. Invariant: the ranges of all rounds
-//! together contain each element once.
+//! one large tensor. Ranges count elements; sizes whose name contains `bytes` are in bytes. Invariant: the ranges of
+//! all rounds together contain each element once.
 //!
 //! The ranges of a large tensor start at equal distances, one range for each process. Therefore all processes have
 //! work, however the tensor is sharded:

@@ -11,8 +11,8 @@
 //!     done/1f0c96a2b7d4e35f    the record file of one copied file
 //! ```
 //!
-//! Unit: bytes. Invariant: a copied file is read only after its record file was written and all processes have passed a
-//! barrier.
+//! All sizes and offsets are in bytes. Invariant: a copied file is read only after its record file was written and all
+//! processes have passed a barrier.
 
 use std::collections::BTreeSet;
 use std::fs::File;

@@ -1,5 +1,5 @@
 //! Stage: reads the source ranges of a round into one buffer, on several threads. Checks the CRC of each zip record
-//! that is read completely. Unit: bytes.
+//! that is read completely. All sizes and offsets are in bytes.
 
 use std::sync::{Arc, Mutex};
 

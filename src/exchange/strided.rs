@@ -1,5 +1,5 @@
-//! Strided copies, of which the moves of a round consist. Unit: bytes. Invariant: messages have no gaps, so the sender
-//! packs exactly the bytes that the receiver unpacks.
+//! Strided copies, of which the moves of a round consist. All sizes and offsets are in bytes. Invariant: messages have
+//! no gaps, so the sender packs exactly the bytes that the receiver unpacks.
 
 use smallvec::SmallVec;
 

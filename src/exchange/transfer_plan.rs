@@ -1,7 +1,7 @@
 //! Transfer plan: which process sends which bytes to which process, for some ranges of one tensor, and how much memory
-//! each process needs for this. All processes build the same plan. Unit: bytes; ranges of a tensor are in elements.
-//! Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase are in
-//! the order of the targets.
+//! each process needs for this. All processes build the same plan. Sizes are in bytes; ranges of a tensor count
+//! elements. Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase
+//! are in the order of the targets.
 //!
 //! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of
 //! each target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.

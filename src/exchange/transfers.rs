@@ -1,6 +1,6 @@
 //! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write.
-//! Unit: bytes; ranges of a tensor are in elements. Invariant: each receiver of a transfer is also a receiver of its
-//! target.
+//! Sizes are in bytes; ranges of a tensor count elements. Invariant: each receiver of a transfer is also a receiver of
+//! its target.
 
 use std::ops::Range;
 use std::slice;
@@ -50,7 +50,7 @@ impl Unit<'_> {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number that is different for consecutive ranges, so that `ranks` ranks are used in turn.
+    /// Returns a number that is different for consecutive ranges, so that consecutive ranges use different ranks.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)

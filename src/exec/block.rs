@@ -1,9 +1,9 @@
 //! A block of source bytes that a worker reads once and copies from many times.
 //!
-//! Unit: bytes. If the write blocks of a [row group](super::row_groups) need short runs of the same rows, the worker
-//! first reads all needed ranges into the source block, then fills each write block from it. A range that is not in the
-//! source block is read directly, so correctness does not depend on its content. Invariant: `bytes` contains the bytes
-//! of `ranges` in the same order and without gaps, and is at most [`BLOCK_BYTES`] long.
+//! All sizes and offsets are in bytes. If the write blocks of a [row group](super::row_groups) need short runs of the
+//! same rows, the worker first reads all needed ranges into the source block, then fills each write block from it. A
+//! range that is not in the source block is read directly, so correctness does not depend on its content. Invariant:
+//! `bytes` contains the bytes of `ranges` in the same order and without gaps, and is at most [`BLOCK_BYTES`] long.
 
 use super::{BLOCK_BYTES, sized_buffer};
 use crate::error::Result;

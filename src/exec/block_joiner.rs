@@ -6,9 +6,9 @@
 //! joiner keeps these parts in memory, and the worker that adds the last part writes the whole block in one call with
 //! its own blocks.
 //!
-//! Unit: bytes. Invariant: each byte is added once, so a block is complete when it has [`ALIGNMENT`] bytes; at most
-//! [`MAX_PENDING`] blocks are kept. The last block of a file is rarely complete; it is written with the other
-//! incomplete blocks when the file is synced.
+//! All sizes and offsets are in bytes. Invariant: each byte is added once, so a block is complete when it has
+//! [`ALIGNMENT`] bytes; at most [`MAX_PENDING`] blocks are kept. The last block of a file is rarely complete; it is
+//! written with the other incomplete blocks when the file is synced.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};

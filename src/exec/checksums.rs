@@ -8,8 +8,8 @@
 //! bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If several runs
 //! write a checkpoint, the process that seals the checkpoint combines the parts of all runs ([`write_combined`]).
 //!
-//! Unit: bytes. Invariant: spans are in ascending order; their first sites are in ascending order, too, and so are
-//! their second sites (see [`ChecksumSpan`]).
+//! All sizes and offsets are in bytes. Invariant: spans are in ascending order; their first sites are in ascending
+//! order, too, and so are their second sites (see [`ChecksumSpan`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -51,8 +51,9 @@ struct OpenChecksum {
 pub struct DeferredChecksums {
     /// Checksums of the parts of spans that reach beyond the write block.
     pub parts: Vec<ChecksumPart>,
-    /// Places of checksums that are not known yet, in ascending order. These places must not be written with the block,
-    /// because a process that was believed dead may continue to write after another process has sealed the checkpoint.
+    /// Offsets in the file of checksums that are not known yet, in ascending order. The write block must leave these
+    /// bytes out: a process that others believe dead may still write the block after another process has sealed the
+    /// checkpoint, and must not overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 

@@ -1,5 +1,5 @@
-//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Unit: bytes;
-//! elements where the name says so.
+//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Sizes and offsets
+//! are in bytes, or in elements where the name contains `element`.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

@@ -9,7 +9,8 @@
 //! A run may have to write only some of the output: its own part, or the rest that an earlier run left. Tensors without
 //! such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source has been checked.
 //!
-//! Unit: bytes of output. Invariant: each byte that is to be written is written once, from one write block.
+//! All sizes and offsets are in bytes of the output. Invariant: each byte that is to be written is written once, from
+//! one write block.
 
 use std::collections::BTreeMap;
 use std::iter::zip;

@@ -1,5 +1,5 @@
 //! Measures how two equally long byte ranges of elements differ: the first difference, the number of differences, and
-//! the largest distance. Unit: elements.
+//! the largest distance. Positions count elements.
 //!
 //! Two elements differ if their bits differ: 0.0 and -0.0 differ with distance 0, and two NaNs with different bits also
 //! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then NaN, too. Joining

@@ -4,7 +4,7 @@
 //! write block and others when all data is written, so these bytes depend on the time. [`super::checksums`] verifies
 //! the checksums themselves.
 //!
-//! Unit: bytes.
+//! All sizes and offsets are in bytes.
 
 use std::fs::File;
 use std::ops::Range;

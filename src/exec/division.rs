@@ -1,4 +1,5 @@
-//! Divides the output among processes, so that each process knows its bytes without communication. Unit: bytes.
+//! Divides the output among processes, so that each process knows its bytes without communication. All sizes and
+//! offsets are in bytes.
 //!
 //! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
 //! moves to a file boundary if one is near, because whole files are simplest to write. Otherwise it moves to a multiple

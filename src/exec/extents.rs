@@ -3,8 +3,8 @@
 //! Finished work is recorded as bytes, not as tensors or write blocks, so the record stays valid when the next run
 //! divides the work differently.
 //!
-//! Unit: bytes. Invariant: the ranges of a file are in ascending order, no range is empty, and no two ranges overlap or
-//! touch. So equal sets have equal representations. A file without ranges is not listed.
+//! All sizes and offsets are in bytes. Invariant: the ranges of a file are in ascending order, no range is empty, and
+//! no two ranges overlap or touch. So equal sets have equal representations. A file without ranges is not listed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! Finished byte ranges of output files, which a copy reports while it runs, and the trait that receives the reports.
 //!
-//! Unit: bytes. Invariant: the checksum parts of an entry lie within its range, are in ascending order, and do not
-//! overlap.
+//! All sizes and offsets are in bytes. Invariant: the checksum parts of an entry lie within its range, are in ascending
+//! order, and do not overlap.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Gathers elements of a target tile into a buffer, from the source chunks that contain them. Unit: elements; bytes
-//! where the name says so.
+//! Gathers elements of a target tile into a buffer, from the source chunks that contain them. Offsets and sizes count
+//! elements, or bytes where the name contains `bytes`.
 //!
 //! A tile that is cast is read through a scratch buffer, block by block, so memory does not grow with the tile. Partial
 //! values that are reduced are also read block by block, one partial value after the other. `runs.rs` reads the runs of

@@ -1,6 +1,6 @@
 //! Compares the bytes between tensors in an output file (headers, padding, directories) with the planned layout.
 //!
-//! Unit: bytes.
+//! All sizes and offsets are in bytes.
 
 use std::iter::zip;
 use std::os::unix::fs::FileExt;

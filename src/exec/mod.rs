@@ -1,7 +1,8 @@
 //! Copies tensor data: turns plans into write blocks, which worker threads fill and write in parallel.
 //!
 //! This module knows no format, no command line and no terminal. It reports progress to a [`Reporter`], a [`Stop`]
-//! interrupts it, and [`Input::resolve`] finds chunks whose location is not in the tables yet. Unit: bytes.
+//! interrupts it, and [`Input::resolve`] finds chunks whose location is not in the tables yet. All sizes and offsets
+//! are in bytes.
 
 pub(crate) mod block;
 pub(crate) mod block_joiner;

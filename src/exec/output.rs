@@ -5,10 +5,10 @@
 //! Otherwise it goes through the page cache, and its write-back starts immediately. Data that need not be on disk goes
 //! through the page cache in small calls.
 //!
-//! Unit: bytes. Invariant: only whole file blocks are written past the page cache. If write blocks share a file block,
-//! it is written when it is [complete](super::block_joiner), so no file block is written in both ways at the same time.
-//! Incomplete blocks are written before the file is synced. If accepted data could not be written to disk, no file is
-//! reported as synced afterwards.
+//! All sizes and offsets are in bytes. Invariant: only whole file blocks are written past the page cache. If write
+//! blocks share a file block, it is written when it is [complete](super::block_joiner), so no file block is written in
+//! both ways at the same time. Incomplete blocks are written before the file is synced. If accepted data could not be
+//! written to disk, no file is reported as synced afterwards.
 
 use std::fs::File;
 use std::io::IoSlice;

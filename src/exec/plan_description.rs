@@ -2,7 +2,7 @@
 //! descriptions show the differences.
 //!
 //! The descriptions serve messages only. Two equal descriptions may belong to different plans, for example if a file
-//! that an option names has changed. Unit: bytes.
+//! that an option names has changed. All sizes and offsets are in bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;

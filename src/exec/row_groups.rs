@@ -1,5 +1,5 @@
-//! Row groups: write blocks that need the same source rows, which one worker fills one after the other. Unit: bytes of
-//! output, unless a name says another unit.
+//! Row groups: write blocks that need the same source rows, which one worker fills one after the other. Sizes and
+//! offsets are in bytes of the output, unless a name contains another unit.
 //!
 //! If a tensor is cut into columns, each row of the source goes to many files in short runs:
 //!

@@ -1,8 +1,8 @@
 //! Reads the runs of one piece: strided copies of bytes, from one chunk into one write block.
 //!
-//! Unit: bytes. Long runs are read directly into the write block. Short runs are copied from a mapping if mappings are
-//! fast on the file system; otherwise they are copied from a scratch block, which is filled by one read for many runs.
-//! Invariant: an earlier check has shown that the chunk is within its file.
+//! All sizes and offsets are in bytes. Long runs are read directly into the write block. Short runs are copied from a
+//! mapping if mappings are fast on the file system; otherwise they are copied from a scratch block, which is filled by
+//! one read for many runs. Invariant: an earlier check has shown that the chunk is within its file.
 
 use std::cmp::Reverse;
 use std::convert::Infallible;

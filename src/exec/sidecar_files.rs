@@ -1,4 +1,5 @@
-//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. Unit: bytes.
+//! Sidecar files: files beside the tensor data in a checkpoint's folder, which are copied unchanged. All sizes and
+//! offsets are in bytes.
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};

@@ -1,4 +1,4 @@
-//! Checks the CRC-32s of zip records of the source while they are copied. Unit: bytes.
+//! Checks the CRC-32s of zip records of the source while they are copied. All sizes and offsets are in bytes.
 //!
 //! If all bytes of a zip record are read in long runs, the record is checked against the CRC-32 that its writer stored.
 //! The CRC costs little, because the bytes are in cache. A zip record that is read only in part, or only in short

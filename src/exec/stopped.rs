@@ -36,9 +36,9 @@ impl Stopped {
         Self { signal, exit, rank, kept: None }
     }
 
-    /// Adds the folder with the finished work, and the amount of that work as text. Sets the exit code to 75, so that a
-    /// scheduler runs the same command again. After INT the exit code stays 130, because a user interrupted the
-    /// command.
+    /// Adds the folder `path` with the finished work, and the text `much` with the amount of that work. Sets the exit
+    /// code to 75, so that a scheduler runs the same command again. If the signal was INT, the exit code stays 130,
+    /// because a user interrupted the command.
     #[must_use]
     pub(crate) fn keeping(self, path: &Path, much: String) -> Self {
         let exit = if self.exit == INTERRUPTED { self.exit } else { TRY_AGAIN };

@@ -1,4 +1,4 @@
-//! Windows: the tensors that are planned and located at a time. Unit: bytes of output.
+//! Windows: the tensors that are planned and located at a time. The size of a window is in bytes of the output.
 //!
 //! A window is up to 1 GiB of output, or some thousand tiles if those are small, cut between tensors. For each tensor
 //! of a window, threads in parallel check that its chunks cover it exactly once, plan it, and locate its chunks. Only

@@ -7,7 +7,7 @@
 //! Only ranges that are to be written are cut into blocks. Such a range may begin or end within an element: write
 //! blocks hold whole elements, and the bytes outside the range are not written.
 //!
-//! Unit: bytes.
+//! All sizes and offsets are in bytes.
 
 use std::ops::Range;
 

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
+use crate::layout::Rank;
+
 /// A file or value that does not match its format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -42,6 +44,10 @@ impl Wrong {
     /// Returns a fault that another message describes. If that message has an expected content of its own, the fault
     /// takes it from there, so that no message has `expected` twice.
     pub fn from_message(at: impl Into<String>, expected: &str, message: &str) -> Self {
+        if let Some((expected, found)) = message.strip_prefix("expected ").and_then(|rest| rest.rsplit_once(", found "))
+        {
+            return Self::new(at, expected, found);
+        }
         let Some((subject, rest)) = message.split_once(": expected ") else {
             return Self::new(at, expected, message);
         };
@@ -75,6 +81,18 @@ impl FormatError {
                 hint.as_deref().unwrap_or("copy the missing files into the folder, or save the checkpoint again")
             }
             Self::Unsupported { hint, .. } => hint,
+        }
+    }
+
+    /// Returns the error of a file whose name has another rank than its content. `class` is the class of the tensor at
+    /// `at`, which rank `saved_by` saved.
+    pub(crate) fn wrong_rank(path: &Path, at: &str, named: Rank, class: &str, saved_by: Rank) -> Self {
+        Self::Malformed {
+            path: path.to_path_buf(),
+            at: at.to_owned(),
+            expected: format!("the file of rank {named}"),
+            found: format!("a {class} saved by rank {saved_by}, so the file name has the wrong rank"),
+            hint: Some("rename the file to the rank that saved it, if files were swapped or renamed".into()),
         }
     }
 

@@ -17,6 +17,7 @@ use crate::catalog::{Catalog, TensorEntry, model};
 use crate::error::{Error, FormatError, Result};
 use crate::json_text;
 use crate::name_list::{FEW, short_list};
+use crate::quantity::count;
 use crate::storage::lookup;
 
 /// Returns whether a file with this name is an index.
@@ -114,31 +115,32 @@ impl ShardIndex {
     /// that it names.
     pub fn files_left_out(&self, read: &[PathBuf]) -> Result<Option<Shortfall>> {
         let mut missing = self.names();
-        let count = missing.len();
+        let expected = format!("{} beside it", count(missing.len(), "file"));
         read.iter().for_each(|path| _ = missing.remove(&self.name(path)));
         if !missing.is_empty() {
             let missing: Vec<String> = missing.into_iter().collect();
             let error = Error::Format(FormatError::Missing {
                 path: self.path.clone(),
                 at: String::from("weight_map"),
-                expected: format!("{count} files beside it"),
+                expected,
                 missing: short_list(&missing, FEW),
                 hint: None,
             });
             return Ok(Some(Shortfall::new(missing, error)));
         }
         let (others, expected) = if self.weight_map.is_empty() {
-            (self.beside()?, "the names of the tensor files beside it")
+            (self.beside()?, "an entry for each tensor file in the folder")
         } else {
             (self.unnamed_of_set()?, "every file of the set")
         };
         if others.is_empty() {
             return Ok(None);
         }
+        let listed = short_list(&others, FEW);
         let found = if self.weight_map.is_empty() {
-            format!("no file name, although its folder has {}", short_list(&others, FEW))
+            format!("an empty weight_map; the folder has {listed}")
         } else {
-            format!("no entry for {}", short_list(&others, FEW))
+            format!("no entry for {listed}")
         };
         let error = Error::Format(FormatError::Malformed {
             path: self.path.clone(),

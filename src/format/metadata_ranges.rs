@@ -5,8 +5,8 @@
 //! random number generators counts as metadata, because it may differ between ranks, which must be decided before any
 //! data is moved.
 //!
-//! Unit: bytes. Invariant: damaged files have metadata ranges as well, and no range reaches beyond the end of its
-//! file.
+//! All sizes and offsets are in bytes. Invariant: damaged files have metadata ranges as well, and no range reaches
+//! beyond the end of its file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -62,6 +62,7 @@ use crate::catalog::{Catalog, ChecksummedRange, FileLocation, StridedLocation, T
 use crate::error::{Error, FormatError, Result};
 use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};
+use crate::quantity::count;
 use crate::storage::lookup::{self, FileKind};
 use crate::storage::{Files, IoMode, MirroredFiles, filesystem};
 
@@ -432,7 +433,7 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     Err(Error::Format(FormatError::Missing {
         path: named_by.to_path_buf(),
         at: at.to_owned(),
-        expected: format!("{} files beside it", paths.len()),
+        expected: format!("{} beside it", count(paths.len(), "file")),
         missing: short_list(&missing, FEW),
         hint: None,
     })

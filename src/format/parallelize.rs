@@ -100,7 +100,7 @@ pub struct PlannedModel {
     placements: IndexMap<Fqn, ParameterPlacement>,
     /// Built-in plans that match more names than this plan.
     matching_families: Vec<&'static str>,
-    /// Parameters that a rule lays out instead of the plan.
+    /// Parameters whose placements come from a rule instead of the plan.
     covered_by_rule: HashSet<Fqn>,
 }
 
@@ -139,12 +139,12 @@ impl PlannedModel {
         self.placements.get(name)
     }
 
-    /// Records that a rule lays out this parameter, so that no note mentions it.
+    /// Records that the placements of this parameter come from a rule, so that no note mentions it.
     pub fn mark_covered_by_rule(&mut self, name: &Fqn) {
         self.covered_by_rule.insert(name.clone());
     }
 
-    /// Returns the parameters that only the plan lays out.
+    /// Returns the parameters whose placements come from the plan only.
     pub fn planned(&self) -> impl Iterator<Item = (&str, &ParameterPlacement)> {
         self.placements
             .iter()

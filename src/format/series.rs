@@ -146,7 +146,7 @@ impl NumberedSet {
 /// Groups the files of a folder by their names.
 ///
 /// # Errors
-/// `Malformed` or `Conflict` if the numbers of a set contradict each other.
+/// `Malformed` or `Conflict` if the numbers in the file names of a set contradict each other.
 pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
     let mut found: BTreeMap<String, Vec<(RankName, PathBuf)>> = BTreeMap::new();
     let mut grouped = GroupedFiles { rank_files: None, sets: Vec::new(), plain: Vec::new() };
@@ -193,7 +193,7 @@ impl SeriesSet {
     /// Returns the series whose names state the number of files.
     ///
     /// # Errors
-    /// `Malformed` or `Conflict` if the numbers of one series contradict each other.
+    /// `Malformed` or `Conflict` if the numbers in the file names of one series contradict each other.
     pub fn numbered_sets(&self) -> Result<Vec<NumberedSet>> {
         let sized = |series: &Series| {
             let (size, _) = series.ranks(&self.folder)?;
@@ -304,7 +304,8 @@ impl SeriesSet {
         LoadedFolder { catalog: whole, parts }
     }
 
-    /// Reads the model series if it was not chosen.
+    /// Reads the model series if it is one of the skipped series. Returns `None` if no skipped series is the model
+    /// series.
     fn read_skipped_model(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
         let name = model_series(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };

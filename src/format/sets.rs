@@ -18,6 +18,7 @@ use super::shortfall::Shortfall;
 use super::{ReadOptions, folder_of, foreign, list, local, name_of, series};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
+use crate::quantity::count;
 use crate::storage::lookup;
 
 /// Returns the missing files of a checkpoint of whole tensors, as shown by the names of its files.
@@ -62,8 +63,8 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
         }
         let error = Error::Format(FormatError::Missing {
             path: folder.to_path_buf(),
-            at: format!("files `{}`", set.name),
-            expected: format!("{} files, numbered in their names", set.size),
+            at: format!("set `{}`", set.name),
+            expected: format!("{} (the total in the file names)", count(set.size as usize, "file")),
             missing: short_list(&missing, FEW),
             hint: None,
         });

@@ -1,6 +1,6 @@
 //! Arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job table
-//! of the round. The results (errors and counts of lost values) are copied back with the table. Unit: bytes, or
-//! elements where the documentation says so.
+//! of the round. The results (errors and counts of lost values) are copied back with the table. Sizes and offsets are
+//! in bytes, or in elements where the comment of a field says so.
 
 use std::ops::Range;
 

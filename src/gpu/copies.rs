@@ -1,6 +1,6 @@
 //! Strided copies on a device: between device addresses, with memory accesses of up to 16 bytes, split into thread
-//! blocks. Unit: bytes, or accesses where the name contains `units`. Invariant: a job copies the same bytes as
-//! [`StridedCopy::copy`], and does not leave its two buffers.
+//! blocks. Sizes and offsets are in bytes; where the name contains `units`, they count memory accesses. Invariant: a
+//! job copies the same bytes as [`StridedCopy::copy`], and does not leave its two buffers.
 
 use nccl::DeviceBuffer;
 use smallvec::SmallVec;

@@ -115,7 +115,7 @@ fn no_device(why: String) -> Error {
     Error::usage(why, format!("check CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU_HINT}"))
 }
 
-/// Returns the index of the device for a local rank. The visible devices are assigned to the local ranks in turn.
+/// Returns the index of the device for a local rank: local rank `r` of `n` visible devices gets device `r mod n`.
 fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
     local_rank.unwrap_or(0).checked_rem(visible)
 }

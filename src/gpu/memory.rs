@@ -1,6 +1,6 @@
 //! Memory that a GPU can access: device memory, and pinned host memory (as with `pin_memory` in PyTorch). Allocating
 //! either is slow, so allocations are rounded up and reused: pinned memory by a [`BufferPool`], and device memory by
-//! [`DeviceBytes::grow_to`]. Unit: bytes.
+//! [`DeviceBytes::grow_to`]. All sizes and offsets are in bytes.
 
 use std::ptr::NonNull;
 use std::slice;

@@ -1,6 +1,6 @@
-//! GPUs: runs the rounds of an [exchange](crate::exchange) in GPU memory, with NCCL between the GPUs. Unit: bytes.
-//! Invariant: copies and [arithmetic](Arithmetic) on a GPU give the same bits as on the host. All `unsafe` code that
-//! uses CUDA is in this module and in `nccl-rs`.
+//! GPUs: runs the rounds of an [exchange](crate::exchange) in GPU memory, with NCCL between the GPUs. All sizes and
+//! offsets are in bytes. Invariant: copies and [arithmetic](Arithmetic) on a GPU give the same bits as on the host. All
+//! `unsafe` code that uses CUDA is in this module and in `nccl-rs`.
 //!
 //! ```text
 //!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned output

@@ -5,8 +5,8 @@
 //! rank aborts NCCL and returns an error with the reason in the notes. [`NcclWatch`] does the same while no thread
 //! waits for NCCL.
 //!
-//! Small messages are gathered through a small device buffer. Unit: bytes. Invariant: after an error NCCL is aborted,
-//! so that no stream waits for it.
+//! Small messages are gathered through a small device buffer. All sizes and offsets are in bytes. Invariant: after an
+//! error NCCL is aborted, so that no stream waits for it.
 
 use std::mem;
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! NCCL reductions of a round: one NCCL group of `ncclReduce` calls, each with its own root. All ranks queue the same
 //! group, as PyTorch's `ProcessGroupNCCL.cpp` does for a `reduce_scatter` with different lengths. NCCL defines the
-//! average, the order of additions and their precision. Unit: bytes.
+//! average, the order of additions and their precision. All sizes and offsets are in bytes.
 
 use std::ops::Range;
 

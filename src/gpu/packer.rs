@@ -1,7 +1,7 @@
 //! Packer: makes many strided copies inside device memory. A kernel makes all copies of a list in one launch, at the
 //! full speed of the memory even if runs are short. NVRTC compiles the kernel at run time. If there is no NVRTC, or its
-//! PTX is too new for the driver, the packer calls the driver for each copy. Unit: bytes. Invariant: both methods copy
-//! the same bytes.
+//! PTX is too new for the driver, the packer calls the driver for each copy. All sizes and offsets are in bytes.
+//! Invariant: both methods copy the same bytes.
 
 use std::ptr;
 use std::sync::Arc;
@@ -108,7 +108,7 @@ unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
 }
 
 const COPY: &str = "copy within the device";
-/// The maximum distance between rows, which is `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices. Unit: bytes.
+/// The maximum distance in bytes between rows, which is `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices.
 const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// Converts a nest of one or two loops to a 3-D copy. Returns `None` if the driver cannot make the copy in one call.

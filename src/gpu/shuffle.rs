@@ -1,6 +1,6 @@
-//! The shuffle on GPUs, as a pipeline of rounds. Unit: bytes. Invariants: memory that a stream may still use belongs to
-//! a slot, and a slot is emptied only when its round is done. On all ranks, the second phase of a round is queued
-//! before the first phase of the next round.
+//! The shuffle on GPUs, as a pipeline of rounds. All sizes and offsets are in bytes. Invariants: memory that a stream
+//! may still use belongs to a slot, and a slot is emptied only when its round is done. On all ranks, the second phase
+//! of a round is queued before the first phase of the next round.
 //!
 //! Each round has three steps, and each step has its own CUDA stream. `upload` copies the stage to the device and packs
 //! messages. `wire` exchanges the messages by NCCL. `download` unpacks, reduces, casts, and copies the output to the
@@ -38,7 +38,7 @@ use crate::exchange::{BufferPool, Casting, Moves, PooledBuffer, Shuffle, Shuffle
 
 /// The number of rounds in flight: one round is uploaded and exchanged while the previous round is downloaded.
 const SLOTS: usize = 2;
-/// The memory for the job table of a round, which has about 8,000 copies with one loop nest each. Unit: bytes.
+/// The memory in bytes for the job table of a round, which has about 8,000 copies with one loop nest each.
 const TABLE_BYTES: u64 = 4 << 20;
 const OP: &str = "exchange";
 

@@ -1,4 +1,5 @@
-//! CUDA streams: queues of work, which a device runs in order. Calls return before the work is done. Unit: bytes.
+//! CUDA streams: queues of work, which a device runs in order. Calls return before the work is done. All sizes and
+//! offsets are in bytes.
 
 use std::ffi::c_void;
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table. Each job has
-//! consecutive thread blocks, all with the same number of threads. Unit: bytes, or units of the kernel where the name
-//! contains `units`. Invariant: jobs are in the order of their blocks, so a block finds its job by binary search
-//! (`take` in `kernels/blocks.cuh`).
+//! consecutive thread blocks, all with the same number of threads. Sizes are in bytes; where the name contains `units`,
+//! they count the units of the kernel. Invariant: jobs are in the order of their blocks, so a block finds its job by
+//! binary search (`take` in `kernels/blocks.cuh`).
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use nccl::DeviceBuffer;

@@ -1,6 +1,6 @@
 //! Trial: copies, reductions and casts between two buffers of a device, for tests and measurements. Conversions of
-//! checkpoints use the [shuffle](super::shuffle) instead. Unit: bytes. Invariant: a call returns when all its work is
-//! done, so that its run time can be measured.
+//! checkpoints use the [shuffle](super::shuffle) instead. All sizes and offsets are in bytes. Invariant: a call returns
+//! when all its work is done, so that its run time can be measured.
 
 use std::sync::Arc;
 

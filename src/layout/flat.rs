@@ -1,9 +1,9 @@
 //! The flat parameter of FSDP1: the concatenated parameters of one wrapped module, split evenly among ranks.
 //!
-//! Unit: elements. Parameters are in the order of registration, and each parameter is flattened in the order of its
-//! storage. With `use_orig_params`, each parameter starts at a multiple of the alignment, and the total is padded so
-//! that all shards are equal. Without `use_orig_params`, only the last shard is padded, in memory only, and the last
-//! shards may be short or empty. Shard boundaries do not depend on parameter boundaries:
+//! Shapes and offsets count elements. Parameters are in the order of registration, and each parameter is flattened in
+//! the order of its storage. With `use_orig_params`, each parameter starts at a multiple of the alignment, and the
+//! total is padded so that all shards are equal. Without `use_orig_params`, only the last shard is padded, in memory
+//! only, and the last shards may be short or empty. Shard boundaries do not depend on parameter boundaries:
 //!
 //! ```text
 //!     a (15)          b (15)          c (5)            with use_orig_params, alignment 4, 2 shards
@@ -47,8 +47,8 @@ pub enum FlatContent {
 }
 
 impl FlatParameter {
-    /// Lays out parameters with these numbers of elements, for a number of shards. Returns `None` if the sizes exceed
-    /// `u64`, or if the number of shards or the alignment is 0.
+    /// Computes the ranges of parameters with these numbers of elements, for a number of shards. Returns `None` if the
+    /// sizes exceed `u64`, or if the number of shards or the alignment is 0.
     ///
     /// `align` is the alignment in elements; it is given if and only if `use_orig_params` is true.
     #[must_use]

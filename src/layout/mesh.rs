@@ -1,8 +1,8 @@
 //! Device meshes: the grid of ranks that a layout refers to.
 //!
-//! Unit: ranks. A mesh is a row-major array of rank numbers, with an optional name for each dim. The ranks may be
-//! non-consecutive and in any order: a slice of a larger mesh keeps the rank numbers of the larger mesh. Invariant:
-//! every dim is at least 1, and every rank appears once.
+//! A mesh is a row-major array of rank numbers, with an optional name for each dim. The ranks may be non-consecutive
+//! and in any order: a slice of a larger mesh keeps the rank numbers of the larger mesh. Invariant: every dim is at
+//! least 1, and every rank appears once.
 //!
 //! The rule is that of `torch/distributed/device_mesh.py`: the coordinate of a rank is the index of its number in the
 //! array.

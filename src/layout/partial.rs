@@ -1,9 +1,9 @@
 //! Partial values: the meaning of `Partial` on a mesh dim, and conversions from and to it.
 //!
-//! Unit: elements. Along a Partial mesh dim every rank holds a *partial value* (a term of a sum, or a candidate for the
-//! maximum) of the same part of the tensor, so these ranks do not hold replicas. Partial values are numbered row-major
-//! over the Partial mesh dims of a layout, and are reduced in that order. The conversion of a value to partial values
-//! is defined for some ops only:
+//! Regions count elements. Along a Partial mesh dim every rank holds a *partial value* (a term of a sum, or a candidate
+//! for the maximum) of the same part of the tensor, so these ranks do not hold replicas. Partial values are numbered
+//! row-major over the Partial mesh dims of a layout, and are reduced in that order. The conversion of a value to
+//! partial values is defined for some ops only:
 //!
 //! ```text
 //!     target dim      source                            a rank gets

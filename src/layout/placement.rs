@@ -1,7 +1,7 @@
 //! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! Unit: dims; [`super::local_shard`] converts placements to elements. The classes are defined in
-//! `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
+//! A placement names tensor dims; [`super::local_shard`] converts placements to ranges of elements. The classes are
+//! defined in `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
 //!
 //! ```text
 //!     S(0)        Shard(dim=0)                          each coordinate has one part

@@ -1,8 +1,8 @@
 //! A box of a tensor: the offsets and sizes by which checkpoints describe a chunk.
 //!
-//! Unit: elements of the global tensor, unless the region is made relative to another box. The fields are public
-//! because formats read them from files. Their values are untrusted until [`Region::fits`] returns true, so ends
-//! saturate and nothing here overflows.
+//! Offsets and sizes count elements of the global tensor, unless the region is made relative to another box. The fields
+//! are public because formats read them from files. Their values are untrusted until [`Region::fits`] returns true, so
+//! ends saturate and nothing here overflows.
 //!
 //! PyTorch's counterpart is `ChunkStorageMetadata {offsets, sizes}` in `torch/distributed/checkpoint/metadata.py`.
 //! [`Region::cut`] is used for FSDP flat parameters (`torch/distributed/fsdp/_flat_param.py`) and for the write blocks

@@ -1,9 +1,9 @@
 //! Rules that choose the placements of each tensor on a mesh.
 //!
-//! Unit: elements. Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins.
-//! If that rule does not fit the tensor, this is an error. A tensor that no rule matches gets the placements of the
-//! fallback. If a placement of the fallback does not fit the tensor, as `S(1)` for a 1-d bias, the mesh dim gets
-//! Replicate instead. PyTorch has no counterpart: its jobs choose placements in code.
+//! Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins. If that rule does
+//! not fit the tensor, this is an error. A tensor that no rule matches gets the placements of the fallback. If a
+//! placement of the fallback does not fit the tensor, as `S(1)` for a 1-d bias, the mesh dim gets Replicate instead.
+//! PyTorch has no counterpart: its jobs choose placements in code.
 
 use super::parallelize::ParallelizePlan;
 use super::shards::{HeldTile, MeshPlacement, SharedTensor, shards};

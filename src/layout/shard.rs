@@ -1,8 +1,8 @@
 //! Converts placements to elements: the tile of the rank at one mesh coordinate.
 //!
-//! Unit: elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the indices that remain
-//! of its tensor dim. Tensor dims are independent, so the result is a product over dims: a [`Tile`]. The distinct tiles
-//! of all coordinates cover the tensor exactly once.
+//! Shapes and offsets count elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the
+//! indices that remain of its tensor dim. Tensor dims are independent, so the result is a product over dims: a
+//! [`Tile`]. The distinct tiles of all coordinates cover the tensor exactly once.
 //!
 //! The rules are PyTorch's: `Shard` and `_StridedShard` in `torch/distributed/tensor/placement_types.py`, their
 //! composition in `_utils.py`, and `shard_order` in `_dtensor_spec.py`. Parts are those of `torch.chunk`, which is not

@@ -1,8 +1,8 @@
 //! The distinct tiles of a tensor on a mesh, and the ranks that hold each tile.
 //!
-//! Unit: elements and ranks. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim depends
-//! only on the rank's coordinates on the mesh dims that shard it. Each tensor dim is therefore split once for all
-//! ranks, and the tile of a rank is looked up in constant time. This matters when 16,384 ranks share thousands of
+//! Offsets and sizes count elements. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim
+//! depends only on the rank's coordinates on the mesh dims that shard it. Each tensor dim is therefore split once for
+//! all ranks, and the tile of a rank is looked up in constant time. This matters when 16,384 ranks share thousands of
 //! tensors.
 //!
 //! ```text

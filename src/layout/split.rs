@@ -1,8 +1,8 @@
 //! Rules that split a sharded dim into one part for each coordinate of a mesh dim.
 //!
-//! Unit: elements. DTensor has one rule, `torch.chunk`. Jobs without DTensors use other rules: the region mappings of
-//! makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of `numpy.array_split`, or
-//! explicit sizes. If the dim divides evenly, all rules except explicit sizes agree.
+//! Shapes and offsets count elements. DTensor has one rule, `torch.chunk`. Jobs without DTensors use other rules: the
+//! region mappings of makani, PhysicsNeMo and torch-harmonics (`compute_split_shapes`), the balanced rule of
+//! `numpy.array_split`, or explicit sizes. If the dim divides evenly, all rules except explicit sizes agree.
 //!
 //! ```text
 //!     10 elements over 4      chunk      3 3 3 1

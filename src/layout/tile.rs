@@ -1,8 +1,9 @@
 //! Tiles: the elements of a global tensor that one local tensor holds, as a product of [`Intervals`] over dims.
 //!
-//! Unit: elements. A `Shard` is one box. Under `_StridedShard` a rank holds several boxes, which one (offset, size)
-//! pair cannot describe: PyTorch's `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`)
-//! reports only the first box. The product is never expanded in memory; [`Tile::regions`] iterates over its boxes.
+//! Shapes and offsets count elements. A `Shard` is one box. Under `_StridedShard` a rank holds several boxes, which one
+//! (offset, size) pair cannot describe: PyTorch's `compute_local_shape_and_global_offset`
+//! (`torch/distributed/tensor/_utils.py`) reports only the first box. The product is never expanded in memory;
+//! [`Tile::regions`] iterates over its boxes.
 //!
 //! Invariant: in each dim, the local index of an element is its position in the list of global indices. So the local
 //! tensor is the tile with its gaps removed:

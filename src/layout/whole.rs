@@ -1,9 +1,9 @@
 //! Assembles a global tensor from the parts of the ranks. This is the inverse of [`SharedTensor::part`].
 //!
-//! Unit: elements. If a job saves local shards as plain tensors, a file has only the *local* shape. With declared
-//! placements, the local shapes of all ranks give the global shape: along a tensor dim, the sizes of the ranks that
-//! shard it add up to the global size. The placements are then checked rank by rank: every local shape must be the
-//! shape that the placements give this rank for the global shape. PyTorch has no counterpart.
+//! Shapes and offsets count elements. If a job saves local shards as plain tensors, a file has only the *local* shape.
+//! With declared placements, the local shapes of all ranks give the global shape: along a tensor dim, the sizes of the
+//! ranks that shard it add up to the global size. The placements are then checked rank by rank: every local shape must
+//! be the shape that the placements give this rank for the global shape. PyTorch has no counterpart.
 //!
 //! ```text
 //!     local 181, 181, 181, 178 over S(0)       global 721

@@ -1,7 +1,8 @@
 //! File reports: descriptions of files that ranks send to each other, and the check that files with the same name are
 //! equal.
 //!
-//! Unit: bytes. All ranks merge the same reports in the same order, so all ranks get the same result or the same error.
+//! All sizes and offsets are in bytes. All ranks merge the same reports in the same order, so all ranks get the same
+//! result or the same error.
 
 use std::collections::BTreeMap;
 use std::fs::File;

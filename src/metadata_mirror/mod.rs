@@ -6,10 +6,10 @@
 //! and its mirror, so all processes get the same catalog. Then each process reads its own files from its own disk. Of
 //! the other files, it can read the mirrored bytes, and it knows which processes see these files.
 //!
-//! Unit: bytes. Invariants: if a file may be part of a checkpoint and several ranks have a file with its name, these
-//! files have equal length and metadata. For any other file, the file of the lowest rank is used. The catalog depends
-//! neither on the path of the mirror nor on which process wrote which file. A hole is never read as data. No path
-//! points outside the mirror.
+//! All sizes and offsets are in bytes. Invariants: if a file may be part of a checkpoint and several ranks have a file
+//! with its name, these files have equal length and metadata. For any other file, the file of the lowest rank is used.
+//! The catalog depends neither on the path of the mirror nor on which process wrote which file. A hole is never read as
+//! data. No path points outside the mirror.
 
 mod file_inventory;
 mod file_report;

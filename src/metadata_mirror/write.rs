@@ -1,4 +1,4 @@
-//! Writes the metadata mirror to disk. Unit: bytes.
+//! Writes the metadata mirror to disk. All sizes and offsets are in bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

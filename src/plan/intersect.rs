@@ -1,7 +1,7 @@
 //! Plans one target tile: finds its elements in the chunks of the source tensor.
 //!
-//! Unit: elements. Each source box is copied to target boxes directly. The tensor is never assembled in between, and
-//! each byte moves once.
+//! Shapes and offsets count elements. Each source box is copied to target boxes directly. The tensor is never assembled
+//! in between, and each byte moves once.
 //!
 //! ```text
 //!   source: S(0) over 3 ranks          target tile: columns 2..5, all rows

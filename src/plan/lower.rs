@@ -1,9 +1,9 @@
 //! Lowers the overlaps of a tile from elements to bytes: each overlap becomes a few strided copies.
 //!
-//! Unit: bytes, except in names with `element`. A [`Piece`] is a small loop nest over runs of bytes that are contiguous
-//! in source and target: `run_bytes` at `source`, repeated along a few levels of (count, source step, target step).
-//! Neighbouring dims that are contiguous on both sides are merged, so an unchanged row block is one piece without
-//! levels, for every shape.
+//! All sizes and offsets are in bytes, except where the name contains `element`. A [`Piece`] is a small loop nest over
+//! runs of bytes that are contiguous in source and target: `run_bytes` at `source`, repeated along a few levels of
+//! (count, source step, target step). Neighbouring dims that are contiguous on both sides are merged, so an unchanged
+//! row block is one piece without levels, for every shape.
 
 use std::ops::Range;
 

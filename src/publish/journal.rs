@@ -14,7 +14,8 @@
 //!                              digest      offset
 //! ```
 //!
-//! Unit: bytes. Invariant: a record is either read completely or ignored, and nothing after a damaged record is read.
+//! All sizes and offsets are in bytes. Invariant: a record is either read completely or ignored, and nothing after a
+//! damaged record is read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -112,8 +113,8 @@ impl JournalRecord {
     }
 }
 
-/// An entry that is ignored because the file contradicts it. Journal names are unique, so the record of repeated work
-/// stays valid.
+/// A journal entry that is ignored because the content of the file contradicts it. If the work is repeated, another
+/// journal records it. The name of that journal differs, so the new entry is not ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
 pub struct InvalidatedEntry {

@@ -5,7 +5,7 @@
 //! every ten seconds, when the run is stopped, and at the end of the run if other processes need it. If a record is
 //! missing, work is repeated; no record contains work that was not done.
 //!
-//! Unit: bytes. Invariant: data that is recorded as synced has been synced.
+//! All sizes and offsets are in bytes. Invariant: data that is recorded as synced has been synced.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};

@@ -3,8 +3,8 @@
 //! Killed processes, or processes on nodes that crashed, wrote some of the journals. A truncated journal is valid up to
 //! its last complete record. If recorded work cannot be validated, it is repeated.
 //!
-//! Unit: bytes. Invariant: `done` is within the files, and no byte range of `done` comes from two entries. Each
-//! checksum part in `sums` is within `done`, and within the byte range of one checksum (a span).
+//! All sizes and offsets are in bytes. Invariant: `done` is within the files, and no byte range of `done` comes from
+//! two entries. Each checksum part in `sums` is within `done`, and within the byte range of one checksum (a span).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read};

@@ -3,8 +3,8 @@
 //! It writes the checksums that are still missing: several runs, or an interrupted run, wrote the data that these
 //! checksums cover.
 //!
-//! Unit: bytes. Invariant: sealing twice has the same effect as sealing once, so a run may finish the sealing that
-//! another run began.
+//! All sizes and offsets are in bytes. Invariant: sealing twice has the same effect as sealing once, so a run may
+//! finish the sealing that another run began.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::ErrorKind;

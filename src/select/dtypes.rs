@@ -1,9 +1,9 @@
 //! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
-//! Unit: tensors. A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least
-//! one dim, outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to optimizer
-//! state and scales of quantised tensors. The first pattern that covers a tensor decides. Invariant: integers, bools,
-//! complex numbers, 8-bit floats and 0-d tensors are never cast.
+//! A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least one dim,
+//! outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to optimizer state and
+//! scales of quantised tensors. The first pattern that covers a tensor decides. Invariant: integers, bools, complex
+//! numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};

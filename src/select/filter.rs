@@ -1,8 +1,8 @@
 //! Filters leaves by `options::include` and `options::exclude`.
 //!
-//! Unit: leaves. A pattern is matched with all names of a leaf: its own name, its name in the model, and for optimizer
-//! state the names of the parameter. So excluding a parameter also excludes its state. Invariant: a pattern that
-//! matches nothing is an error.
+//! A pattern is matched with all names of a leaf: its own name, its name in the model, and for optimizer state the
+//! names of the parameter. So excluding a parameter also excludes its state. Invariant: a pattern that matches nothing
+//! is an error.
 
 use std::collections::HashSet;
 

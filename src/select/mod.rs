@@ -1,8 +1,8 @@
 //! Selects tensors and objects of a checkpoint, and sets their names and dtypes.
 //!
-//! Unit: tensors. [`select`] makes a catalog of the selection: the same tensors in the same order, so that a
-//! [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state dict with
-//! references to the selected tensors. It reads and writes no tensor data.
+//! [`select`] makes a catalog of the selection: the same tensors in the same order, so that a [`TensorId`] of the
+//! result is valid in the source; the dtype to write for each tensor; and a new state dict with references to the
+//! selected tensors. It reads and writes no tensor data.
 //!
 //! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
 //! root is removed; prefixes are stripped; names are renamed; a prefix is added; everything is nested. Names are paths

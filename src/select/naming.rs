@@ -1,8 +1,8 @@
 //! Computes the name of a leaf in the result: removes the root, strips prefixes, renames, adds the prefix, and nests.
 //!
-//! Unit: names. Optimizer state is named after its parameter. So renames see a placeholder for the parameter's part of
-//! the name, which is then replaced by the new name of the parameter. Otherwise `^model\.=` would rename a parameter
-//! but not its state. Invariant: a prefix or rename without effect is an error.
+//! Optimizer state is named after its parameter. So renames see a placeholder for the parameter's part of the name,
+//! which is then replaced by the new name of the parameter. Otherwise `^model\.=` would rename a parameter but not its
+//! state. Invariant: a prefix or rename without effect is an error.
 
 use std::borrow::Cow;
 use std::cell::Cell;

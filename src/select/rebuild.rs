@@ -1,9 +1,9 @@
 //! Builds the state dict of the result: inserts leaves at their new keys, with the same kinds of containers as in the
 //! source.
 //!
-//! Unit: leaves. A container is created with its first leaf, so a container without leaves disappears, and the order of
-//! leaves is kept. A container has the kind of the source's container. A list keeps its length, with `None` for removed
-//! items, because positions have a meaning. If a new name is not a position of the list, the list becomes a dict.
+//! A container is created with its first leaf, so a container without leaves disappears, and the order of leaves is
+//! kept. A container has the kind of the source's container. A list keeps its length, with `None` for removed items,
+//! because positions have a meaning. If a new name is not a position of the list, the list becomes a dict.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

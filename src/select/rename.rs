@@ -1,8 +1,8 @@
 //! Renames by regular expressions: `options::rename 'REGEX=REPL'`.
 //!
-//! Unit: names. The regular expression may match anywhere in a name, and every match is replaced, as in `re.sub` and
-//! `sed s///g`. The replacement refers to groups as `\1`, `${1}` or `${name}`. A bare `$1` is an error, because in the
-//! syntax of the `regex` crate `$1_w` is a group called `1_w`.
+//! The regular expression may match anywhere in a name, and every match is replaced, as in `re.sub` and `sed s///g`.
+//! The replacement refers to groups as `\1`, `${1}` or `${name}`. A bare `$1` is an error, because in the syntax of the
+//! `regex` crate `$1_w` is a group called `1_w`.
 
 use std::borrow::Cow;
 

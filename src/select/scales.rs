@@ -1,8 +1,8 @@
 //! Finds the scales of quantised tensors, which are not cast: rounding a scale changes every weight that it scales.
 //!
-//! Unit: tensors. A tensor is a scale if its name contains a word for scales and it belongs to a quantised tensor: in
-//! the same module (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name (`q_proj.weight.absmax`). The
-//! scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
+//! A tensor is a scale if its name contains a word for scales and it belongs to a quantised tensor: in the same module
+//! (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name (`q_proj.weight.absmax`). The scale of a norm,
+//! without a quantised tensor in its module, is an ordinary parameter.
 //!
 //! Sources of the names: `FP8Linear` and `Mxfp4GptOssExperts` of transformers, compressed-tensors, ModelOpt, GPTQ, AWQ,
 //! bitsandbytes, HQQ, quanto, and `KVCacheMethod` of vLLM.

@@ -1,8 +1,8 @@
 //! Splits a new dotted name into keys, using the keys of the old name.
 //!
-//! Unit: keys. A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious.
-//! Common parts at both ends of the old and the new name keep the old keys. A middle part with the same number of
-//! components is split at the old positions:
+//! A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. Common parts
+//! at both ends of the old and the new name keep the old keys. A middle part with the same number of components is
+//! split at the old positions:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight

@@ -1,8 +1,8 @@
 //! Traverses the state dict of the source once, and records its leaves and whether they belong to the model or an
 //! optimizer.
 //!
-//! Unit: leaves. Leaves are the leaves of [`crate::catalog::path`], and also empty dicts. Empty dicts have no name but
-//! are kept in the result. Nodes refer to their parents, so that a million leaves share their containers.
+//! Leaves are the leaves of [`crate::catalog::path`], and also empty dicts. Empty dicts have no name but are kept in
+//! the result. Nodes refer to their parents, so that a million leaves share their containers.
 //!
 //! An optimizer is a dict with `state` and `param_groups`, or the value of an [optimizer
 //! key](optimizer::is_optimizer_key). Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}`, or

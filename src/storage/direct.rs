@@ -1,5 +1,5 @@
 //! Reads and writes that bypass the page cache (`O_DIRECT`). Data that is used only once then does not evict cached
-//! data of other programs, and written data is on the device when the call returns. Unit: bytes.
+//! data of other programs, and written data is on the device when the call returns. All sizes and offsets are in bytes.
 //!
 //! Such a transfer must begin and end at block boundaries, in the file and in memory. Reads go through an aligned
 //! buffer, which each thread has. Writes come from a [`Buffer`], whose addresses have the same alignment as the file

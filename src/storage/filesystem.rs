@@ -1,4 +1,5 @@
-//! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. Unit: bytes.
+//! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. All sizes and
+//! offsets are in bytes.
 //!
 //! Mapping a file on a network file system costs a round trip for each page; in measurements it was 10 to 50 times
 //! slower than reading the file. Therefore, unless the user chooses, the type of the file system (statfs(2)) determines

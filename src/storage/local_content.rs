@@ -1,4 +1,5 @@
-//! The bytes that this process can read of a file that only other processes see completely. Unit: bytes.
+//! The bytes that this process can read of a file that only other processes see completely. All sizes and offsets are
+//! in bytes.
 //!
 //! Such a file has a mirror (see [`crate::metadata_mirror`]): a sparse file of equal length, which contains all bytes
 //! that are not tensor data, and holes elsewhere. Invariant: a hole is never read as data. Reading bytes that the

@@ -1,4 +1,4 @@
-//! Mapped source files. An unreadable page of a mapping becomes an error. Unit: bytes.
+//! Mapped source files. An unreadable page of a mapping becomes an error. All sizes and offsets are in bytes.
 //!
 //! If a page of a mapping cannot be read, the system raises SIGBUS. The reason is that the file has been truncated, or
 //! that its disk fails. If the program has installed the signal handler of this module, the handler replaces the page

@@ -1,4 +1,4 @@
-//! The memory use of this process. Unit: bytes.
+//! The memory use of this process. All results are in bytes.
 //!
 //! The numbers of the kernel are more exact than the sum of all parts of a catalog, because they include the overhead
 //! of the allocator.

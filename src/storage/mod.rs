@@ -1,8 +1,9 @@
 //! The files of a source checkpoint: positional reads whose errors name the file.
 //!
-//! Unit: bytes. A file is opened on first use. If too many files are open, a file is closed again, so that a checkpoint
-//! of 16,384 rank files can be read with a limit of 1,024 descriptors. The identity of a file (device, inode, size,
-//! modification time) is recorded when the file is added, and checked again before a result is published.
+//! All sizes and offsets are in bytes. A file is opened on first use. If too many files are open, a file is closed
+//! again, so that a checkpoint of 16,384 rank files can be read with a limit of 1,024 descriptors. The identity of a
+//! file (device, inode, size, modification time) is recorded when the file is added, and checked again before a result
+//! is published.
 
 mod anchored;
 pub mod direct;
@@ -47,7 +48,7 @@ pub struct FileRange {
     pub file: FileId,
     /// The offset of the first byte.
     pub offset: u64,
-    /// The length. Unit: bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 

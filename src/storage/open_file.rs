@@ -1,4 +1,4 @@
-//! An open file, which is read by positional reads or through a mapping. Unit: bytes.
+//! An open file, which is read by positional reads or through a mapping. All sizes and offsets are in bytes.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,4 @@
-//! The open files of a checkpoint: as many as the limit on descriptors allows. Unit: files.
+//! The open files of a checkpoint: as many as the limit on descriptors allows.
 //!
 //! With a reference count or a lock for each file, threads that copy small tensors would wait for each other longer
 //! than they copy. Therefore half of the budget is reserved for the first files, which stay open once they are opened;

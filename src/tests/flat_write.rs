@@ -36,7 +36,7 @@ fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-/// The whole tensors of a case, and what is said of them.
+/// The whole tensors of a case, and the expected facts about them from `truth.json`.
 struct Truth {
     checkpoint: Checkpoint,
     json: Json,

@@ -190,8 +190,8 @@ fn ranks_outside_of_the_mesh() {
     );
 }
 
-/// Where ranks differ, each gets its own value, and ranks beyond those of the source get them in turn. The data lies in
-/// one order whatever the trees.
+/// If ranks have different values, each rank gets its own value. A rank `r` that the source lacks gets value `r mod n`
+/// of the `n` values. The order of the data does not depend on the state trees.
 #[test]
 fn ranks_that_differ() {
     let source = open(&fixture("replicated_plain/ranks"));

@@ -383,7 +383,7 @@ fn numbered_files_of_whole_tensors_are_read_as_one_set() {
     assert_refused(
         root.path(),
         &ReadOptions::default(),
-        &["2 files, numbered in their names", "missing: pytorch_model-00001-of-00002.bin"],
+        &["2 files (the total in the file names)", "missing: pytorch_model-00001-of-00002.bin"],
     );
 }
 

@@ -18,7 +18,7 @@ fn tensors_of_file(folder: &Path, series: &str, world_size: u32, rank: u32) -> V
     reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap().tensors
 }
 
-/// Returns class, dtype, shape and region of a tensor, without the numbers of storages.
+/// Returns class, dtype, shape and region of a tensor, without the storage keys.
 fn description(found: &TensorNode) -> String {
     match found {
         TensorNode::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),

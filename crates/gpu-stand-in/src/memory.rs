@@ -1,4 +1,4 @@
-//! The memory of one device. Unit: bytes.
+//! The memory of one device. All sizes and offsets are in bytes.
 //!
 //! The addresses that programs see cannot be read; the stand-in keeps the bytes at other addresses. Therefore a program
 //! that uses a device address as a host address crashes immediately.

@@ -11,7 +11,7 @@ pub struct Settings {
     /// The visible devices, by their index in the machine. `GPU_STAND_IN_DEVICES` (default 1) is the number of devices,
     /// and `CUDA_VISIBLE_DEVICES` lists the visible devices in order.
     pub devices: Vec<usize>,
-    /// The memory of each device, from `GPU_STAND_IN_MEMORY_MIB` (default 1024). Unit: bytes.
+    /// The memory of each device in bytes, from `GPU_STAND_IN_MEMORY_MIB` (default 1024).
     pub memory: usize,
     /// The delay of each work item on a stream: `GPU_STAND_IN_DELAY_US` (default 200).
     pub delay: Duration,

@@ -43,7 +43,7 @@ pub struct WrapPolicy<'a> {
 /// Last components of the names that PyTorch's modules and common models give to floating-point buffers.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
-/// Returns the layout for one rank, without the optimizer's numbers, and notes for the user.
+/// Returns the layout for one rank, and notes for the user. The layout has no parameter numbers of an optimizer.
 ///
 /// # Errors
 /// `Unsupported` if the order of parameters or elements is not known, `Usage` for a pattern that matches nothing.

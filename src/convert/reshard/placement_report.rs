@@ -1,7 +1,7 @@
-//! Collects the facts that the user should know after all tensors are laid out: placements that did not fit, tensors
-//! that stay plain, and rules without effect.
+//! Collects the facts that the user should know after all target placements are chosen: placements that did not fit,
+//! tensors that stay plain, and rules without effect.
 //!
-//! Unit: tensors. The fallback placements are the placements of tensors without a rule.
+//! The fallback placements are the placements of tensors without a rule.
 
 use std::collections::BTreeSet;
 

@@ -88,10 +88,15 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     if names(theirs) == names(std::slice::from_ref(&mesh)) {
         return Ok(mesh);
     }
+    let dims: Vec<&str> = names(theirs).into_iter().map(String::as_str).collect();
+    let with_dims = match dims.as_slice() {
+        [] => String::new(),
+        dims => format!("give options::mesh with the dims {} of options::like, in any sizes; or ", dims.join(", ")),
+    };
     let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
     Err(Error::usage(
         format!("options::mesh {mesh}: the mesh of options::like {} is {}", like.root.display(), theirs.join(" and ")),
-        "give the same dims in other sizes; or omit options::like and give options::placements",
+        format!("{with_dims}omit options::like and give options::placements"),
     ))
 }
 

@@ -1,7 +1,7 @@
 //! Draws a grid of boxes with characters: the size of each box, and the lines between boxes.
 //!
-//! Unit: characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one character,
-//! and the remaining characters are distributed to scale. Stretches of equal length stay equal.
+//! Widths count characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one
+//! character, and the remaining characters are distributed to scale. Stretches of equal length stay equal.
 
 use super::super::Span;
 use super::{Area, DrawnGrid, PictureSize};

@@ -265,7 +265,7 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// Splits each output file at these offsets, and assigns the parts to the ranks in turn.
+/// Splits each output file at these offsets, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
 pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {

@@ -5,7 +5,7 @@
 //! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and the
 //! entries are then returned name by name. The pickle contains no meshes and no placements.
 //!
-//! Unit: bytes for offsets and lengths of items, elements for offsets and sizes of chunks. Source:
+//! Offsets and lengths of items are in bytes; offsets and sizes of chunks count elements. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
 
 use std::collections::HashMap;

@@ -5,7 +5,8 @@
 //! written once and then fetched from the memo, as CPython does for identical objects: about 80 bytes per chunk
 //! instead of 400. Tensors and chunks are in the order of the files, so equal checkpoints have equal pickles.
 //!
-//! Unit: elements; offsets and lengths of items are bytes. Source: `torch/distributed/checkpoint/metadata.py`.
+//! Offsets and sizes of chunks count elements; offsets and lengths of items are in bytes. Source:
+//! `torch/distributed/checkpoint/metadata.py`.
 
 use std::collections::HashMap;
 use std::convert::Infallible;

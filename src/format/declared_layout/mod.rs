@@ -42,7 +42,7 @@ pub struct DeclaredLayout {
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
     /// The rule for splitting dims, unless a tensor has its own.
     pub split: Option<Split>,
-    /// The plan that lays out parameters without a rule.
+    /// The plan that gives placements to parameters without a rule.
     pub plan: Option<UnboundPlan>,
     /// A layout file. The mesh and rules of the other fields have priority over its mesh and rules.
     pub file: Option<LayoutFile>,

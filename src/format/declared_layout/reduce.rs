@@ -107,15 +107,15 @@ impl ReduceRules {
         if self.ops.iter().all(Option::is_none) {
             return Ok(None);
         }
-        let what = match &self.scope {
-            ReducedTensors::Gradients(root) => format!("below {root}"),
-            ReducedTensors::Floats { .. } => String::from("of floats (without optimizer and random state)"),
+        let (kind, scope) = match &self.scope {
+            ReducedTensors::Gradients(root) => ("plain tensor", format!(" below {root}")),
+            ReducedTensors::Floats { .. } => {
+                ("plain float tensor", String::from(", not counting optimizer and random state,"))
+            }
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!(
-                    "options::reduce has no effect, because no plain tensor {what} is replicated on these mesh dims"
-                ),
+                format!("options::reduce has no effect, because no {kind}{scope} is replicated on these mesh dims"),
                 "remove it: DTensors record their own Partial placements, and sharded dims have nothing to reduce",
             ));
         }
@@ -124,8 +124,8 @@ impl ReduceRules {
             number => format!("; {number} of them are sharded on one of these dims, without partial values there"),
         };
         Ok(Some(format!(
-            "{} {what} {} partial values: {}{sharded}",
-            count(self.reduced, "plain tensor"),
+            "{}{scope} {} partial values: {}{sharded}",
+            count(self.reduced, kind),
             if self.reduced == 1 { "holds" } else { "hold" },
             self.description
         )))

@@ -3,9 +3,9 @@
 use crate::error::Error;
 
 /// The hint of every error about an unknown flat layout.
-const HINT: &str = "give options::flat_layout FILE or options::like CKPT: a torch file of the same model provides \
-                    shapes and order, other formats provide shapes only, and values are ignored\n    docs/how-to/fsdp1.md \
-                    has the Python snippet that writes FILE from a live model";
+const HINT: &str = "give options::flat_layout FILE, which always works; or options::like CKPT: a torch file of the \
+                    same model has shapes and the order of parameters, other formats have only shapes, and values are not \
+                    used\n    docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model";
 
 /// Returns the error for a flat layout that is unknown, with the hint how to provide one.
 #[must_use]

@@ -9,7 +9,7 @@
 //! rank-00000.safetensors  rank-00001.safetensors  ...  layout.json
 //! ```
 //!
-//! Unit: bytes for offsets, elements for shapes. Invariant: the document alone determines the tensors in each file and
+//! Offsets are in bytes; shapes count elements. Invariant: the document alone determines the tensors in each file and
 //! their shapes. A file contains every tensor of which its rank has a part, including empty parts.
 //!
 //! Source of the rule: `DTensor.to_local` and `DTensor.from_local` (`torch/distributed/tensor/_api.py`).

@@ -1,5 +1,5 @@
-//! Reads a folder of rank files and checks every tensor against the document. Unit: bytes for offsets, elements for
-//! shapes.
+//! Reads a folder of rank files and checks every tensor against the document. Offsets are in bytes; shapes count
+//! elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -128,8 +128,9 @@ impl<'a> Assembly<'a> {
         match stored.into_keys().min() {
             None => Ok(()),
             Some(name) => {
-                let expected = format!("only tensors of which {FILE_NAME} gives rank {rank} a part");
-                Err(Error::malformed(path, &*name, expected, "this tensor as well"))
+                let expected =
+                    format!("no tensor of this name, because {FILE_NAME} gives rank {rank} no part of such a tensor");
+                Err(Error::malformed(path, &*name, expected, "the tensor"))
             }
         }
     }

@@ -2,8 +2,8 @@
 //!
 //! Tensors with the widest dtypes come first, as in the reference writer of safetensors, so that the data of every
 //! tensor is aligned for its dtype. Tied tensors are stored once per name. A tensor whose content differs between ranks
-//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Unit: bytes for offsets, elements for
-//! shapes.
+//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Offsets are in bytes; shapes count
+//! elements.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path as FilePath;

@@ -290,8 +290,8 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     }
     let (begin, end) = raw.data_offsets;
     let Some(len) = checked_len_bytes(&shape, dtype).filter(|len| begin.checked_add(*len) == Some(end)) else {
-        let expected = format!("data_offsets that span {dtype} {:?}", raw.shape);
-        return Err(malformed(expected, format!("[{begin}, {end}]")));
+        let expected = format!("data_offsets with the length of a tensor of dtype {dtype} and shape {:?}", raw.shape);
+        return Err(malformed(expected, format!("data_offsets [{begin}, {end}]")));
     };
     let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
         return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));

@@ -16,7 +16,7 @@ use crate::catalog::{
     Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
     checked_len_bytes, list_ranks, permuted_stride, shift_tensors,
 };
-use crate::error::{CatalogError, Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
@@ -298,8 +298,8 @@ impl Merger<'_> {
             if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
                 && own != stored
             {
-                let found = format!("a DTensor saved by rank {stored}, so the file name has the wrong rank");
-                return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
+                let name = entry.fqn.as_str();
+                return Err(FormatError::wrong_rank(&file.path, name, own, "DTensor", stored).into());
             }
             let reduction = PartialReduction::new(mesh.mesh.shape(), placements).map_err(|error| {
                 let hint = "redistribute it to Shard or Replicate in the job before saving";
@@ -384,10 +384,8 @@ impl Merger<'_> {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
             };
             if let Some(own) = file.rank.filter(|own| own.0 != *rank) {
-                return bad(
-                    format!("the file of rank {own}"),
-                    format!("a ShardedTensor saved by rank {rank}, so the file name has the wrong rank"),
-                );
+                let name = entry.fqn.as_str();
+                return Err(FormatError::wrong_rank(&file.path, name, own, "ShardedTensor", Rank(*rank)).into());
             }
             for (region, view) in local {
                 if !region.fits(&entry.shape) || region.sizes != view.sizes {

@@ -1,7 +1,7 @@
 //! Finds the tensors in a torch.save pickle by the calls that rebuild them.
 //!
 //! A tensor is a view: a storage key, an offset, sizes and strides. A DTensor is a view of the local part with a mesh
-//! and placements. A ShardedTensor is a list of views with their offsets. Unit: elements.
+//! and placements. A ShardedTensor is a list of views with their offsets. Shapes, strides and offsets count elements.
 //!
 //! Source: `torch/_utils.py` (`_rebuild_*`), `torch/_tensor.py` (`_rebuild_from_type_v2`),
 //! `torch/distributed/tensor/_api.py`, `torch/distributed/_shard/sharded_tensor/api.py`.

@@ -161,7 +161,7 @@ struct StorageReference<'a> {
 fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReference<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {
-        return Err(DecodeError::malformed(format!("`{}` instead of a storage", node.describe())));
+        return Err(DecodeError::malformed(format!("expected a tensor storage, found `{}`", node.describe())));
     };
     let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
         (kind.as_str(), class.global(), key.as_str(), numel.as_u64())

@@ -2,7 +2,7 @@
 //!
 //! A tensor is written as a DTensor, as a ShardedTensor, as a plain tensor that is whole on every rank, or as a plain
 //! tensor that is the local part of each rank. Files share no data, so a replica is stored once for each rank that has
-//! it, as in PyTorch. Unit: bytes for offsets, elements for shapes.
+//! it, as in PyTorch. Offsets are in bytes; shapes count elements.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if the trees of
 //! ranks differ.

@@ -20,9 +20,9 @@ pub struct CastJob {
     pub numel: u64,
     /// The elements for which lost values are counted.
     pub counted: Range<u64>,
-    /// The offset of the first element in the source buffer. Unit: bytes.
+    /// The offset in bytes of the first element in the source buffer.
     pub source: usize,
-    /// The offset of the first element in the target buffer. Unit: bytes.
+    /// The offset in bytes of the first element in the target buffer.
     pub target: usize,
 }
 

@@ -1,6 +1,6 @@
 //! Arithmetic on a device: reductions of partial values, and casts. The results have the same bits as the results of
 //! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support.
-//! Unit: elements, or bytes where the name contains `bytes`.
+//! Sizes and offsets count elements, or bytes where the name contains `bytes`.
 //!
 //! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job (sums that the dtype
 //! cannot represent, the number of values that a cast loses) into the table after the jobs, and this part of the table

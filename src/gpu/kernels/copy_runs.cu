@@ -1,4 +1,5 @@
-// Copies runs of bytes in loop nests, many nests in one launch. Unit: bytes; dtypes do not matter.
+// Copies runs of bytes in loop nests, many nests in one launch. All sizes and offsets are in bytes; dtypes do not
+// matter.
 //
 // A block copies `block_units` units of one nest. A unit has `lane` bytes: the widest access that divides addresses,
 // run and steps. This file is compiled after blocks.cuh. src/gpu/copies.rs writes the job table.

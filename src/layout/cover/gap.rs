@@ -1,8 +1,8 @@
 //! Finds the first gap between tiles, for error messages.
 //!
-//! Unit: elements. The tiles are disjoint, so a slice of the tensor across a dim is full if and only if the slices of
-//! its tiles add up to it. The first slice that is not full contains the first gap in row-major order. The search
-//! continues in that slice, along the next dim:
+//! Shapes and offsets count elements. The tiles are disjoint, so a slice of the tensor across a dim is full if and only
+//! if the slices of its tiles add up to it. The first slice that is not full contains the first gap in row-major order.
+//! The search continues in that slice, along the next dim:
 //!
 //! ```text
 //!     a a b b      rows 0 and 1 are full, row 2 has 3 of 4 elements: the gap is in row 2

@@ -1,6 +1,6 @@
 //! Covers whose tiles are all combinations of a few classes for each dim.
 //!
-//! Unit: elements and cells. A class is a set of indices of one dim, and a cell is one combination of classes.
+//! Offsets and sizes count elements. A class is a set of indices of one dim, and a cell is one combination of classes.
 //! Invariant: the classes of a dim are disjoint and cover the dim, and every cell is exactly one tile. So the tiles are
 //! disjoint and leave no gap, even if the classes are interleaved:
 //!

@@ -1,9 +1,9 @@
 //! Proves that tiles hold every element of a tensor exactly once, and keeps the proof as an index of the tiles.
 //!
-//! Unit: elements. A gap, an overlap or a tile out of bounds means that a checkpoint is damaged or misread. This must
-//! be an error that names the place, because zeros in a gap look like weights. A [`Cover`] exists only for tiles that
-//! passed the proof, and finds the tiles that overlap a region without testing all of them. Replicas are not overlaps:
-//! the caller first picks one holder of each tile.
+//! Shapes and offsets count elements. A gap, an overlap or a tile out of bounds means that a checkpoint is damaged or
+//! misread. This must be an error that names the place, because zeros in a gap look like weights. A [`Cover`] exists
+//! only for tiles that passed the proof, and finds the tiles that overlap a region without testing all of them.
+//! Replicas are not overlaps: the caller first picks one holder of each tile.
 //!
 //! There are two proofs, and neither compares all pairs of tiles:
 //!

@@ -1,8 +1,9 @@
 //! Covers of irregular tiles: the tensor is split recursively at places where no tile is split.
 //!
-//! Unit: elements. Tiles are sorted along a dim. Where all tiles so far have ended before the next starts, the tensor
-//! is split into two slabs, which are disjoint in that dim. Each slab is split again along the other dims. Tiles that
-//! cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf, and a sweep compares them.
+//! Shapes and offsets count elements. Tiles are sorted along a dim. Where all tiles so far have ended before the next
+//! starts, the tensor is split into two slabs, which are disjoint in that dim. Each slab is split again along the other
+//! dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf, and a sweep
+//! compares them.
 //!
 //! ```text
 //!     a a b       a pinwheel: every straight line splits a tile, so five tiles are one leaf

@@ -1,7 +1,7 @@
 //! The indices of one tensor dim that a shard holds: an ascending list of disjoint half-open intervals.
 //!
-//! Unit: elements along that dim. A `Shard` is one interval, but a `_StridedShard` (FSDP2 over TP on one dim, or an
-//! interleaved fused weight) has many. PyTorch stores them as an index tensor:
+//! Offsets and sizes count indices along that dim. A `Shard` is one interval, but a `_StridedShard` (FSDP2 over TP on
+//! one dim, or an interleaved fused weight) has many. PyTorch stores them as an index tensor:
 //! `_StridedShard.local_shard_size_and_offset` in `torch/distributed/tensor/placement_types.py`. Here, equal intervals
 //! at equal distances are one *run*, so a shard of 10^5 interleaved pieces costs as much as a shard of one interval:
 //!

@@ -1,8 +1,9 @@
 //! The intersection of two interval lists.
 //!
-//! Unit: elements. An iterator yields the pieces of a list in ascending order, each with its position in the list. It
-//! can also *seek*: within a run, the next relevant piece is found by a division. So the cost of intersecting one
-//! interval with a run of 10^5 depends on the number of results, not on the number of skipped pieces.
+//! Positions count indices along one dim. An iterator yields the pieces of a list in ascending order, each with its
+//! position in the list. It can also *seek*: within a run, the next relevant piece is found by a division. So the cost
+//! of intersecting one interval with a run of 10^5 depends on the number of results, not on the number of skipped
+//! pieces.
 
 use std::ops::Range;
 

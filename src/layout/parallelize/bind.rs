@@ -1,9 +1,8 @@
 //! Assigns the styles of a plan to the parameters of a model.
 //!
-//! Unit: elements. A pattern matches a module or a parameter. If it matches a module, it applies to the parameters of
-//! the module itself, but not to the parameters of its child modules. `.` is the root module. `pairwise` matches a
-//! module and alternates styles over its children, in the order of registration. PyTorch's counterpart is
-//! `parallelize_module`.
+//! A pattern matches a module or a parameter. If it matches a module, it applies to the parameters of the module
+//! itself, but not to the parameters of its child modules. `.` is the root module. `pairwise` matches a module and
+//! alternates styles over its children, in the order of registration. PyTorch's counterpart is `parallelize_module`.
 
 use std::collections::HashMap;
 

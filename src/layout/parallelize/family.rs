@@ -1,7 +1,7 @@
 //! Built-in plans, one for each model family, for the module names of transformers, Meta's code and torchtitan.
 //!
-//! Unit: dims and blocks. Patterns match modules anywhere in the model. Families share most of their modules, so a plan
-//! is built from tables. A module in no table is sharded by FSDP only.
+//! Patterns match modules anywhere in the model. Families share most of their modules, so a plan is built from tables.
+//! A module in no table is sharded by FSDP only.
 //!
 //! Source: `base_model_tp_plan` of transformers' configurations, and `parallelize.py` of torchtitan's models.
 

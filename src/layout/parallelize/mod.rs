@@ -1,9 +1,9 @@
 //! Parallelize plans, which shard modules over the mesh dim of tensor parallelism and parameters over the mesh dim of
 //! FSDP.
 //!
-//! Unit: elements. A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of
-//! the module a placement on the mesh dim of tensor parallelism. FSDP then shards dim 0 of the local tensor over a mesh
-//! dim of its own.
+//! A plan assigns styles to *modules*, by patterns for their names. A style gives each parameter of the module a
+//! placement on the mesh dim of tensor parallelism. FSDP then shards dim 0 of the local tensor over a mesh dim of its
+//! own.
 //!
 //! ```text
 //!     style                  weight    bias

@@ -1,8 +1,8 @@
 //! The role of each mesh dim, and the placements of a parameter on all of them.
 //!
-//! Unit: elements. Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are
-//! evaluated from the left, so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a
-//! part of each of the n shards that tensor parallelism makes. HSDP replicates along one more mesh dim.
+//! Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are evaluated from the left,
+//! so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a part of each of the n
+//! shards that tensor parallelism makes. HSDP replicates along one more mesh dim.
 //!
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.

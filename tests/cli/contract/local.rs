@@ -118,7 +118,7 @@ fn random_state_is_kept_for_each_rank() {
     // Objects are kept for each rank as well.
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
     assert_contains(&text, &["\"numpy\": {\n          \"$ranks\""]);
-    // With more ranks the states are repeated in turn.
+    // If there are more ranks, rank `r` of the additional ranks gets the state of rank `r mod 4`.
     let more = env.make("reshard", &local.path, "more", "--mesh fsdp=6");
     assert_eq!(states(&more.path, 6), [&own[..], &own[..2]].concat());
     let direct = env.make("reshard", &actor, "direct", "--mesh fsdp=6");

@@ -163,7 +163,7 @@ fn assert_target(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cas
 const KINDS: [(&str, [usize; 2]); 6] =
     [("f32", [7, 5]), ("f32", [5, 4]), ("f32", [3, 2]), ("f32", [1, 4]), ("bf16", [7, 5]), ("i64", [5, 4])];
 
-/// Returns the pairs of lists with a defined redistribution, each with so many kinds of tensors in turn.
+/// Returns the pairs of lists with a defined redistribution, each with `kinds` tensors of the next [`KINDS`].
 fn cases(ndim: usize, kinds: usize, same: bool) -> Cases {
     let mut cases = Cases::new();
     for (number, to) in lists(ndim).iter().enumerate() {

@@ -74,7 +74,7 @@ struct Side {
 /// `CU_MEMORYTYPE_DEVICE`
 const DEVICE: c_uint = 2;
 
-/// One side of a 3-D copy, with the distances between rows and between slices. Unit: bytes.
+/// One side of a 3-D copy, with the distances in bytes between rows and between slices.
 #[derive(Clone, Copy)]
 struct Strided {
     begin: u64,

@@ -1,6 +1,6 @@
 //! Encodes Python's unbounded integers as little-endian two's complement.
 //!
-//! Unit: bytes. Invariant of [`minimal`]: no sign byte can be dropped, and zero has no bytes at all.
+//! Lengths are in bytes. Invariant of [`minimal`]: no sign byte can be dropped, and zero has no bytes at all.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `encode_long` and `decode_long`.
 

@@ -9,7 +9,7 @@
 //! pickle from different frames. If every part ends where the next part starts, the result equals the result of a
 //! single walk. Otherwise a single walk is made.
 //!
-//! Unit: memo indices. Invariant: the cell of index `i` is the number of fetched indices below `i`.
+//! Invariant: the cell of index `i` is the number of fetched indices below `i`.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `load_put`, `load_memoize`, `load_get` and
 //! `load_frame`.

@@ -4,8 +4,8 @@
 //! fetched (see [`super::memo`]) and then to run it. With a shared lexer, the second walk can only meet opcodes that
 //! the first one has measured.
 //!
-//! Unit: bytes of the input. Invariant: every returned [`Span`] is inside the input, and each opcode consumes at least
-//! one byte. So the length of the input bounds the numbers of opcodes, nodes and memo entries.
+//! Positions are bytes of the input. Invariant: every returned [`Span`] is inside the input, and each opcode consumes
+//! at least one byte. So the length of the input bounds the numbers of opcodes, nodes and memo entries.
 //!
 //! Source of the rule: CPython `Lib/pickletools.py` (argument encodings) and `Lib/pickle.py`. The text opcodes of
 //! protocols 0 and 1, the extension registry and out-of-band buffers are refused by name: no checkpoint uses them.

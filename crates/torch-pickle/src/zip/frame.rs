@@ -9,8 +9,8 @@
 //! read belong to the frame. The CRC-32 of the located zip record is returned with its location, and the CRC-32s of the
 //! other zip records are ignored.
 //!
-//! Unit: offsets are bytes from the start of the archive. Invariant: an archive with the frame has the same reading
-//! result as the archive from which the frame was made, except for the CRC-32 of the located zip record.
+//! Offsets are in bytes from the start of the archive. Invariant: an archive with the frame has the same reading result
+//! as the archive from which the frame was made, except for the CRC-32 of the located zip record.
 
 use std::ops::Range;
 

@@ -76,17 +76,17 @@ fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
-/// The names that the numbers of an optimizer stand for, one list per parameter group.
+/// The names for the parameter numbers of an optimizer, one list per parameter group.
 pub struct NumberedParameters {
     names: Vec<Vec<Fqn>>,
 }
 
-/// Replaces the numbers of an optimizer by names and flat parameters by parameters, in the files of all ranks.
-/// `default` lists the names of the model in order and is used for an optimizer with one group. Returns the names by
-/// group.
+/// In the files of all ranks, replaces the parameter numbers of an optimizer with parameter names, and its flat
+/// parameters with the parameters in them. An optimizer with one group has the parameters of `default`, which lists the
+/// names of the model in order. Returns the names of each group.
 ///
 /// # Errors
-/// `Unsupported` if the names of the numbers are unknown, `Malformed` for state of an unexpected size.
+/// `Unsupported` if the names for the parameter numbers are unknown, `Malformed` for state of an unexpected size.
 pub fn unflatten(
     files: &mut [RankFile],
     at: &Path,

@@ -19,10 +19,10 @@ use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::key_text;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::{TensorNode, View};
-use crate::layout::Region;
+use crate::layout::{Rank, Region};
 
 /// A state dict with flat parameters, with its parts from all rank files.
 #[derive(Debug)]
@@ -274,8 +274,7 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
         return bad(String::from("a flat parameter of 1 dim"), format!("shape {:?}", shape.as_slice()));
     };
     if let Some(own) = file.rank.filter(|own| own.0 != group.rank) {
-        let found = format!("a ShardedTensor saved by rank {}, so the file name has the wrong rank", group.rank);
-        return bad(format!("the file of rank {own}"), found);
+        return Err(FormatError::wrong_rank(&file.path, name, own, "ShardedTensor", Rank(group.rank)).into());
     }
     let shard = match local.as_slice() {
         [] => None,

@@ -219,7 +219,7 @@ impl<'v> SourceOptimizer<'v> {
     }
 }
 
-/// The parameters that the numbers of a plain `optimizer.state_dict()` stand for; empty if the optimizer uses names.
+/// The parameters for the parameter numbers of a plain `optimizer.state_dict()`; empty if the optimizer uses names.
 struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
 
 impl OptimizerNumbers {

@@ -2,8 +2,8 @@
 //!
 //! Parameters are identified by numbers, in the order of the parameter groups. With `use_orig_params` each parameter
 //! has its own state, as long as the rank's part of it, and no state if the rank has no part. Without
-//! `use_orig_params`, the optimizer updates flat parameters only: state in the shape of a parameter is laid out like
-//! the flat parameter, and all other state must be the same for all parameters of the unit. Unit of lengths: elements.
+//! `use_orig_params`, the optimizer updates flat parameters only: state in the shape of a parameter is stored like
+//! the flat parameter, and all other state must be the same for all parameters of the unit. Lengths count elements.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.

@@ -1,6 +1,6 @@
 //! Lays out one rank's file: its pickle, and the zip records of its storages.
 //!
-//! Unit: elements in storages, bytes in zip records.
+//! Offsets in storages count elements; offsets in zip records are in bytes.
 
 use std::ops::Range;
 

@@ -44,7 +44,7 @@ fn rows(record: &Record<'_, '_>) -> impl Iterator<Item = Row> {
     })
 }
 
-/// Returns the fields as text, without the numbers of rows.
+/// Returns the fields as text, without the indices of rows.
 fn described(record: &Record<'_, '_>) -> String {
     let text = |(name, field): &(&[u8], Field<'_>)| match field {
         Field::Row(_) => format!("{name:?} row"),
