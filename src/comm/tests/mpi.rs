@@ -115,7 +115,7 @@ fn finds_ranks_in_other_operations(processes: &Processes) {
                 rank.exchange(&Vec::new(), &none, &mut Vec::new(), &none)
             };
             let error = done.unwrap_err().to_string();
-            assert!(error.contains("it is in ") && error.contains("this process in "), "{error}");
+            assert!(error.contains("it is in ") && error.contains("this process is in "), "{error}");
         }
     }
 }
