@@ -411,7 +411,7 @@ fn flat_parameters_without_a_layout_are_refused() {
         }
         // `inspect` shows the flat parameters, with a warning.
         let outcome = succeed("verify", &[&copy.path()], "");
-        assert!(outcome.stderr.contains("give --flat-layout FILE, which always works"), "{outcome:?}");
+        assert!(outcome.stderr.contains("give --flat-layout FILE or --like CKPT to see them"), "{outcome:?}");
     }
     // A format without an order gives no layout of flat parameters, and no strides.
     let like = tempfile::tempdir().unwrap();
