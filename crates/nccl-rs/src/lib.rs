@@ -14,7 +14,7 @@
 //! |---|---|---|
 //! | [`raw`] | types of `nccl.h` and a table of function pointers | names and memory layouts only |
 //! | [`result`] | one method for each function, with NCCL's error text | every return code is checked |
-//! | [`safe`], re-exported here | [`Library`], [`UniqueId`], [`Communicator`], [`Group`] | sizes and ranks are checked, nothing leaks |
+//! | [`safe`], re-exported here | [`Library`], [`UniqueId`], [`Communicator`], [`GroupCall`] | sizes and ranks are checked, nothing leaks |
 //!
 //! **Units.** Buffer lengths are in bytes. NCCL counts elements, so the safe layer divides by [`DataType::size`]. It
 //! returns an error if a buffer is not a whole number of elements.
@@ -25,12 +25,12 @@
 //!
 //! ```no_run
 //! use std::time::Duration;
-//! use nccl::{Communicator, Config, DataType, DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut, Library, Place};
+//! use nccl::{Communicator, Config, DataType, DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut, Library, RankPosition};
 //! use nccl::{UniqueId, Wait};
 //!
 //! fn shift(
 //!     id: UniqueId,
-//!     place: Place,
+//!     place: RankPosition,
 //!     mine: &impl DeviceBuffer,
 //!     theirs: &mut impl DeviceBuffer,
 //!     stream: &impl DeviceStream,

@@ -132,7 +132,7 @@ impl Communicator {
         self.settle("ncclGroupEnd", queued)
     }
 
-    /// Queues one [`Group::send`].
+    /// Queues one [`GroupCall::send`].
     pub fn send(
         &mut self,
         stream: &impl DeviceStream,
@@ -143,7 +143,7 @@ impl Communicator {
         self.group(stream, |group| group.send(from, dtype, peer))
     }
 
-    /// Queues one [`Group::recv`].
+    /// Queues one [`GroupCall::recv`].
     pub fn recv(
         &mut self,
         stream: &impl DeviceStream,
@@ -154,7 +154,7 @@ impl Communicator {
         self.group(stream, |group| group.recv(into, dtype, peer))
     }
 
-    /// Queues one [`Group::broadcast`].
+    /// Queues one [`GroupCall::broadcast`].
     pub fn broadcast(
         &mut self,
         stream: &impl DeviceStream,
@@ -165,7 +165,7 @@ impl Communicator {
         self.group(stream, |group| group.broadcast(buffer, dtype, root))
     }
 
-    /// Queues one [`Group::reduce`].
+    /// Queues one [`GroupCall::reduce`].
     pub fn reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -177,7 +177,7 @@ impl Communicator {
         self.group(stream, |group| group.reduce(send, recv, dtype, (op, root)))
     }
 
-    /// Queues one [`Group::all_gather`].
+    /// Queues one [`GroupCall::all_gather`].
     pub fn all_gather<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -188,7 +188,7 @@ impl Communicator {
         self.group(stream, |group| group.all_gather(send, recv, dtype))
     }
 
-    /// Queues one [`Group::all_reduce`].
+    /// Queues one [`GroupCall::all_reduce`].
     pub fn all_reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -200,7 +200,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce(send, recv, dtype, op))
     }
 
-    /// Queues one [`Group::all_reduce_in_place`].
+    /// Queues one [`GroupCall::all_reduce_in_place`].
     pub fn all_reduce_in_place(
         &mut self,
         stream: &impl DeviceStream,
@@ -211,7 +211,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce_in_place(buffer, dtype, op))
     }
 
-    /// Queues one [`Group::reduce_scatter`].
+    /// Queues one [`GroupCall::reduce_scatter`].
     pub fn reduce_scatter<'b>(
         &mut self,
         stream: &impl DeviceStream,

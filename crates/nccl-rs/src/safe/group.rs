@@ -225,7 +225,7 @@ impl Operation {
     ///
     /// # Safety
     ///
-    /// The conditions of [`Group::queue`] hold.
+    /// The conditions of [`GroupCall::queue`] hold.
     unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let (count, dtype) = (self.count, self.dtype.code());
         // SAFETY: the caller guarantees the memory, the stream and the communicator. Each view is long enough for the

@@ -4,7 +4,7 @@
 //! several values, numbers and rows, are in vectors that are reused for every object record, and a field is a small
 //! copy.
 //!
-//! Invariant: a [`Part`] is only looked up in its own object record.
+//! Invariant: a [`FieldPart`] is only looked up in its own object record.
 
 use std::ops::Range;
 
