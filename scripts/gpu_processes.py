@@ -49,8 +49,8 @@ def together(commands, environments, limit):
         why = f"still running after {limit:.0f} s" if was_running else f"process {nth} ended with {started[nth].returncode}"
         if is_late and not was_running:
             why += f", and others were still running after {limit:.0f} s"
-        text = " / ".join((said[nth][1].strip() or said[nth][0].strip()).splitlines()[-3:])
-        raise Failed(f"{why}: {text or 'it said nothing'}", said[nth][0], log(commands, started, said))
+        last_lines = " / ".join((said[nth][1].strip() or said[nth][0].strip()).splitlines()[-3:])
+        raise Failed(f"{why}: {last_lines or 'it said nothing'}", said[nth][0], log(commands, started, said))
     return seconds, said
 
 
