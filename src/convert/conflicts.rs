@@ -15,6 +15,7 @@ use crate::convert::options::OnConflict;
 use crate::error::Result;
 use crate::layout::Rank;
 use crate::name_list::short_list;
+use crate::quantity::count;
 
 /// Files of the target: one per rank, or shared by all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,7 +107,7 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 /// # Errors
 /// `Conflict` for the first value that differs if there is no choice for it.
 pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
-    let mut settled = ResolvedConflicts::default();
+    let mut resolved = ResolvedConflicts::default();
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
     path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
@@ -117,17 +118,17 @@ pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFi
                 refused.get_or_insert_with(|| catalog::conflict_error(path, holdings));
             }
             Some(OnConflict::Drop) => {
-                settled.dropped.push(path.to_string());
+                resolved.dropped.push(path.to_string());
                 return LeafAction::Remove;
             }
             Some(OnConflict::Rank0) => {
-                settled.rank0.push(path.to_string());
+                resolved.rank0.push(path.to_string());
                 let lowest = holdings.iter().min_by_key(|holding| holding.ranks.first().copied());
                 let value = lowest.map_or(Value::None, |holding| holding.value.clone());
                 *leaf = value;
             }
             Some(OnConflict::PerRank) => {
-                settled.per_rank.push(path.to_string());
+                resolved.per_rank.push(path.to_string());
                 own_values.extend(holdings.iter().flat_map(|holding| holding.ranks.iter().copied()));
                 if ranks == TargetFiles::Together {
                     *leaf = side_by_side(holdings);
@@ -136,9 +137,9 @@ pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFi
         }
         LeafAction::Keep
     });
-    settled.ranks = own_values.into_iter().collect();
-    settled.ranks.sort_unstable();
-    refused.map_or(Ok(settled), Err)
+    resolved.ranks = own_values.into_iter().collect();
+    resolved.ranks.sort_unstable();
+    refused.map_or(Ok(resolved), Err)
 }
 
 /// Returns a dict with the values of all ranks: `{"rank_0": ..., "rank_1": ...}`.
@@ -163,18 +164,19 @@ pub fn few(names: &[String]) -> String {
     short_list(names, 1)
 }
 
+/// Returns the start of a note, for example `2 values (step and 1 more) differ between ranks`.
+fn differ_between_ranks(names: &[String]) -> String {
+    let differ = if names.len() == 1 { "differs" } else { "differ" };
+    format!("{} ({}) {differ} between ranks", count(names.len(), "value"), few(names))
+}
+
 impl ResolvedConflicts {
     /// Returns the notes about the values that differ between ranks.
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {
-            let number = crate::quantity::count(self.per_rank.len(), "value");
-            let has_own = list_ranks(&self.ranks);
-            let differ = if self.per_rank.len() == 1 { "differs" } else { "differ" };
-            let mut note = format!(
-                "{number} ({}) {differ} between ranks, so the value of each rank is kept: {has_own}",
-                few(&self.per_rank)
-            );
+            let (differing, ranks) = (differ_between_ranks(&self.per_rank), list_ranks(&self.ranks));
+            let mut note = format!("{differing}, so the value of each rank is kept: {ranks}");
             let source = self.ranks.len();
             if target_ranks.is_some_and(|target| target as usize > source) {
                 note.push_str(&format!("; rank r of the new job gets the value of old rank r mod {source}"));
@@ -190,12 +192,7 @@ impl ResolvedConflicts {
             notes.push(note);
         }
         if !self.rank0.is_empty() {
-            let number = crate::quantity::count(self.rank0.len(), "value");
-            let differ = if self.rank0.len() == 1 { "differs" } else { "differ" };
-            notes.push(format!(
-                "{number} ({}) {differ} between ranks, so the value of the lowest rank is used",
-                few(&self.rank0)
-            ));
+            notes.push(format!("{}, so the value of the lowest rank is used", differ_between_ranks(&self.rank0)));
         }
         notes
     }
@@ -235,17 +232,17 @@ mod tests {
         path::edit_leaves(&mut only_rng.state, &mut |path, _| {
             if path.to_string() == "step" { LeafAction::Remove } else { LeafAction::Keep }
         });
-        let settled = resolve(&mut only_rng, None, TargetFiles::Apart).unwrap();
-        assert_eq!(settled.per_rank, ["rng.cpu"]);
+        let resolved = resolve(&mut only_rng, None, TargetFiles::Apart).unwrap();
+        assert_eq!(resolved.per_rank, ["rng.cpu"]);
         assert_eq!(
-            settled.notes(Some(4)),
+            resolved.notes(Some(4)),
             [
                 "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; rank r of the \
                  new job gets the value of old rank r mod 3"
             ]
         );
         assert_eq!(
-            settled.notes(Some(2)),
+            resolved.notes(Some(2)),
             [
                 "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; the values of \
                  rank 2 are left out, because the new job has no such ranks"
@@ -256,13 +253,13 @@ mod tests {
     #[test]
     fn each_choice_gives_its_value_or_none() {
         let mut catalog = state();
-        let settled = resolve(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
-        assert_eq!(settled.rank0, ["step", "rng.cpu"]);
+        let resolved = resolve(&mut catalog, Some(OnConflict::Rank0), TargetFiles::Apart).unwrap();
+        assert_eq!(resolved.rank0, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1, 'step': 7, 'rng': {'cpu': 7}}");
 
         let mut catalog = state();
-        let settled = resolve(&mut catalog, Some(OnConflict::Drop), TargetFiles::Apart).unwrap();
-        assert_eq!(settled.dropped, ["step", "rng.cpu"]);
+        let resolved = resolve(&mut catalog, Some(OnConflict::Drop), TargetFiles::Apart).unwrap();
+        assert_eq!(resolved.dropped, ["step", "rng.cpu"]);
         assert_eq!(shown(&catalog), "{'same': 1}");
 
         let mut catalog = state();

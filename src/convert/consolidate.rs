@@ -54,10 +54,10 @@ pub fn prepare(
     if !to.keeps_order() {
         source.drop_selection();
     }
-    let ConversionSource { checkpoint, selection: wanted, .. } = &source;
+    let ConversionSource { checkpoint, selection, .. } = &source;
     notes.extend(elsewhere(placing.as_ref(), &written));
     let mut reservation = writer.reserve(WholeTarget {
-        source: if to.keeps_order() { &wanted.catalog } else { &checkpoint.catalog },
+        source: if to.keeps_order() { &selection.catalog } else { &checkpoint.catalog },
         dtypes: &dtypes,
         tensors: &written,
         aliases: &tied,

@@ -56,8 +56,8 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
 
 fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOptions<'a> {
     // A mesh dim along which ranks hold partial values shards nothing.
-    let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
-    let names = RoleNames { unused: idle, ..RoleNames::default() };
+    let unused = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
+    let names = RoleNames { unused, ..RoleNames::default() };
     PlanOptions {
         plan: args.src_plan.as_deref(),
         option: "options::src_plan",

@@ -33,8 +33,8 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
     let checked = check_len(&prepared.reservation)
         .and_then(|()| check_tensors(prepared, args))
         .and_then(|()| check_coverage(prepared));
-    let settled = checked.and_then(|()| choose_round_length(prepared, args, run));
-    settled.map_err(|error| failed(prepared, error))
+    let chosen = checked.and_then(|()| choose_round_length(prepared, args, run));
+    chosen.map_err(|error| failed(prepared, error))
 }
 
 /// Adds checkpoint and process to an error, and informs the other processes why this process ends.

@@ -79,18 +79,18 @@ fn fill(
     wrappers: Wrappers,
     run: &Run<'_>,
 ) -> Result<ConversionSource> {
-    let mut wanted = select::select(&filler.catalog, &select::NameOptions::default())?;
+    let mut selection = select::select(&filler.catalog, &select::NameOptions::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;
-    let objects = filling.objects(&mut wanted.catalog)?;
+    let objects = filling.objects(&mut selection.catalog)?;
     let own_values = filling.own_values;
     let notes = notes(&source, &filler, FillCounts { tensors: taken.len(), objects, own_values });
     let Checkpoint { root, resolved_from, format, files, catalog, .. } = source.checkpoint;
     let replaced = put(&mut filler.catalog, catalog, &taken, filler.files.append(files));
     // Names of SRC that are not selected do not count as left out, because FILLER has values for them.
-    wanted = Selected { notes, casts: source.selection.casts, ..wanted };
+    selection = Selected { notes, casts: source.selection.casts, ..selection };
     let filled = Some(Filled { root, resolved_from, format, replaced });
-    Ok(ConversionSource { checkpoint: filler, selection: wanted, filled, ..source })
+    Ok(ConversionSource { checkpoint: filler, selection, filled, ..source })
 }
 
 /// Number of values that come from SRC, and number of per-rank values of SRC that are not used.

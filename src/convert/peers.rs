@@ -308,9 +308,9 @@ impl Peers {
         let wanted = self.bucket;
         self.bucket = wanted.within(room).agree(&self.link)?;
         if self.bucket != wanted {
-            let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
+            let (wanted, possible) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
             progress.detail(&format!(
-                "options::bucket_size is reduced to {settled}, because six buffers of {wanted} do not fit into options::max_memory"
+                "options::bucket_size is reduced to {possible}, because six buffers of {wanted} do not fit into options::max_memory"
             ));
         }
         Ok(())

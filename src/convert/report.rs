@@ -166,7 +166,12 @@ fn count_values(number: u64) -> String {
 }
 
 impl<'a> ReportSource<'a> {
-    pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
+    pub fn new(
+        conversion: &'a Prepared,
+        args: &'a ConvertOptions,
+        options: &'a Options,
+        unused_options: Vec<String>,
+    ) -> Self {
         let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
         Self {
             conversion,
@@ -175,7 +180,7 @@ impl<'a> ReportSource<'a> {
             before: anonymous_memory(),
             max_memory,
             loads: Vec::new(),
-            unused_options: idle,
+            unused_options,
         }
     }
 

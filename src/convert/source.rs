@@ -109,17 +109,17 @@ impl ConversionSource {
         let choose = || {
             let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             let options = select_options(&args.select, defaults)?;
-            let mut wanted = select::select(&checkpoint.catalog, &options)?;
-            check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
-            wanted.notes.extend(tie);
-            Ok(wanted)
+            let mut selection = select::select(&checkpoint.catalog, &options)?;
+            check_reduced(args, &checkpoint, &selection, options.without_gradients)?;
+            selection.notes.extend(tie);
+            Ok(selection)
         };
-        let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
+        let selection = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
         Ok(Self {
             checkpoint,
             filled: None,
             like: None,
-            selection: wanted,
+            selection,
             conflicts: ResolvedConflicts::default(),
             compared: false,
             peers,
@@ -185,8 +185,8 @@ impl ConversionSource {
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
     pub fn resolve_conflicts(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
-        let settled = self.decide(args, ranks, run);
-        settled.map_err(|error| self.locate(error)).inspect_err(|error| self.announce_failure(error))
+        let decided = self.decide(args, ranks, run);
+        decided.map_err(|error| self.locate(error)).inspect_err(|error| self.announce_failure(error))
     }
 
     fn decide(&mut self, args: CheckOptions, ranks: TargetFiles, run: &Run<'_>) -> Result<()> {
@@ -219,11 +219,11 @@ impl ConversionSource {
                 }
             }
         }
-        let settled = conflicts::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
+        let resolved = conflicts::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
         self.conflicts = ResolvedConflicts {
             dropped_tensors: dropped,
-            rank0: [std::mem::take(&mut self.conflicts.rank0), settled.rank0].concat(),
-            ..settled
+            rank0: [std::mem::take(&mut self.conflicts.rank0), resolved.rank0].concat(),
+            ..resolved
         };
         Ok(())
     }

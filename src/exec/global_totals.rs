@@ -1,8 +1,8 @@
 //! Totals over all processes that exchange data: each process sends its own counters, and all processes compute the
 //! same sums.
 //!
-//! Both counters are in bytes. Invariant: a message that is not two counters is an error in all processes, and the
-//! error names the sender.
+//! The two counters of a process are in bytes. Invariant: a message that does not consist of two counters is an error in
+//! all processes, and the error names the sender.
 
 use crate::comm::Communicator;
 use crate::error::{Error, Result};

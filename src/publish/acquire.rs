@@ -315,7 +315,7 @@ impl Acquiring<'_> {
             lost,
             watch: Mutex::new(LeaseWatch::new(self.pace)),
             stale,
-            settled: Mutex::default(),
+            finished: Mutex::default(),
             waiting: OnceLock::new(),
             is_gone: false.into(),
             identity: OnceLock::new(),

@@ -1,8 +1,8 @@
 //! Sealing and publishing: the rename of the output to the destination is the only commit.
 //!
 //! The process that holds the seal lease publishes. A second process may take over because the first one seems dead.
-//! Both then write the same bytes. The second rename fails because the output is no longer in the partial folder, and
-//! counts as success because the result is identical. A process that replaces a checkpoint compares identities (device,
+//! The two processes then write the same bytes. The rename by the second process fails because the output is no longer
+//! in the partial folder, and counts as success because the result is identical. A process that replaces a checkpoint compares identities (device,
 //! inode, birth time), so it never moves aside or deletes what another process has published. The next run finishes or
 //! rolls back an interrupted replacement.
 //!

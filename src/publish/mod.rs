@@ -232,7 +232,7 @@ pub struct Staging {
     replaced: Mutex<Option<FileIdentity>>,
     stale: StaleLeases,
     /// The indices of the parts that this process no longer waits for.
-    settled: Mutex<BTreeSet<u32>>,
+    finished: Mutex<BTreeSet<u32>>,
     /// The time at which this process began to wait for the others.
     waiting: OnceLock<Instant>,
     /// True once the partial folder has been missing for longer than any cache lasts, although the output was not

@@ -306,13 +306,13 @@ impl Staging {
     }
 
     fn finished(&self) -> MutexGuard<'_, BTreeSet<u32>> {
-        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+        self.finished.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn others_of(&self, found: &Partial) -> Vec<OtherPart> {
         let own = self.claim.part;
         let leases: HashMap<LeaseRole, &SeenLease> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
-        let settled = self.finished();
+        let finished = self.finished();
         let other = |index: u32| {
             let part = Part { index, of: own.of };
             let seen = leases.get(&LeaseRole::Part(part)).copied();
@@ -320,7 +320,7 @@ impl Staging {
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
             // The journal then contains the work of an earlier run.
             let now = seen.filter(|seen| !self.stale.contains(seen));
-            if state != OtherState::Working && settled.contains(&index) {
+            if state != OtherState::Working && finished.contains(&index) {
                 state = OtherState::Finished;
             }
             OtherPart {
