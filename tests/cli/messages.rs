@@ -22,9 +22,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rayon::prelude::*;
 use serde_json::{Map, json};
 
+use crate::common::in_parallel;
 use crate::common::transcript::{difference, portable};
 use crate::corrupt::{edit, edit_pickle, fixture, replace};
 
@@ -58,7 +58,7 @@ fn check_area(area: &str) {
     let path = folder().join(area).with_extension("txt");
     let expected = fs::read_to_string(&path).unwrap();
     let scenarios = split_scenarios(&expected);
-    let found: Vec<String> = scenarios.par_iter().map(|scenario| replay(scenario)).collect();
+    let found: Vec<String> = in_parallel(&scenarios, |scenario| replay(scenario));
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         fs::write(&path, found.join("\n")).unwrap();
         return;

@@ -14,6 +14,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
 
 use assert_cmd::Command;
 use dtshard::catalog::{TensorEntry, model};
@@ -21,6 +24,26 @@ use dtshard::exec::{Input, Options, Silent, Stop, compare};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
+
+/// Runs a job for each item on as many threads as there are cores, and returns the results in order. These are not the
+/// threads of rayon, which jobs that wait for a process would take from conversions in other tests.
+#[allow(dead_code, reason = "each test program uses its own part")]
+pub fn in_parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().unwrap().get() {
+            scope.spawn(|| {
+                while let number = next.fetch_add(1, Relaxed)
+                    && let Some(item) = items.get(number)
+                {
+                    let result = job(item);
+                    results.lock().unwrap().insert(number, result);
+                }
+            });
+        }
+    });
+    results.into_inner().unwrap().into_values().collect()
+}
 
 /// A whole tensor. Values are compared by the digest of `inspect --digest`, computed here from bytes that dtshard has
 /// not read.

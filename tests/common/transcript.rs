@@ -9,6 +9,7 @@ use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::thread;
 
 use regex::Regex;
@@ -95,18 +96,9 @@ fn quoted(word: &str, folders: &[PathBuf]) -> String {
     if is_plain { word } else { format!("'{word}'") }
 }
 
-/// Replaces what differs between machines and runs.
-pub fn portable(text: &str, folders: &[PathBuf]) -> String {
-    let repository = env!("CARGO_MANIFEST_DIR");
-    let mut text = text.to_owned();
-    for folder in folders {
-        text = text.replace(&folder.display().to_string(), "[DIR]");
-    }
-    let text = text
-        .replace(&format!("{repository}/tests/fixtures"), "[FIXTURES]")
-        .replace(repository, "[REPOSITORY]")
-        .replace(env!("CARGO_PKG_VERSION"), "[VERSION]");
-    let varying = [
+/// What differs between machines and runs in messages, and its replacement.
+static VARYING: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
+    let patterns = [
         (r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?", " in [TIME]"),
         (r"\([\w.-]+, pid \d+", "([HOST], pid [PID]"),
         (
@@ -123,9 +115,21 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
         (r"/[\w/.-]*/\.tmp\w{6}", "[TMP]"),
         (r#""(seconds|bytes_per_second)": [\d.]+"#, r#""$1": [NUMBER]"#),
     ];
-    varying
-        .iter()
-        .fold(text, |text, (pattern, with)| Regex::new(pattern).unwrap().replace_all(&text, *with).into_owned())
+    patterns.map(|(pattern, with)| (Regex::new(pattern).unwrap(), with)).into()
+});
+
+/// Replaces what differs between machines and runs.
+pub fn portable(text: &str, folders: &[PathBuf]) -> String {
+    let repository = env!("CARGO_MANIFEST_DIR");
+    let mut text = text.to_owned();
+    for folder in folders {
+        text = text.replace(&folder.display().to_string(), "[DIR]");
+    }
+    let text = text
+        .replace(&format!("{repository}/tests/fixtures"), "[FIXTURES]")
+        .replace(repository, "[REPOSITORY]")
+        .replace(env!("CARGO_PKG_VERSION"), "[VERSION]");
+    VARYING.iter().fold(text, |text, (pattern, with)| pattern.replace_all(&text, *with).into_owned())
 }
 
 /// Returns the lines that differ.
