@@ -1,5 +1,5 @@
-//! Table of the processes of a run: node and process id of each rank, for messages such as `process 2 of 4 (n1, pid
-//! 4711)`.
+//! Table of the processes of a run, with the node and process id of each process. Messages use it to name a process:
+//! `process 2 of 4 (n1, pid 4711)`.
 
 use crate::comm::{Communicator, Process};
 use crate::error::{Error, Peer, Result};
@@ -7,21 +7,21 @@ use crate::launch::Part;
 use crate::metadata_mirror::MetadataMirror;
 use crate::name_list::short_list;
 
-/// Node and process id of each process.
+/// Node and process id of each process of a run.
 pub struct ProcessTable {
     of: u32,
-    /// Descriptions by process; empty before the processes have connected.
+    /// Text that describes each process, in the order of process numbers. Empty before the processes have connected.
     places: Vec<String>,
 }
 
 impl ProcessTable {
-    /// Returns the table of processes that have not connected.
+    /// Returns the table for processes that have not connected yet.
     #[must_use]
     pub fn unknown(part: Part) -> Self {
         Self { of: part.of, places: Vec::new() }
     }
 
-    /// Gathers node and process id of all processes. Collective.
+    /// Gathers the node and process id of every process. Collective.
     ///
     /// # Errors
     /// The errors of [`Communicator::gather`].
