@@ -4,12 +4,12 @@
 /// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WireBytes {
-    /// All sent bytes. Bytes that are sent by an all-gather count once.
+    /// The number of sent bytes. Bytes that an all-gather sends to all ranks count once.
     pub sent: u64,
-    /// The part of the sent bytes that is sent by an all-gather. These bytes need space in the sender's incoming buffer
-    /// as well.
+    /// The number of sent bytes that are sent by an all-gather. In the sender, these bytes also need space in its
+    /// incoming buffer.
     pub all_gathered: u64,
-    /// All received bytes.
+    /// The number of received bytes.
     pub received: u64,
 }
 
@@ -34,16 +34,17 @@ impl WireBytes {
 /// The memory that one process needs for a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
-    /// The bytes that are read into the stage.
+    /// The number of bytes that are read from files into the stage buffer.
     pub read: u64,
-    /// The bytes of the first phase, including NCCL reductions.
+    /// The bytes that are sent and received in the first phase, including NCCL reductions.
     pub first_phase: WireBytes,
-    /// The bytes of the second phase.
+    /// The bytes that are sent and received in the second phase.
     pub second_phase: WireBytes,
-    /// The bytes of the unpacked buffer: values, and the partial values that this process reduces.
+    /// The length of the unpacked buffer in bytes. It contains the values, and the partial values that this process
+    /// reduces.
     pub unpacked: u64,
-    /// This process's own partial values of NCCL reductions whose root is this process. They need space in the outgoing
-    /// buffer.
+    /// The number of bytes of this process's own partial values in NCCL reductions for which this process is the root.
+    /// They need space in the outgoing buffer.
     pub own_partial_values: u64,
 }
 
@@ -90,17 +91,17 @@ impl Load {
     }
 }
 
-/// The loads of all ranks. A round has one such value.
+/// The memory that each rank needs for one round.
 #[derive(Debug)]
 pub struct Loads(Vec<Load>);
 
-/// The loads of the ranks that take part in a transfer plan, ascending by rank. A round has many plans, but few ranks
-/// take part in each.
+/// The memory that a transfer plan needs on the ranks that take part in it, in ascending order of ranks. A round has
+/// many plans, but few ranks take part in each plan.
 #[derive(Debug, Default)]
 pub struct PartLoads(Box<[(u32, Load)]>);
 
 impl Loads {
-    /// Returns loads of 0 bytes.
+    /// Returns the loads of a round without any plan: 0 bytes for each rank.
     #[must_use]
     pub fn zero(ranks: usize) -> Self {
         Self(vec![Load::default(); ranks])
@@ -136,7 +137,7 @@ impl Loads {
 }
 
 impl PartLoads {
-    /// Keeps the loads that are not zero.
+    /// Keeps the loads that are not zero, each with its rank.
     #[must_use]
     pub fn new(all: &[Load]) -> Self {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())

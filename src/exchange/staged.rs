@@ -1,5 +1,5 @@
-//! Stage: reads the source ranges of a round into one buffer, on several threads. Checks the CRC of each zip record
-//! that is read completely. All sizes and offsets are in bytes.
+//! Reads the source ranges of a round into one buffer, called the stage, on several threads. Checks the CRC of each zip
+//! record that is read completely. All sizes and offsets are in bytes.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,18 +11,18 @@ use crate::error::Result;
 use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
 use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Input, PreparedTile, Scratch, Stop};
 
-/// A round whose source ranges have been read.
+/// A round whose source ranges are in memory.
 pub struct Staged<M: HostMemory> {
-    /// The work of this process in the round.
+    /// The reads and copies of this process in the round.
     pub moves: Moves,
-    /// The stage: the bytes that have been read.
+    /// The stage buffer, which contains the bytes that were read.
     pub bytes: PooledBuffer<M>,
-    /// True if the CRCs of all zip records read so far have been checked. False if a later round reads the rest of a
-    /// zip record.
+    /// True if the CRCs of all zip records that were read in this and earlier rounds have been checked. False if a
+    /// later round must read the remaining bytes of a zip record.
     pub is_checked: bool,
 }
 
-/// Reads the source ranges of rounds, and checks the CRCs of their zip records.
+/// Reader of the source ranges of rounds. It also checks the CRCs of zip records.
 pub struct Stage<'a, M> {
     input: Input<'a>,
     pool: Arc<BufferPool<M>>,
