@@ -66,7 +66,8 @@ impl fmt::Display for Part {
     }
 }
 
-/// The environment, as a function, so that tests can use a map. An empty variable counts as not set.
+/// A function that returns the value of an environment variable. Tests use a map instead of the real environment. An
+/// empty variable counts as not set.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Returns a variable of the environment of this process.
@@ -75,26 +76,26 @@ pub fn process_environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The source of the part index of this process.
+/// The launcher or option from which this process got its part index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// No launcher: one process does all of the work.
+    /// There is no launcher: one process does all of the work.
     Alone,
-    /// `--part` and `--parts`, without a launcher.
+    /// `--part` and `--parts` define the part, without a launcher.
     Options,
-    /// The torchrun command of PyTorch.
+    /// The torchrun command of PyTorch started the process.
     Torchrun,
-    /// The mpirun command of Open MPI.
+    /// The mpirun command of Open MPI started the process.
     OpenMpi,
-    /// A launcher that speaks PMI, such as the mpirun command of MPICH.
+    /// A launcher that uses the PMI protocol started the process, for example the mpirun command of MPICH.
     Pmi,
-    /// A launcher that speaks PMIx.
+    /// A launcher that uses the PMIx protocol started the process.
     Pmix,
-    /// The srun command of Slurm.
+    /// The srun command of Slurm started the process.
     Slurm,
-    /// A Slurm array. Its elements may not run at the same time.
+    /// The process is an element of a Slurm job array. The elements may not run at the same time.
     SlurmArray,
-    /// Only `RANK` and `WORLD_SIZE`, without a known launcher.
+    /// `RANK` and `WORLD_SIZE` define the part, without a known launcher.
     Variables,
 }
 
@@ -115,7 +116,7 @@ impl Launcher {
         }
     }
 
-    /// Returns true if all processes of a launch share one standard output, so that their JSON documents would be
+    /// Returns true if all processes of a launch write to one standard output. Their JSON documents would then be
     /// mixed.
     #[must_use]
     pub fn shares_output(self) -> bool {
@@ -123,18 +124,20 @@ impl Launcher {
     }
 }
 
-/// The way in which this process was started, and its part of the work.
+/// How this process was started, and its part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// The part of this process.
+    /// The part of the work that this process does.
     pub part: Part,
-    /// The launcher that started all parts. If the launcher and the command line agree, this field names the launcher.
+    /// The launcher that started the processes of all parts. If the launcher and the command line agree, this field
+    /// names the launcher.
     pub launcher: Launcher,
     /// The rank of this process on its node, if the launcher sets it.
     pub local_rank: Option<u32>,
-    /// Slurm's name for this node.
+    /// The name that Slurm gives to this node; `None` without Slurm.
     pub node: Option<String>,
-    /// The name of this launch, if there is one: all processes of this launch have it, and no other launch has it.
+    /// The name of this launch; `None` if the launcher sets none. All processes of a launch have the same name, and no
+    /// other launch has it.
     pub run: Option<String>,
     /// True if the other parts run at the same time, so that this process can wait for them.
     pub waits: bool,
@@ -179,7 +182,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
     })
 }
 
-/// Returns the part that the command line defines, with the launcher that started this process.
+/// Returns the part that the command line defines. The result also names the launcher that started this process.
 fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
@@ -203,8 +206,8 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
         return Ok(from_options(0, Launcher::Options));
     }
     match (part, part_from_launcher(env)?, array_index(env)?) {
-        // If an element runs several processes, they may be numbered in any way. Here the command line defines the part
-        // completely.
+        // If an array element runs several processes, it is unknown how they are numbered. The command line defines the
+        // part completely here, so this is no problem.
         (Some(index), _, Some(_)) => Ok(from_options(index, Launcher::SlurmArray)),
         (None, Some(assigned), Some(element)) => Err(Error::usage(
             format!(
