@@ -1,4 +1,4 @@
-//! Connection setup: the process that created the id sends the ports of all ranks to every rank.
+//! Connection setup: the process that created the unique id sends the ports of all ranks to every rank.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,7 +14,7 @@ use crate::wire::{read_u32, read_u64};
 /// The interval at which a waiting rank checks whether it was aborted.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// The rank, the number of ranks, and the device among the visible devices.
+/// The number of this rank, the number of all ranks, and the index of this rank's device among the visible devices.
 #[derive(Clone, Copy, Debug)]
 pub struct RankPosition {
     pub rank: usize,
@@ -22,7 +22,7 @@ pub struct RankPosition {
     pub device: usize,
 }
 
-/// `ncclUniqueId`: the port of the process that created it, and a token.
+/// The unique id of a communicator, `ncclUniqueId`: the port of the process that created it, and a token.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId([u8; 128]);
