@@ -17,7 +17,7 @@ use crate::layout::Rank;
 use crate::name_list::short_list;
 use crate::quantity::count;
 
-/// Whether each rank has its own file in the target.
+/// The kind of files that the target has: one file for each rank, or files that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetFiles {
     /// Every rank has its own file.

@@ -255,7 +255,8 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has at least one tensor, unless `--on-conflict drop` has left out tensors.
+/// Checks that the result has at least one tensor. With `--on-conflict drop`, a result without tensors is accepted,
+/// because the option may leave out all of them.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

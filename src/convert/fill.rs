@@ -322,8 +322,7 @@ impl Filling<'_> {
         }))
     }
 
-    /// Returns the error for a value of SRC whose shape, dtype or type differs from the value of the same name in
-    /// FILLER.
+    /// Returns the error for a value of SRC whose shape, dtype or type differs from the matching value in FILLER.
     fn misfit(
         &self,
         path: &Path,

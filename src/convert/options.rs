@@ -26,11 +26,11 @@ pub struct SourceOptions {
     pub io: Option<IoMode>,
     /// Number of worker threads. `None` means one thread per core.
     pub threads: Option<usize>,
-    /// True if rank files may be missing, as long as other ranks store replicas of all their data.
+    /// Limit of anonymous memory in bytes, without the page cache.
     pub max_memory: u64,
-    /// True if objects are left out whose Python class is not known to be plain data.
+    /// True if rank files may be missing, as long as other ranks store replicas of all their data.
     pub allow_missing: bool,
-    /// Leaves out objects whose Python class is not known to be plain data.
+    /// True if objects are left out whose Python class is not known to be plain data.
     pub drop_unknown: bool,
     /// Path of the flat layout file, which describes the FSDP1 flat parameters of the source.
     pub flat_layout: Option<PathBuf>,
@@ -123,7 +123,7 @@ pub enum OnConflict {
     Drop,
 }
 
-/// How tied tensors (one tensor under several names) are written.
+/// The way in which tied tensors (one tensor under several names) are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tied {
     /// The tensor is written under every name.
@@ -169,7 +169,7 @@ impl Default for ExecuteOptions {
 /// Options for the exchange of data between the processes of a run.
 #[derive(Clone, Debug, Default)]
 pub struct ExchangeOptions {
-    /// Whether every process sees all files of the source.
+    /// Visibility of the source's files: to every process, or only to the processes on one node.
     pub source: SourceVisibility,
     /// Method by which processes send tensor data to each other.
     pub backend: Backend,
@@ -216,7 +216,7 @@ impl Backend {
     }
 }
 
-/// Whether every process of a run sees all files of the source.
+/// Visibility of the source's files to the processes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SourceVisibility {
     /// Every process sees all files.
@@ -256,7 +256,7 @@ pub struct ConvertOptions {
     pub dry_run: bool,
     /// Options that select names and set dtypes.
     pub select: SelectOptions,
-    /// How tied tensors (one tensor under several names) are written.
+    /// The way in which tied tensors (one tensor under several names) are written.
     pub tied: Tied,
     /// Options for checks before anything is written.
     pub checks: CheckOptions,
@@ -383,13 +383,13 @@ pub enum Strategy {
 pub struct ConsolidateOptions {
     /// True if every tensor is written, not only the model. Each tensor keeps its full dotted name.
     pub everything: bool,
-    /// Where configuration and tokenizer files are copied from.
+    /// The place from which configuration and tokenizer files are copied.
     pub assets: Assets,
     /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
 }
 
-/// Where to find the files that loaders need beside the weights.
+/// The place from which files are copied that loaders need beside the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Assets {
     /// Search the source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user

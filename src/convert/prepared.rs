@@ -24,7 +24,7 @@ pub struct Prepared {
     pub reservation: Reservation,
     /// Sidecar files that are copied to the destination unchanged.
     pub carried: Vec<SidecarFile>,
-    /// Whether the destination is one file or a folder.
+    /// Kind of the destination: one file or a folder.
     pub shape: DestinationKind,
     /// Format of the destination.
     pub to: Format,

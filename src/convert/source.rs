@@ -58,7 +58,7 @@ pub struct ConversionSource {
     pub like: Option<Checkpoint>,
     /// Selected values, with their new names and dtypes.
     pub selection: Selected,
-    /// How values that differ between ranks were resolved.
+    /// Result of resolving the values that differ between ranks.
     pub conflicts: ResolvedConflicts,
     /// True if replicas have already been compared.
     pub compared: bool,
@@ -66,12 +66,12 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// True if the processes have disconnected.
     pub has_parted: bool,
-    /// Hint that names the option with which tensors that are left out by default are included.
+    /// Hint about tensors that are left out by default. It names the option that includes them.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint that names the option with which names that `defaults` leave out are included. Returns `None` if the
-/// user selected names.
+/// Returns a hint about the names that `defaults` leave out. It names the option that includes them. Returns `None` if
+/// the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
