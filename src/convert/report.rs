@@ -81,7 +81,7 @@ pub struct Report {
     pub time: Duration,
     /// Warnings about values that casts lost: overflows and NaNs.
     pub warnings: Vec<String>,
-    /// Hint that names the options with which values that are left out by default are included. `None` if no value was
+    /// Hint about values that are left out by default. It names the options that include them. `None` if no value was
     /// left out.
     pub hint: Option<String>,
     line: String,
@@ -240,7 +240,7 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns a hint that names the options which include the values left out.
+    /// Returns a hint about the values that are left out. It names the options that include them.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());

@@ -50,7 +50,7 @@ pub enum WriteOutcome {
     Already,
 }
 
-/// Whether this process or another process published the destination.
+/// The process that published the destination: this process or another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Publisher {
     This,

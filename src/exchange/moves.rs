@@ -73,14 +73,14 @@ pub struct ArrivingTile {
     pub elements: Range<u64>,
     /// The byte range of the output buffer that contains the values of this part.
     pub value_range: Range<usize>,
-    /// How this process obtains the values.
+    /// The way in which this process obtains the values.
     pub value_source: ValueSource,
     /// The copies from the incoming buffer of the second phase to `value_range`. Their target offsets count from the
     /// start of `value_range`.
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// How a process obtains the values of a part of a tile.
+/// The way in which a process obtains the values of a part of a tile.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
     /// The values are copied from the stage, and from the incoming buffer of the first phase. The list is empty if the

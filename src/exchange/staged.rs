@@ -33,7 +33,7 @@ pub struct Stage<'a, M> {
 }
 
 impl<'a, M: HostMemory> Stage<'a, M> {
-    /// Returns a stage that reads `input` on `threads` threads, into buffers of `pool`.
+    /// Returns a reader that reads `input` on `threads` threads, into buffers of `pool`.
     #[must_use]
     pub fn new(input: Input<'a>, pool: Arc<BufferPool<M>>, threads: usize, stop: &'a Stop) -> Self {
         Self { input, pool, crcs: SourceCrcs::default(), threads, stop }

@@ -17,7 +17,7 @@ pub struct Settings {
     pub sharing: Sharing,
 }
 
-/// Where the GPU kernels come from.
+/// The origin of the GPU kernels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
     /// NVRTC compiles the kernels at run time.
@@ -29,7 +29,7 @@ pub enum Kernels {
     Off,
 }
 
-/// Whether two ranks may use the same device.
+/// The permission for two ranks to use the same device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     #[default]

@@ -59,8 +59,8 @@ impl AttentionHeads {
         within.into_iter().map(note).collect()
     }
 
-    /// If the number of heads of a parameter is not a multiple of `parts`, returns that number and its key in
-    /// `config.json`.
+    /// Returns the number of heads of a parameter, and its key in `config.json`. Returns `None` if the number is a
+    /// multiple of `parts`, so that no head is cut.
     fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {

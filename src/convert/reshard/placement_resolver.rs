@@ -326,7 +326,7 @@ impl<'a> PlacementResolver<'a> {
         Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
     }
 
-    /// If the source stores a tensor on a slice of the mesh (only some of its dims), the tensor stays on that slice.
+    /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.
     fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
             Some(source) => self.layout.with_source_slice(shared, source),

@@ -18,7 +18,7 @@ use crate::select::Wrappers;
 pub struct TensorContexts<'a> {
     /// The catalog of the source.
     pub catalog: &'a Catalog,
-    /// How wrapper prefixes in names are treated.
+    /// The treatment of wrapper prefixes in names.
     pub wrappers: Wrappers,
     /// The information with which parameters are distinguished from buffers.
     pub evidence: ParameterEvidence,
@@ -49,7 +49,7 @@ pub struct TensorContext<'a> {
     pub names: Vec<String>,
     /// The tensor's name within the model, if the tensor is part of the model.
     pub in_model: Option<Fqn>,
-    /// If the tensor is optimizer state or a gradient: the parameter to which it belongs.
+    /// The parameter to which the tensor belongs, if the tensor is optimizer state or a gradient.
     pub owner: Option<Owner>,
     /// The catalog entry of the owning parameter, if it has the same shape as this tensor.
     pub follows: Option<&'a TensorEntry>,
