@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Another process of the run has ended, or runs a different operation.
+/// An error whose cause is another process of the run: it has ended, or it runs a different operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]
@@ -21,7 +21,7 @@ pub struct CommError {
 /// 4711)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// The number of the process, from 0.
+    /// The number of the process, counted from 0.
     pub index: u32,
     /// The number of processes in the run; `None` if it is unknown.
     pub of: Option<u32>,

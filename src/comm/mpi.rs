@@ -66,7 +66,7 @@ pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     }
 }
 
-/// One rank of `MPI_COMM_WORLD`. Its memory is host memory.
+/// The communicator of one rank of `MPI_COMM_WORLD`. It moves bytes of host memory.
 pub struct Mpi {
     rank: u32,
     size: u32,
@@ -154,7 +154,8 @@ impl Mpi {
         Ok(Self::with_tag(rank, size, 0, going))
     }
 
-    /// Connects the first `size` ranks of the world. `tag` is the MPI tag of headers; the next tag is for tensor bytes.
+    /// Returns the communicator of `rank` among the first `size` ranks of the world. `tag` is the MPI tag of headers;
+    /// the next tag is for tensor bytes.
     pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
@@ -339,7 +340,7 @@ impl Mpi {
         }
     }
 
-    /// Splits a memory into disjoint parts, in the order of the ranks.
+    /// Splits a memory into the disjoint `ranges`, and returns the parts in the order of the ranks.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -454,7 +455,7 @@ impl Drop for Mpi {
 }
 
 impl Inbox {
-    /// Receives all messages that have arrived.
+    /// Receives all headers and final messages that have arrived, without waiting.
     fn receive(&mut self) {
         let _turn = turn();
         let world = SimpleCommunicator::world();

@@ -23,7 +23,7 @@ pub struct Process {
     pub start: u64,
 }
 
-/// Formats the process as `n1, pid 4711`.
+/// Formats the process for messages, for example as `n1, pid 4711`.
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, pid {}", self.host, self.pid)

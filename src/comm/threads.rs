@@ -14,7 +14,7 @@ use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
-/// One rank, which is a thread of this process. Its memory is host memory.
+/// The communicator of one rank, which is a thread of this process. It moves bytes of host memory.
 #[derive(Debug)]
 pub struct Local {
     rank: u32,

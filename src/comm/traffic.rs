@@ -22,7 +22,7 @@ impl Traffic {
     }
 }
 
-/// A counter of traffic.
+/// Counts the bytes that a rank sends and receives.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     sent: AtomicU64,

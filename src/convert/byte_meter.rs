@@ -44,7 +44,7 @@ impl EarlierWork {
     }
 }
 
-/// Reporter of written bytes.
+/// A reporter that displays the number of written bytes.
 pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
@@ -70,7 +70,7 @@ impl<'a> Meter<'a> {
         Ok(Self { progress, staging, before, others })
     }
 
-    /// Counts bytes that an earlier run wrote.
+    /// Adds bytes that an earlier run wrote to the progress display.
     pub fn skip(&self, bytes: u64) {
         self.progress.skip(bytes);
     }

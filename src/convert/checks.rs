@@ -58,7 +58,7 @@ pub enum Replicas {
     /// Only replicas of plain tensors: several ranks store the complete tensor, but no metadata states that these are
     /// replicas.
     Plain,
-    /// Replicas of plain tensors, DTensors and ShardedTensors.
+    /// All replicas: of plain tensors, DTensors and ShardedTensors.
     All,
 }
 

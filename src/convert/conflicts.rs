@@ -20,24 +20,24 @@ use crate::quantity::count;
 /// The kind of files that the target has: one file for each rank, or files that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetFiles {
-    /// Every rank has its own file.
+    /// Each rank has its own file in the target.
     Apart,
-    /// All ranks share the files.
+    /// All ranks share the files of the target.
     Together,
 }
 
-/// Result of resolving the conflicts of a state dict.
+/// Names of the values that differed between ranks, by the way in which they were resolved.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ResolvedConflicts {
     /// Names of objects that are left out because their values differ between ranks.
     pub dropped: Vec<String>,
     /// Names of tensors that are left out because their values differ between ranks.
     pub dropped_tensors: Vec<String>,
-    /// Names for which every rank keeps its own value.
+    /// Names of values for which every rank keeps its own value.
     pub per_rank: Vec<String>,
     /// Source ranks whose own values are kept.
     pub ranks: Vec<Rank>,
-    /// Names for which the value of the lowest rank is used.
+    /// Names of values for which all ranks get the value of the lowest rank.
     pub rank0: Vec<String>,
 }
 

@@ -34,7 +34,7 @@ impl Default for Setup {
     }
 }
 
-/// Threads, buffers and the setup of one operation.
+/// Worker threads, buffer sizes and settings of one operation.
 #[derive(Debug)]
 pub struct Engine {
     pub options: Options,
@@ -101,7 +101,7 @@ impl Engine {
     }
 }
 
-/// Context of an operation, passed to each of its steps.
+/// Resources and settings of an operation, which each of its steps gets as an argument.
 pub struct Run<'a> {
     pub progress: &'a Arc<dyn Progress>,
     pub options: Options,

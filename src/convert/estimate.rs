@@ -86,7 +86,7 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
 /// Returns the largest anonymous memory of a conversion, in bytes. The maximum occurs while metadata is read or while
 /// data is copied. `before` is the memory after planning, before any tensor data is copied.
 pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
-    /// Stack of a worker, and the unused part of its allocations.
+    /// Memory of a worker's stack and of the unused part of its allocations, in bytes.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
     let buffers = options.threads as u64 * (options.write_block_bytes + scratch);

@@ -47,8 +47,8 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
     error
 }
 
-/// Chooses the longest rounds whose buffers fit into memory together with the headers of DST. Collective if there are
-/// peers.
+/// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
+/// DST. Collective if there are peers.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -106,7 +106,7 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
     report
 }
 
-/// Disconnects from the other processes, if there are any.
+/// Disconnects this process from the other processes, if it is connected.
 fn part(prepared: &mut Prepared, is_published: bool) {
     if let Some(peers) = prepared.source.peers.take() {
         prepared.source.has_parted = true;

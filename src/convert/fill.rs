@@ -61,14 +61,14 @@ pub fn with_others(
     Ok(source)
 }
 
-/// Opens another checkpoint in addition to SRC. The checkpoint must be complete.
+/// Opens the checkpoint at `path`, which is used in addition to SRC. It must have no missing files.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
     Ok(checkpoint)
 }
 
-/// Returns FILLER with the values of SRC.
+/// Returns the checkpoint FILLER, in which values of SRC replace the matching values.
 ///
 /// # Errors
 /// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from
@@ -303,7 +303,7 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Checks that two tensors of SRC are equal where FILLER has one tied tensor for both names.
+    /// Checks that two tensors of SRC are equal. FILLER has one tied tensor for both of their names.
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
         let selected = self.source.selection.catalog.tensor(first.id);

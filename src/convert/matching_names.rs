@@ -14,9 +14,9 @@ use crate::select::Wrappers;
 /// Result of looking up a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameMatch {
-    /// No tensor has the name.
+    /// No tensor has the name that was looked up.
     Nothing,
-    /// One tensor has the name.
+    /// Exactly one tensor has the name that was looked up.
     One(TensorId),
     /// The name is ambiguous: one tensor has it as its name inside the model, and another tensor has it as its path.
     Two(TensorId, TensorId),
@@ -85,7 +85,7 @@ pub fn of_all_ranks(path: &Path) -> Option<Path> {
     is_rank.then(|| Path(above.to_vec()))
 }
 
-/// Lookup of tensors by exact name and by name without wrapper prefixes.
+/// Table of tensors by their exact names, and by their names without wrapper prefixes.
 #[derive(Debug)]
 struct TensorLookup {
     wrappers: Wrappers,

@@ -168,7 +168,7 @@ pub enum ReadTiming {
 }
 
 impl ReadTiming {
-    /// Returns the timing for a run with or without exchange rounds.
+    /// Returns the time at which workers read, in a run with or without exchange rounds.
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
@@ -260,7 +260,8 @@ mod tests {
         assert_eq!(write_block_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
     }
 
-    /// Some workers write a round while others read the next one.
+    /// Exchange rounds need additional scratch buffers, because some workers write a round while others read the next
+    /// one.
     #[test]
     fn rounds_need_additional_scratch_buffers() {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));

@@ -26,7 +26,7 @@ pub struct SourceOptions {
     pub io: Option<IoMode>,
     /// Number of worker threads. `None` means one thread per core.
     pub threads: Option<usize>,
-    /// Limit of anonymous memory in bytes, without the page cache.
+    /// Limit in bytes of the anonymous memory, which excludes the page cache.
     pub max_memory: u64,
     /// True if rank files may be missing, as long as other ranks store replicas of all their data.
     pub allow_missing: bool,
@@ -84,9 +84,9 @@ pub struct SelectOptions {
     pub include_from: Option<PathBuf>,
     /// Path of the subtree of the state dict to select. Names in the result are relative to this path.
     pub root: Option<String>,
-    /// Prefixes to cut from names.
+    /// Prefixes that are removed from names.
     pub strip_prefix: Vec<String>,
-    /// Renames: `REGEX=REPLACEMENT`.
+    /// Renames of tensors and objects, each as `REGEX=REPLACEMENT`.
     pub rename: Vec<String>,
     /// File with more renames, one per line.
     pub rename_file: Option<PathBuf>,
@@ -96,7 +96,7 @@ pub struct SelectOptions {
     pub nest: Option<String>,
     /// True if wrapper prefixes stay in names.
     pub keep_names: bool,
-    /// Casts: `DTYPE` or `PATTERN=DTYPE`.
+    /// Casts of tensors, each as `DTYPE` for all tensors or as `PATTERN=DTYPE`.
     pub dtype: Vec<String>,
 }
 
@@ -219,10 +219,10 @@ impl Backend {
 /// Visibility of the source's files to the processes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SourceVisibility {
-    /// Every process sees all files.
+    /// Every process sees all files of the source.
     #[default]
     Shared,
-    /// Each process sees only the files on its own node.
+    /// Each process sees only the source files on its own node.
     PerRank,
 }
 
@@ -370,11 +370,11 @@ pub struct FlatOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
-    /// `FULL_SHARD`. Files of `SHARD_GRAD_OP` are identical.
+    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. Files of `SHARD_GRAD_OP` are identical.
     FullShard,
-    /// `HYBRID_SHARD`.
+    /// Strategy `HYBRID_SHARD`: each group of ranks shards one copy of the model.
     HybridShard,
-    /// `NO_SHARD`.
+    /// Strategy `NO_SHARD`: every rank has a copy of the whole model.
     NoShard,
 }
 
@@ -413,7 +413,7 @@ pub struct VerifyOptions {
     pub common: bool,
     /// Options that select names of the source and set their dtypes.
     pub select: SelectOptions,
-    /// Checkpoint that provides shapes for flat parameters.
+    /// Checkpoint that provides the shapes of parameters, if the source has flat parameters.
     pub like: Option<PathBuf>,
     /// Options for reading both checkpoints.
     pub source: SourceOptions,

@@ -237,7 +237,8 @@ impl Peers {
         copy.turn(&mut checkpoint.files)
     }
 
-    /// Acquires the lease on the copy and checks the free space. Only process 0 calls this, before files are copied.
+    /// Acquires the lease on the copy of SRC, and checks the free space. Only process 0 calls this, before files are
+    /// copied.
     fn begin_copy(&self, copy: &SourceCopy, beside: u64, resumes: bool, run: &Run<'_>) -> Result<Presence> {
         let lease = copy.begin(resumes, &run.stop)?;
         let Amount { files, bytes, left } = copy.amount();
@@ -374,8 +375,8 @@ impl Peers {
         }))
     }
 
-    /// Returns which processes see which files of the checkpoint. With `--fill-from`, the checkpoint also has files
-    /// that all processes see.
+    /// Returns which processes see which files of the checkpoint. With `--fill-from`, all processes see the files of
+    /// FILLER.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -514,7 +515,8 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
 /// Name of the metadata mirror's folder in the folder of a run.
 const MIRROR: &str = "mirror";
 
-/// Connects to the other processes: by MPI if MPI started them, otherwise by message files beside DST.
+/// Connects to the other processes of the run. If MPI started them, they connect by MPI, otherwise by message files
+/// beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;

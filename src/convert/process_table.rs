@@ -31,7 +31,7 @@ impl ProcessTable {
         Ok(Self { of: communicator.size(), places })
     }
 
-    /// Returns a process, with its node and process id if they are known.
+    /// Returns the description of a process, with its node and process id if they are known.
     #[must_use]
     pub fn peer(&self, index: u32) -> Peer {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
@@ -44,7 +44,7 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds the processes that see a damaged file to the error about that file. No process sees all of SRC, so the user
+    /// Adds to an error about a damaged file which processes see this file. No process sees all of SRC, so the user
     /// cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
@@ -61,7 +61,7 @@ impl ProcessTable {
         error
     }
 
-    /// Adds node and process id to the process that an error names.
+    /// If an error names a process, adds the node and the process id of this process.
     #[must_use]
     pub fn name(&self, mut error: Error) -> Error {
         if let Some(peer) = error.peer_mut() {

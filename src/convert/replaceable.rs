@@ -87,7 +87,8 @@ struct FoundFile<'a> {
 }
 
 impl FoundFile<'_> {
-    /// Examines everything in `folder`, which is relative to the destination.
+    /// Examines all files and folders in `folder`, and records the foreign ones. `folder` is relative to the
+    /// destination.
     fn walk(&mut self, folder: &Path) -> Result<()> {
         for name in list(&self.destination.join(folder))? {
             let name = folder.join(name);

@@ -50,7 +50,7 @@ impl fmt::Display for Preview {
     }
 }
 
-/// Result of an execution.
+/// Outcome of executing a plan, for this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// This process published the destination.
@@ -67,7 +67,7 @@ pub enum Outcome {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// Result of the execution.
+    /// Outcome of the execution.
     pub outcome: Outcome,
     /// Number of files of the destination.
     pub files: usize,
@@ -107,9 +107,9 @@ pub struct ReportSource<'a> {
     conversion: &'a Prepared,
     destination: Option<&'a Path>,
     options: &'a Options,
-    /// Anonymous memory after planning, before any tensor data is copied.
+    /// Anonymous memory of this process after planning, before any tensor data is copied.
     before: Option<AnonymousMemory>,
-    /// Memory limit in bytes.
+    /// Limit of anonymous memory in bytes (`--max-memory`).
     max_memory: u64,
     /// For each process, the bytes that it would read, send and receive. Empty unless this is the preview of an
     /// exchange.

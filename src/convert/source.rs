@@ -253,8 +253,8 @@ impl ConversionSource {
         }
     }
 
-    /// Describes the first difference between two tensors of SRC, read as `dtype`, or returns `None` if they are equal.
-    /// Collective if there are peers.
+    /// Describes the first difference between two tensors of SRC, which are compared after a cast to `dtype`. Returns
+    /// `None` if they are equal. Collective if there are peers.
     ///
     /// # Errors
     /// Errors from reading.
@@ -279,8 +279,8 @@ impl ConversionSource {
         checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
-    /// Frees the selection and the state dict once the destination is laid out. For a checkpoint with very many
-    /// tensors, they take half of the memory. Two threads free them in parallel.
+    /// Frees the memory of the selection and the state dict, after the destination is laid out. They take half of the
+    /// memory for a checkpoint with very many tensors. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
         let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
@@ -361,7 +361,7 @@ pub fn maybe_on_other_nodes(error: Error) -> Error {
     )
 }
 
-/// Prints the path that SRC resolved to, and the warnings and notes from reading it.
+/// Prints the path to which SRC was resolved, and the warnings and notes from reading it.
 pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if let Some(given) = &checkpoint.resolved_from {
         progress.note(&format!("reading {}, found in {}", checkpoint.root.display(), given.display()));
@@ -402,7 +402,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     Err(Error::usage(format!("options::reduce {given}: the gradients are left out, so {effect}"), hint))
 }
 
-/// Returns the path of the gradients if no gradient is selected.
+/// Returns the path of the gradients in the source if none of them is selected, otherwise `None`.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;

@@ -141,7 +141,7 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
 
 const NOTHING: &str = "options::tied write adds no name, because SRC already has all names";
 
-/// Returns whether a tensor of the checkpoint has several names.
+/// Returns true if any tensor of the checkpoint has more than one name.
 fn has_ties(catalog: &Catalog) -> bool {
     let mut seen = std::collections::HashSet::new();
     let mut is_tied = false;

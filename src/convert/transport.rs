@@ -43,7 +43,7 @@ pub struct Link {
     met: Meeting,
 }
 
-/// Parameters for the choice of a transport.
+/// Inputs for choosing how the processes send tensor data to each other.
 pub struct LinkRequest<'a> {
     pub args: &'a ExchangeOptions,
     /// Largest possible bucket size of the exchange rounds.
@@ -92,7 +92,7 @@ pub fn check_mpi(launch: &crate::launch::Launch) -> Result<()> {
 }
 
 impl Meeting {
-    /// Chooses the transport of tensor data. Collective.
+    /// Chooses how the processes send tensor data to each other. Collective.
     fn way<C>(&self, control: &Arc<C>, linking: &LinkRequest<'_>) -> Result<Transport>
     where
         C: Communicator + crate::comm::FailureNotes + 'static,
@@ -160,13 +160,13 @@ impl Meeting {
 }
 
 impl Link {
-    /// Returns the connection before a transport is chosen.
+    /// Returns a connection for which no transport of tensor data has been chosen yet.
     #[must_use]
     pub fn new(met: Meeting) -> Self {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses the transport of tensor data. Collective; all processes choose the same transport.
+    /// Chooses how the processes send tensor data to each other. All processes choose the same method. Collective.
     ///
     /// # Errors
     /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.

@@ -129,7 +129,7 @@ impl WorkFolder {
         &self.run
     }
 
-    /// Returns the folder for copied files of SRC.
+    /// Returns the folder into which files of SRC are copied.
     #[must_use]
     pub fn copy(&self) -> AnchoredPath {
         self.folder.join(COPY)

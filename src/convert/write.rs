@@ -40,7 +40,7 @@ use crate::publish::{
 };
 use crate::quantity::human_bytes;
 
-/// Result of writing a destination.
+/// Result of writing to a destination.
 pub enum WriteOutcome {
     /// The destination is published, by this process or by another process.
     Published(Stats, Publisher),
@@ -119,8 +119,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the claim of this process on a destination: whether it may replace an existing checkpoint, and whether it
-/// may resume or discard earlier work.
+/// Returns the request of this process to work on a destination. It states whether this process may replace an existing
+/// checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -187,8 +187,8 @@ impl DestinationWriter<'_> {
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
-    /// Writes the remaining ranges of this part. Also returns the work that was recorded before, because the journals
-    /// of other processes may later show that it belongs to this run.
+    /// Writes the byte ranges of this part that are not written yet. Also returns the work that was recorded before,
+    /// because the journals of other processes may later show that it belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -261,7 +261,7 @@ impl DestinationWriter<'_> {
         self.records.known()
     }
 
-    /// Publishes the destination. Connected processes all learn the result.
+    /// Publishes the destination, and informs all connected processes of the result.
     fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
@@ -329,7 +329,8 @@ impl DestinationWriter<'_> {
         Ok(())
     }
 
-    /// Checks that the finished work is recorded, unless another process has already published the destination.
+    /// Checks with `is_recorded` that the journals contain the finished work. Succeeds also if another process has
+    /// already published the destination.
     fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
         let mut incomplete = None;
         let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
@@ -412,7 +413,7 @@ impl DestinationWriter<'_> {
         }
     }
 
-    /// Returns whether another run can continue from recorded work.
+    /// Returns true if the journals contain work, so that another run can continue from it.
     fn has_recorded(&self) -> bool {
         !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }

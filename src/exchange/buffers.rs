@@ -45,7 +45,7 @@ impl<M: HostMemory> BufferPool<M> {
     }
 }
 
-/// A buffer of a pool. Dropping it returns its memory to the pool.
+/// A buffer that belongs to a pool. When it is dropped, its memory returns to the pool.
 pub struct PooledBuffer<M: HostMemory> {
     /// The memory, which may be longer than the buffer. It is `None` only during `drop`.
     memory: Option<M>,

@@ -38,7 +38,7 @@ pub struct CastTile {
 /// A range of a tile's elements that is cast in one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portion {
-    /// The elements of the portion.
+    /// The range of elements in the portion, counted from the first element of the tile.
     pub elements: Range<u64>,
     /// The subrange of `elements` for which values lost by the cast are counted.
     pub counted: Range<u64>,

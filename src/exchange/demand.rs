@@ -21,12 +21,12 @@ use crate::plan::{SourceTensor, TilePlan};
 /// For each byte range of the output files, the process that writes it (its owner). No byte has two owners.
 #[derive(Debug)]
 pub struct FileOwners {
-    /// For each file, byte ranges with their owners, ascending.
+    /// For each output file, its byte ranges in ascending order, each with the rank that writes it.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
 impl FileOwners {
-    /// Collects the owners from the byte ranges that each rank has to write.
+    /// Collects, for each byte range, the rank that writes it. `todos` has the byte ranges of each rank.
     #[must_use]
     pub fn new(files: &[OutputFile], todos: &[Extents]) -> Self {
         let mut owned: Vec<Vec<(Range<u64>, u32)>> = vec![Vec::new(); files.len()];
@@ -37,7 +37,7 @@ impl FileOwners {
         Self { files: owned }
     }
 
-    /// Splits a range of a file by owner. Returns each part with its owner.
+    /// Splits a range of a file into parts, each of which one rank writes. Returns each part with its rank.
     fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
         let ranges = &self.files[file as usize];
         let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);
@@ -59,7 +59,7 @@ pub struct Demand<'a> {
     holders: SmallVec<[Holders; 2]>,
 }
 
-/// A tile that is written to one or more files.
+/// A target tile that is written to one or more files, with the ranks that need its elements.
 #[derive(Debug)]
 pub struct NeededTile {
     /// The name of the source tensor.
@@ -70,7 +70,7 @@ pub struct NeededTile {
     pub share: Option<Arc<Share>>,
     /// The indices of the target chunks that have this tile.
     pub chunks: Chunks,
-    /// The elements that ranks need, ascending and disjoint.
+    /// The ranges of elements that ranks need, in ascending order and without overlaps.
     pub needs: Needs,
     /// For each partial value, the source chunks that contain it. Without partial values, the list has one entry for
     /// the source of the values.
@@ -79,18 +79,18 @@ pub struct NeededTile {
     pub reducer: Option<Reducer>,
 }
 
-/// A range of elements that the same ranks need.
+/// A range of a tile's elements, and the ranks that need these elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
-    /// The elements, as a range of the tile's local tensor.
+    /// The elements, as a range of indices in the tile's local tensor.
     pub elements: Range<u64>,
     /// The ranks that need all of these elements.
     pub ranks: Ranks,
 }
 
-/// Indices of chunks. For a small tensor the list has one entry.
+/// Indices of chunks. The list has one entry for a small tensor.
 pub type Chunks = SmallVec<[usize; 1]>;
-/// The needs of a tile. For a small tensor the list has one entry.
+/// The ranges of a tile's elements that ranks need. The list has one entry for a small tensor.
 pub type Needs = SmallVec<[Need; 1]>;
 
 /// Numbers of ranks, in ascending order.
@@ -218,13 +218,13 @@ fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs
     needs
 }
 
-/// One end of a range that a rank needs.
+/// The start or the end of a range that a rank needs.
 enum Boundary {
     Begin,
     End,
 }
 
-/// Merges adjacent and overlapping ranges of an ascending list.
+/// Merges adjacent and overlapping ranges in a list that is sorted by start.
 fn merge_adjacent(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     let mut merged: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
     for range in ranges {

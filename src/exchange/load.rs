@@ -49,19 +49,19 @@ pub struct Load {
 }
 
 impl Load {
-    /// Returns the bytes that are sent in both phases.
+    /// Returns the number of bytes that are sent in both phases together.
     #[must_use]
     pub fn sent(&self) -> u64 {
         self.first_phase.sent + self.second_phase.sent
     }
 
-    /// Returns the bytes that are received in both phases.
+    /// Returns the number of bytes that are received in both phases together.
     #[must_use]
     pub fn received(&self) -> u64 {
         self.first_phase.received + self.second_phase.received
     }
 
-    /// Returns the length of the largest buffer.
+    /// Returns the length in bytes of the largest buffer that the process needs for the round.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         let WireBytes { sent, all_gathered, received } = self.first_phase.plus(self.second_phase);
@@ -107,7 +107,7 @@ impl Loads {
         Self(vec![Load::default(); ranks])
     }
 
-    /// Adds the loads of a transfer plan.
+    /// Adds the memory needs of a transfer plan to the needs of the round.
     pub fn add(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -115,7 +115,7 @@ impl Loads {
         }
     }
 
-    /// Subtracts the loads of a transfer plan that was added before.
+    /// Subtracts the memory needs of a transfer plan that was added before.
     pub fn subtract(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -123,13 +123,13 @@ impl Loads {
         }
     }
 
-    /// Returns the length of the largest buffer of any rank.
+    /// Returns the length in bytes of the largest buffer that any rank needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(Load::largest_buffer).max().unwrap_or(0)
     }
 
-    /// Returns the load of each rank.
+    /// Returns the list of the memory needs of each rank.
     #[must_use]
     pub fn into_ranks(self) -> Vec<Load> {
         self.0
@@ -143,7 +143,7 @@ impl PartLoads {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())
     }
 
-    /// Returns the length of the largest buffer of any rank.
+    /// Returns the length in bytes of the largest buffer that any rank needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(|(_, load)| load.largest_buffer()).max().unwrap_or(0)

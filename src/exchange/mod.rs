@@ -80,7 +80,7 @@ pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
     pub parties: &'a Topology,
-    /// The ranges of the output files that each rank writes.
+    /// For each byte range of the output files, the rank that writes it.
     pub owners: &'a FileOwners,
     /// The maximum number of bytes that each process may read, send, receive or unpack in a round; see [`Rounds::new`].
     pub bucket_bytes: u64,
@@ -162,7 +162,7 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Reads the source ranges of one round after another.
+    /// Reads the source ranges of all rounds, one round after another.
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
@@ -180,7 +180,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Shuffles one round after another.
+    /// Sends the bytes of all rounds to the processes that need them, one round after another.
     fn shuffle<C: Communicator, S: Shuffle>(
         &self,
         communicator: &C,

@@ -65,7 +65,7 @@ pub enum ByteOrigin {
 /// A part of a target tile that this process writes to its output files.
 #[derive(Clone, Debug)]
 pub struct ArrivingTile {
-    /// The index of the tensor in the reservation.
+    /// The index of the target tensor in the reservation.
     pub tensor: usize,
     /// The complete tile, of which this is a part.
     pub needed: Arc<NeededTile>,
@@ -129,10 +129,10 @@ impl ArrivingTile {
     }
 }
 
-/// The work of one process in one round.
+/// The reads and copies that one process makes in one round.
 #[derive(Debug, Default)]
 pub struct Moves {
-    /// The ranges of source chunks to read.
+    /// The ranges of source chunks that this process reads.
     pub reads: Vec<SourceRead>,
     /// The length of the stage buffer, into which source bytes are read.
     pub stage_len: usize,
@@ -158,7 +158,7 @@ pub struct Moves {
 }
 
 impl Moves {
-    /// Returns the moves of `rank` in a round.
+    /// Returns the reads and copies that `rank` makes in a round.
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.loads.len();
@@ -228,7 +228,7 @@ impl Moves {
         destinations
     }
 
-    /// Returns whether this rank reduces partial values without NCCL.
+    /// Returns true if this rank reduces partial values itself, without NCCL.
     #[must_use]
     pub fn has_reductions(&self) -> bool {
         self.unpacked_len > self.output_len

@@ -36,7 +36,7 @@ enum Addressing {
 }
 
 impl<'a> Message<'a> {
-    /// Returns the receivers without the sender.
+    /// Returns all receivers of the message except for the sender.
     fn other_receivers(&self) -> impl Iterator<Item = usize> + use<'a> {
         let Self { sender, receivers, .. } = *self;
         receivers.iter().filter(move |receiver| **receiver != sender).map(|receiver| *receiver as usize)
@@ -128,7 +128,7 @@ pub struct PhaseSchedule {
 }
 
 impl PhaseSchedule {
-    /// Starts the phase of `rank`, in which all of these messages are sent.
+    /// Starts to build the phase of `rank`. `messages` are all messages that are sent in the phase.
     pub fn new<'a>(messages: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
         let rank = rank as usize;
         let zeros = || vec![0; ranks];
@@ -188,7 +188,7 @@ impl PhaseSchedule {
     }
 }
 
-/// Adds `len` to `done`. Returns the previous value of `done`.
+/// Increases `done` by `len`, and returns its value before that.
 fn advance(done: &mut u64, len: u64) -> u64 {
     let at = *done;
     *done += len;

@@ -29,7 +29,7 @@ pub struct PlannedUnit<'a> {
 }
 
 impl<'a> PlannedUnit<'a> {
-    /// Plans a unit.
+    /// Makes the transfer plan of a unit.
     ///
     /// # Errors
     /// Returns the errors of [`TransferPlan::build`].

@@ -16,7 +16,7 @@ use crate::storage::{FileId, Files};
 pub enum FileVisibility {
     /// All processes can read all files.
     Shared,
-    /// For each file, the ranks that can read it, ascending.
+    /// Each file can be read by the ranks in its list. The ranks are in ascending order.
     PerRank(Vec<SmallVec<[u32; 2]>>),
 }
 
@@ -38,7 +38,7 @@ impl FileVisibility {
 pub struct Topology {
     /// The files that each rank can read.
     pub visibility: FileVisibility,
-    /// The node of each rank.
+    /// The number of the node on which each rank runs.
     pub nodes: Vec<u32>,
     /// The rule that selects the replica to read, if there are several.
     pub replica_choice: ReplicaChoice,

@@ -39,8 +39,8 @@ const OP: &str = "meet";
 
 const TOGETHER: &str = "start all processes at the same time, with the same DST on a shared file system";
 
-/// The shortest and the longest delay between two checks for message files. Each delay is twice as long as the previous
-/// one.
+/// The shortest delay between two checks for message files. Each delay is twice as long as the previous one, up to
+/// `LONGEST`.
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
@@ -50,7 +50,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 
 /// The time after which an unchanged lease is reported, because its process should rewrite the lease every second.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 
-/// A process that has joined a session. It exchanges message files, but no tensor bytes.
+/// The communicator of a process that has joined a session. It exchanges message files, but no tensor bytes.
 #[derive(Debug)]
 pub struct Records {
     presence: Presence,
@@ -60,7 +60,7 @@ pub struct Records {
     /// A description of the current work of this process, for reports about waiting. It is valid until the next
     /// operation.
     doing: Mutex<&'static str>,
-    /// The number of operations that this process has begun.
+    /// The number of collective operations that this process has begun.
     number: Mutex<u64>,
 }
 
@@ -278,7 +278,7 @@ impl Meeting {
         }
     }
 
-    /// Acquires the lease of this part, unless another process that may be alive holds it.
+    /// Acquires the lease of this process. Returns `None` if another process that may be alive holds the lease.
     fn take(&mut self, generations: &BTreeMap<u32, u32>) -> Result<Option<Presence>> {
         let index = self.part.index;
         let next = match generations.get(&index) {
@@ -400,7 +400,7 @@ impl Meeting {
     }
 }
 
-/// Returns the name of a session of `of` processes. `generation` is the generation of the lease of process 0.
+/// Returns the name of the session of `of` processes in which the lease of process 0 has this generation.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }

@@ -35,7 +35,7 @@ pub struct Round<'a> {
     pub plans: Vec<TransferPlan<'a>>,
     /// The memory that each rank needs for the round.
     pub loads: Vec<Load>,
-    /// True if this round completes its tensors, so that the next round has other tensors.
+    /// True if this round transfers the last elements of its tensors, so that the next round has other tensors.
     pub completes_tensors: bool,
 }
 
@@ -161,7 +161,7 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each range of a unit into two halves. Returns `None` if no range can be split.
+/// Splits each element range of a unit into two halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {

@@ -189,7 +189,7 @@ impl SourceCopy {
         communicator.all_ok(self.wait_shown(communicator, stop))
     }
 
-    /// Makes this process read the copies instead of the files that it does not see.
+    /// Changes `files`, so that this process reads the copies of files that it does not see.
     ///
     /// # Errors
     /// `Io` if a copy is missing.

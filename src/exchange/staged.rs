@@ -27,7 +27,7 @@ pub struct Stage<'a, M> {
     input: Input<'a>,
     pool: Arc<BufferPool<M>>,
     crcs: SourceCrcs,
-    /// The number of threads that read. Each has its own scratch memory.
+    /// The number of threads that read. Each thread has its own scratch memory.
     threads: usize,
     stop: &'a Stop,
 }

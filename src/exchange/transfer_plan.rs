@@ -39,7 +39,7 @@ pub const MAX_COPIES: usize = 1 << 13;
 
 /// The plan of all transfers of one unit (the elements of a tensor that are exchanged in one round).
 pub struct TransferPlan<'a> {
-    /// The elements that are transferred.
+    /// The elements of a tensor that are transferred.
     pub unit: Unit<'a>,
     /// The parts of target tiles that the transfers fill.
     pub targets: Vec<TransferTarget>,
@@ -55,7 +55,7 @@ pub struct TransferPlan<'a> {
 
 /// A transfer plan with the memory that it needs. A round contains several plans if all of them fit.
 pub struct SizedPlan<'a> {
-    /// The transfer plan.
+    /// The transfer plan whose memory `loads` states.
     pub plan: TransferPlan<'a>,
     /// The memory that the plan needs on each rank that takes part.
     pub loads: PartLoads,
@@ -93,8 +93,8 @@ impl<'a> TransferPlan<'a> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the targets of the unit, and the transfers from the source chunks to the targets. Returns false if there
-    /// are too many transfers.
+    /// Adds the targets of the unit, and the transfers from source chunks to these targets. Returns false if there are
+    /// more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();
@@ -148,7 +148,8 @@ impl<'a> TransferPlan<'a> {
         true
     }
 
-    /// Sets the reader of each transfer. If the receivers of a transfer have different readers, splits the transfer.
+    /// Sets the rank that reads the source bytes of each transfer. Splits a transfer if its receivers get the bytes
+    /// from different readers.
     fn choose_readers(&mut self, topology: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
         // For each range and chunk, the number of bytes that each receiving rank needs.

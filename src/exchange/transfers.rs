@@ -34,7 +34,7 @@ pub struct TransferTarget {
     pub elements: Range<u64>,
     /// The length in bytes of the part's values. Each partial value of the part has the same length.
     pub part_bytes: u64,
-    /// The ranks that need the part.
+    /// The ranks that need this part of the tile.
     pub ranks: Ranks,
     /// The rank that reduces the partial values and sends the result to the other ranks. `None` if each rank receives
     /// the source bytes, and reduces or copies them itself.
@@ -45,13 +45,14 @@ pub struct TransferTarget {
 }
 
 impl Unit<'_> {
-    /// Returns whether the unit is the whole tensor, in one range.
+    /// Returns true if the unit has all elements of the tensor, in one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number that is different for consecutive ranges, so that consecutive ranges use different ranks.
+    /// Returns a number from which the rank that reads or reduces a range is chosen. It differs for consecutive ranges,
+    /// so that they use different ranks.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
@@ -99,7 +100,7 @@ pub struct SourceRange {
 pub struct Transfer {
     /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that receive the bytes: some or all receivers of the target.
+    /// The ranks that receive the bytes. They are some or all receivers of the target.
     pub receivers: Ranks,
     /// The index of the target in the list of the plan.
     pub target: usize,
@@ -117,7 +118,7 @@ impl Transfer {
     }
 }
 
-/// Splits all elements into `parts` equal sections, and returns the index of the section that contains the element.
+/// Returns the index of the section that contains `element`, if all elements are divided into `parts` equal sections.
 fn section_index(element: u64, numel: u64, parts: usize) -> usize {
     let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
     usize::try_from(part).expect("fewer than there are parts")

@@ -1,6 +1,6 @@
 //! The error type for failures of GPUs and of their libraries.
 
-/// An operation that failed on a GPU, or in a library for GPUs.
+/// An error of an operation on a GPU, or of a library for GPUs.
 #[derive(Debug, thiserror::Error)]
 #[error("GPU: {op}: {detail}")]
 #[non_exhaustive]

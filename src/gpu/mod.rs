@@ -53,7 +53,7 @@ pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 
-/// The GPU of this process, with the kernels and the NCCL library.
+/// The GPU of this process, with its kernels and the NCCL library.
 #[derive(Debug)]
 pub struct Gpu {
     /// The CUDA device, with its context.

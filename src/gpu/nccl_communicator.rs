@@ -26,7 +26,8 @@ use crate::error::{DeviceError, Error, Result};
 
 /// The maximum time that this process waits for the end of a stream after it has aborted NCCL.
 const GRACE: Duration = Duration::from_secs(5);
-/// The shortest and the longest delay between two polls of an event. Each delay is twice as long as the previous one.
+/// The shortest delay between two polls of an event. Each delay is twice as long as the previous one, up to the longest
+/// delay.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 

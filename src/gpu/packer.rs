@@ -57,7 +57,7 @@ impl Packer {
     }
 }
 
-/// A list of copies that is ready to run.
+/// A list of copies that is prepared for running on a stream.
 pub(super) enum PreparedCopies {
     Launch(KernelLaunch),
     DriverCalls(Vec<LoopNest>),

@@ -26,7 +26,7 @@ use crate::threads;
 
 /// The maximum duration of the setup if all ranks are present.
 const LIMIT: Duration = Duration::from_mins(2);
-/// The shortest and the longest delay between two turns. Each delay is twice as long as the previous one.
+/// The shortest delay between two turns. Each delay is twice as long as the previous one, up to the longest delay.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
 /// The maximum number of thread blocks of an NCCL kernel if ranks share a device. It is small, because the blocks of
@@ -38,8 +38,8 @@ const OP: &str = "meet by NCCL";
 /// The outcome of the setup. All ranks have the same outcome.
 pub enum NcclSetup {
     Met(Nccl),
-    /// Setup failed: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The control
-    /// communicator is still usable.
+    /// The GPUs are not connected: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The
+    /// control communicator is still usable.
     Missed(Error),
 }
 
@@ -145,7 +145,7 @@ fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId
     }
 }
 
-/// The NCCL communicator and the stream of one rank.
+/// The connected NCCL communicator of one rank, and its stream.
 type Made = (nccl::Communicator, Stream);
 
 /// Connects this rank by NCCL. Gives up if another rank cancels the setup.

@@ -135,7 +135,7 @@ impl<'a> DeviceShuffle<'a> {
         Ok(())
     }
 
-    /// Queues the second part of a round if it is not queued yet.
+    /// Queues the second part of a round (the second phase and the download of the output), if it is not queued yet.
     fn queue_second_part_if_due(&mut self, number: usize) -> Result<()> {
         let lent = self.slots[number].lent.as_mut();
         let Some(second_part) = lent.and_then(|lent| lent.second_part.take()) else { return Ok(()) };

@@ -37,7 +37,7 @@ pub(super) struct LentBuffers {
     pub moves: Arc<Moves>,
     /// The stage buffer in host memory, with the source bytes that were read.
     pub stage: PooledBuffer<Pinned>,
-    /// The host's copy of the job table.
+    /// The job table of the round, in host memory.
     pub table: PooledBuffer<Pinned>,
     /// The output buffer in host memory.
     pub output: PooledBuffer<Pinned>,

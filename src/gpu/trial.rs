@@ -52,8 +52,7 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Makes all copies, and repeats this until it is done `times` times. In each pair, the number is the offset in the
-    /// target buffer from which the target offsets of the copy count.
+    /// Makes all copies, `times` times in total. In each pair, the number is added to the target offsets of the copy.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -73,8 +72,7 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Runs all reductions, and repeats this until it is done `times` times. The inner error contains the index of the
-    /// first job that failed.
+    /// Runs all reductions, `times` times in total. The inner error contains the index of the first job that failed.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -94,8 +92,8 @@ impl TransferTrial {
         Ok(reductions.check_outcomes(&records[reductions.outcomes_range()]))
     }
 
-    /// Runs all casts, and repeats this until it is done `times` times. Returns, for each job, the counts of lost
-    /// values summed over all repetitions.
+    /// Runs all casts, `times` times in total. Returns, for each job, the counts of lost values summed over all
+    /// repetitions.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.

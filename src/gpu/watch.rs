@@ -84,7 +84,7 @@ pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     DeviceError { op, detail: words.to_owned(), hint: Some(hint) }.into()
 }
 
-/// The NCCL communicator, or the reason why it was aborted.
+/// The NCCL communicator of this rank, or the reason why it was aborted.
 pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
     given_up: OnceLock<AbortReason>,

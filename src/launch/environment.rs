@@ -30,7 +30,8 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     })
 }
 
-/// Returns the part that two variables of one launcher define: the rank, and the number of ranks.
+/// Returns the part that two variables of a launcher define. One variable is the rank, the other is the number of
+/// ranks.
 fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<AssignedPart>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
@@ -68,7 +69,8 @@ pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::OpenMpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 }
 
-/// Returns the part that MPICH, Intel MPI, Cray MPI, or Slurm with `--mpi=pmi2` assigns.
+/// Returns the part that a launcher with the PMI protocol assigns: MPICH, Intel MPI, Cray MPI, or Slurm with
+/// `--mpi=pmi2`.
 pub(super) fn pmi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::Pmi, ("PMI_RANK", "PMI_SIZE"))
 }
@@ -109,7 +111,7 @@ pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
     names.iter().find_map(|name| text(env, name)?.parse().ok())
 }
 
-/// Returns a name that all processes of one launch share and that no other launch has.
+/// Returns the name of this launch. All processes of a launch have the same name, and no other launch has it.
 pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
     let joined = |names: &[&str]| {
         let values: Vec<String> = names.iter().filter_map(|name| text(env, name)).collect();

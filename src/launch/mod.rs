@@ -39,9 +39,9 @@ use crate::error::{Error, Result};
 /// The share of the work that one process does: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
-    /// The index of the part, from 0.
+    /// The index of the part, counted from 0.
     pub index: u32,
-    /// The number of parts.
+    /// The number of parts into which the work is divided.
     pub of: u32,
 }
 
@@ -59,7 +59,7 @@ impl Part {
     }
 }
 
-/// Formats the part as `2/4`.
+/// Formats the part as `INDEX/COUNT`, for example `2/4`.
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.index, self.of)
@@ -70,7 +70,7 @@ impl fmt::Display for Part {
 /// empty variable counts as not set.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Returns a variable of the environment of this process.
+/// Returns the value of an environment variable of this process.
 #[must_use]
 pub fn process_environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -124,7 +124,7 @@ impl Launcher {
     }
 }
 
-/// How this process was started, and its part of the work.
+/// The launcher that started this process, and this process's part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The part of the work that this process does.
@@ -144,7 +144,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Returns the launch of a process that does all of the work.
+    /// Returns the launch for a process that has no launcher and does all of the work.
     #[must_use]
     pub fn alone() -> Self {
         Self { part: Part::alone(), launcher: Launcher::Alone, local_rank: None, node: None, run: None, waits: false }
@@ -248,7 +248,8 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     ))
 }
 
-/// Returns the part for `--parts` without `--part`, from `PMIX_RANK` or from `RANK` and `WORLD_SIZE`.
+/// Returns the part if the command line has `--parts` but not `--part`. The index comes from `PMIX_RANK`, or from
+/// `RANK` and `WORLD_SIZE`.
 fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {

@@ -37,15 +37,16 @@ pub(super) enum Admission {
     /// An earlier run ended in this folder. The process may continue its work by acquiring this generation of the
     /// lease, but only with `--resume`.
     Resume { generation: u32 },
-    /// Another live process works on the same part, or has divided the work into another number of parts.
+    /// The process must not work: another live process works on the same part, or has divided the work into another
+    /// number of parts.
     Conflict(LeaseName),
-    /// It is not known yet whether all lease holders are alive, so the leases have to be watched.
+    /// The process must watch the leases first, because it is not known yet whether all lease holders are alive.
     Watch,
     /// The folder may be replaced: it has another plan or must be deleted, and no process works in it.
     Replace,
 }
 
-/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and is not to be
+/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and must not be
 /// deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };

@@ -22,14 +22,15 @@ use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::storage::{AnchoredPath, filesystem, uncached};
 
-/// The prefix of partial folders that are being created.
+/// The prefix in the names of partial folders that are being created.
 pub(super) const TMP: &str = "new-";
-/// The prefix of files and folders that are to be deleted.
+/// The prefix in the names of files and folders that are going to be deleted.
 pub(super) const TRASH: &str = "gone-";
-/// The prefix of a replaced checkpoint, until it may be deleted.
+/// The prefix in the name of a replaced checkpoint that may not be deleted yet.
 pub(super) const BACKUP: &str = "aside-";
 
-/// The number of file descriptors held in reserve, because a deletion opens at most this many folders at a time.
+/// The number of file descriptors that are kept open as a reserve for a deletion. A deletion opens at most this many
+/// folders at a time.
 const RESERVED_DESCRIPTORS: usize = 8;
 
 /// A destination, and the hidden files and folders beside it that belong to dtshard.
@@ -82,12 +83,12 @@ impl Destination {
         Self { folder, ..self }
     }
 
-    /// Returns the path of the destination in the form that renames need.
+    /// Returns the path of the destination as a name in its opened folder, for use in renames.
     pub fn target(&self) -> AnchoredPath {
         self.folder.join(&self.name)
     }
 
-    /// Returns the path `.NAME.dtshard-SUFFIX`.
+    /// Returns the path beside the destination with the name `.NAME.dtshard-SUFFIX`.
     fn beside(&self, suffix: &str) -> AnchoredPath {
         let mut hidden = OsString::from(".");
         hidden.push(&self.name);

@@ -168,7 +168,7 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Creates a journal. Fails with `Io` if it exists.
+    /// Creates a journal file. Fails with `Io` if the file exists.
     pub fn create(path: &AnchoredPath) -> Result<Self> {
         let file = path.create_new(0o666).map_err(Error::io("create", path))?;
         // The next run finds the journal only if the folder entry of the journal is on disk.

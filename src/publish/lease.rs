@@ -96,9 +96,9 @@ pub(super) enum LeasePhase {
     Working,
     /// The process has finished its work and waits for other processes.
     Finished,
-    /// The process released the lease before the work was finished.
+    /// The process released the lease before it finished its work.
     Stopped,
-    /// The process released the lease after the work was finished.
+    /// The process released the lease after it finished its work.
     Left,
 }
 
@@ -269,7 +269,7 @@ impl Lease {
         &self.shared.done_bytes
     }
 
-    /// Records that the work is finished.
+    /// Records in the lease that the process has finished its work.
     pub fn finish(&self) -> Result<()> {
         self.shared.write(|record| record.phase = LeasePhase::Finished).map_err(Error::io("write", &self.path))
     }
@@ -467,11 +467,11 @@ pub(super) enum LeaseLost {
 pub(super) struct WorkLease {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    /// The folder of the output and the journals.
+    /// The work folder, which contains the output and the journals.
     pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,
-    /// The leases that existed when this lease was taken.
+    /// The names of the leases that existed when this lease was acquired.
     pub known: Vec<LeaseName>,
     pub dead_after: Duration,
 }

@@ -21,7 +21,7 @@ use crate::storage::AnchoredPath;
 /// The time between two journal records. A killed run has to repeat at most the work of this time.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// Whether the work that is finished at the end of a run is recorded in the journal.
+/// The choice whether the journal records the work that is finished at the end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
     /// The work is not recorded, because publishing follows immediately.
@@ -43,7 +43,7 @@ pub struct Log<'a> {
 }
 
 struct LogState {
-    /// The content of the next journal record.
+    /// The work that the next journal record will contain.
     next: JournalRecord,
     /// The checksum parts of all written records. Empty unless this run writes the entire output.
     sums: Vec<(u32, ChecksumPart)>,

@@ -66,7 +66,7 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// Whether the output is a folder or a single file.
+/// The kind of the output: a folder or a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationKind {
     /// The output is the data folder, which is renamed to the destination.
@@ -126,13 +126,13 @@ pub enum Beginning {
     Done,
 }
 
-/// How a run would begin.
+/// The way in which a run would begin.
 #[derive(Debug)]
 pub enum Preflight {
     Fresh,
     /// The run would continue the work of other processes, which may be running.
     Resumes,
-    /// The run would do nothing: the destination exists and was made from the same plan.
+    /// The run would have nothing to do: the destination exists and was made from the same plan.
     Done,
     /// The answer is unknown, because only a run that watches the leases can decide. The run would most likely fail
     /// with this error.
@@ -174,7 +174,8 @@ const PACE: Pace = Pace {
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// Limits for tests that kill a process before it has written its lease, or that wait for a process that never starts.
+/// Time limits for tests. In these tests, a process is killed before it has written its lease, or a process never
+/// starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
@@ -237,8 +238,8 @@ pub struct Staging {
     finished: Mutex<BTreeSet<u32>>,
     /// The time at which this process began to wait for the other parts.
     waiting: OnceLock<Instant>,
-    /// True once the partial folder has been missing for longer than any cache lasts, although the output was not
-    /// published.
+    /// True if the partial folder has been missing for longer than a file system caches names, although the output was
+    /// not published.
     is_gone: AtomicBool,
     is_published: AtomicBool,
 }
@@ -306,7 +307,7 @@ impl Staging {
         self.lease().done_bytes()
     }
 
-    /// Checks that this process still holds its part.
+    /// Checks that no other process has taken over the part of this process.
     ///
     /// # Errors
     /// `Usage` if another process has taken over this part, or the partial folder no longer exists.
@@ -314,7 +315,7 @@ impl Staging {
         self.lost.get().map_or(Ok(()), |lost| Err(self.holding.error(*lost)))
     }
 
-    /// Records that this part is finished.
+    /// Records that this process has finished its part of the work.
     ///
     /// # Errors
     /// The errors of [`Staging::check`], `Io`.

@@ -105,8 +105,8 @@ impl Observer {
         LeaseName { role: LeaseRole::Part(Part { index, of: self.of }), generation }
     }
 
-    /// Returns why the lease holder has ended. Returns `None` if it is present, or if it left after all work was
-    /// finished.
+    /// Returns why the holder of a lease has ended. Returns `None` if the process is present, or if it left after all
+    /// work was finished.
     fn gone(&mut self, index: u32, generation: u32) -> Option<PeerFailure> {
         let name = self.name(index, generation);
         // If the lease cannot be read for a moment, as on a network file system, the next check decides.
@@ -125,7 +125,7 @@ impl Observer {
         }
     }
 
-    /// Returns whether the lease holder has left the run.
+    /// Returns true if the holder of a lease has left the run in an orderly way.
     fn has_left(&self, index: u32, generation: u32) -> bool {
         let seen = read_lease(&self.folder, self.name(index, generation));
         let record = seen.ok().flatten().and_then(|seen| seen.record);
@@ -155,7 +155,7 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
     }
 }
 
-/// The lease of this process, and a watch on the other processes.
+/// The lease of this process. It also watches the leases of the other processes.
 #[derive(Debug)]
 pub struct Presence {
     folder: AnchoredPath,

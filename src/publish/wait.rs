@@ -25,13 +25,13 @@ use crate::name_list::numbered;
 pub enum OtherState {
     NotStarted,
     Working,
-    /// The part is finished. Its process may have left the run.
+    /// The work of the part is finished. Its process may have left the run.
     Finished,
-    /// The process has ended or makes no progress any more, and the part is not finished.
+    /// The work of the part is not finished, and its process has ended or makes no progress any more.
     Stopped,
 }
 
-/// Another part of the work.
+/// The part of the work that another process does, with its progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtherPart {
     pub part: Part,
@@ -47,11 +47,11 @@ pub struct OtherPart {
 /// The reason why a wait ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// The destination exists.
+    /// The wait ended because the destination is published.
     Published,
-    /// All parts are finished, but no live process seals.
+    /// The wait ended because all parts are finished, but no live process seals.
     NobodySeals,
-    /// These parts will not finish.
+    /// The wait ended because these parts will not finish.
     Without(MissingParts),
 }
 

@@ -1,5 +1,5 @@
-//! Injects a fault into one process, if the variable is set as `GPU_STAND_IN_FAULT=NAME`. With `NAME:3`, the fault
-//! happens when the program reaches its point for the third time.
+//! Injects a fault into one process, if `GPU_STAND_IN_FAULT=NAME` is set. Each fault happens at one point of the
+//! program. With `NAME:3`, the fault happens when the program reaches this point for the third time.
 
 use std::process;
 use std::sync::atomic::{AtomicUsize, Ordering};

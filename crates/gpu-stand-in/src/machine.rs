@@ -19,7 +19,7 @@ pub struct Machine {
 }
 
 pub struct Device {
-    /// The index of the device in the machine.
+    /// The index of the device among all devices of the machine.
     pub number: usize,
     pub heap: Heap,
     /// True if work has accessed invalid memory. As in CUDA, the device then runs no more work.

@@ -93,7 +93,7 @@ impl Heap {
         }
     }
 
-    /// Returns all current allocations.
+    /// Returns all ranges that are currently allocated.
     pub fn allocations(&self) -> Vec<Allocation> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let place = |start: usize, offset: &usize| (start + offset) as u64;

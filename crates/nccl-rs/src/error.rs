@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::raw::ncclResult_t;
 
-/// The result type of this crate.
+/// The result type of the functions in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of NCCL, or an error of loading NCCL.
@@ -57,7 +57,7 @@ pub enum Error {
     GivenUp {
         /// The name of the function in `nccl.h`.
         function: &'static str,
-        /// The reason that the watch returned.
+        /// The reason for which the watch ended the wait, as it returned it.
         why: String,
     },
 

@@ -20,7 +20,7 @@ use crate::{Error, Result, Version};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a non-blocking communicator may not be used for anything else while it is in progress"]
 pub enum Progress {
-    /// `ncclSuccess`
+    /// `ncclSuccess`: the call is done.
     Done,
     /// `ncclInProgress`: the call is not done. Poll [`Nccl::comm_get_async_error`] until it is done.
     InProgress,
@@ -403,7 +403,7 @@ impl Nccl {
 ///
 /// `text` is null, or one of the first [`LONGEST`] bytes at `text` is 0.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    /// The size of `ncclLastError` in `src/debug.cc` of NCCL.
+    /// The size in bytes of NCCL's buffer `ncclLastError` (in `src/debug.cc`).
     const LONGEST: usize = 1024;
     if text.is_null() {
         return None;

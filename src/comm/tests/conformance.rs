@@ -40,7 +40,7 @@ pub(crate) trait Fleet: Send + Sync + 'static {
     }
 }
 
-/// An upper bound for the duration of each case.
+/// The time limit of each test case.
 pub(crate) const WAIT_LIMIT: Duration = Duration::from_mins(1);
 
 /// Runs all tests of a communicator.
@@ -127,7 +127,7 @@ fn outcomes<F: Fleet>(
     fleet.share(run(fleet, size, story))
 }
 
-/// Runs a closure as [`run`] does, and fails if a rank ends abnormally.
+/// Runs a closure as [`run`] does, and asserts that every rank ends normally.
 fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + Send + Sync + 'static) {
     let outcomes = outcomes(fleet, size, move |fleet, rank| {
         story(fleet, &rank);
@@ -219,7 +219,7 @@ fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Sends more bytes than a socket buffer holds, in both directions at the same time.
+/// Tests an all-to-all with more bytes than a socket buffer holds, in both directions at the same time.
 fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| {
         let length = |from: u32, to: u32| if (from, to) == (1, 0) { 1 } else { (9 << 20) + 4099 * from as usize + 1 };
@@ -288,7 +288,7 @@ fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Gathers far more bytes than a socket buffer holds, from all ranks at the same time.
+/// Tests an all-gather with far more bytes than a socket buffer holds, from all ranks at the same time.
 fn all_gathers_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| all_gather_once(fleet, rank, false, &[9 << 20, 0, (20 << 20) + 4099]).unwrap());
 }

@@ -173,7 +173,7 @@ impl FlattenRequest {
         Ok((layout, notes))
     }
 
-    /// Returns the world size and the shard group size.
+    /// Returns the world size and the shard group size of the target.
     fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
         let world_size = match self.world_size {
             Some(0) => {

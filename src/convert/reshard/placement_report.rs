@@ -21,11 +21,11 @@ pub struct PlacementReport {
     effective: BTreeSet<usize>,
     /// Names of all tensors. If a pattern matches no tensor, the most similar name is suggested.
     names: Vec<String>,
-    /// Numbers of dimensions of the tensors that got the fallback placements.
+    /// The different numbers of dimensions that tensors with fallback placements have.
     fallback_ndims: BTreeSet<usize>,
     /// Number of tensors for which a fallback placement does not fit on some mesh dimension.
     misfits: usize,
-    /// Number of scalars among `misfits`.
+    /// Number of 0-d tensors among the tensors that `misfits` counts.
     scalar_misfits: usize,
     /// Number of model tensors of one or more dimensions that stay plain. They are plain in SRC, while other tensors of
     /// SRC are sharded.

@@ -42,7 +42,7 @@ pub struct PlacementResolver<'a> {
     report: PlacementReport,
 }
 
-/// The layout chosen for a tensor.
+/// The layout that was chosen for a tensor.
 enum Choice<'a> {
     /// The tensor is a plain tensor, and every rank has a copy of it.
     Plain,
@@ -50,7 +50,7 @@ enum Choice<'a> {
     Shared(ResolvedPlacements<'a>),
 }
 
-/// Placements on the mesh, and the input that set them.
+/// The placements of a tensor on the mesh, and the input that set them.
 struct ResolvedPlacements<'a> {
     shared: SharedTensor,
     by: PlacementOrigin,

@@ -13,7 +13,8 @@ const FULL: &str = "fsdp";
 /// Name of the first mesh dimension, over which shards are replicated.
 const COPIES: &str = "replicate";
 
-/// Returns the mesh of all ShardedTensors among `entries`; `None` if there are none, or if FSDP1 did not shard them.
+/// Returns the mesh on which FSDP1 sharded all ShardedTensors among `entries`. Returns `None` if there are no
+/// ShardedTensors, or if FSDP1 did not shard them.
 pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     let ranks = entries.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
     let world_size = ranks.max()?.0.checked_add(1)?;

@@ -39,7 +39,7 @@ pub enum ParameterEvidence {
     Nothing,
 }
 
-/// One tensor of the source.
+/// The facts about one tensor of the source that decide its layout.
 pub struct TensorContext<'a> {
     /// The path of the tensor in the state dict.
     pub path: &'a Path,

@@ -175,7 +175,7 @@ fn in_ranks(
     Ok(whole)
 }
 
-/// The patterns of `--unit`.
+/// The patterns of the option `--unit`, which match units by their module names.
 struct UnitPatterns(Vec<Pattern>);
 
 impl UnitPatterns {

@@ -166,8 +166,8 @@ impl Case {
         (self.read_output(&self.folder.path().join("exchanged"), &stats), loads[0].clone())
     }
 
-    /// Runs the exchange. Returns, for each rank, its statistics and the loads that it plans for all ranks, or its
-    /// error.
+    /// Runs the exchange. Returns, for each rank, its error, or its statistics and the memory needs that it computed
+    /// for all ranks.
     pub(super) fn try_exchange<M: Means>(
         &self,
         means: &M,
@@ -265,7 +265,7 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// Splits each output file at these offsets, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
+/// Splits each output file at the offsets `cuts`, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
 pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {

@@ -126,7 +126,8 @@ proptest! {
     }
 }
 
-/// Converts row-sharded tensors: large tensors that take several rounds, and small tensors between them.
+/// Checks the order of rounds for row-sharded tensors: large tensors that take several rounds, and small tensors
+/// between them.
 #[test]
 fn rounds_complete_tensors_in_order() {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };

@@ -218,7 +218,7 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     assert!(found == case.convert_alone() && loads.iter().all(|load| load.own_partial_values == 0));
 }
 
-/// If a replica is missing, the completed replicas of the same elements are rewritten, and nothing else.
+/// Checks that a missing replica invalidates the completed replicas of the same elements, and nothing else.
 #[test]
 fn missing_replica_invalidates_the_others() {
     use crate::layout::Placement::{Replicate, Shard};

@@ -180,7 +180,7 @@ fn process_that_waits_reports_whom_it_waits_for() {
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
 
-/// Process 1 is alive, but comes late to the second operation.
+/// In this test, process 1 is alive, but comes late to the second operation.
 #[test]
 fn long_wait_for_a_live_process_reports_where_it_runs() {
     let shared = Shared::new();

@@ -125,7 +125,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     elements.flat_map(|element| element.to_le_bytes().into_iter().take(size(scalar))).collect()
 }
 
-/// Runs the reduction on the host.
+/// Runs a reduction job on the host, and returns the bytes of the result.
 fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);

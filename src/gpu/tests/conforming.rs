@@ -8,7 +8,7 @@ use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
-/// Ranks, each with its own thread and its own stand-in device.
+/// A fleet in which each rank has its own thread and its own stand-in device.
 #[derive(Default)]
 struct Devices(Threads);
 

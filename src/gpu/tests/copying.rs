@@ -23,7 +23,8 @@ fn driver_copies_equal_host_copies_stand_in() {
 /// and in the target. The second part is the order of the loops in the source.
 type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
 
-/// Returns a copy of runs of whole elements, and the lengths of both buffers. The runs do not overlap in the target.
+/// Generates a copy whose runs have whole elements and do not overlap in the target. Also returns the lengths of both
+/// buffers.
 pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
     let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
     let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];

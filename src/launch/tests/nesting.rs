@@ -24,8 +24,8 @@ fn torchrun_started_by_mpirun_wins() {
 
 #[test]
 fn mpirun_started_in_a_job_wins() {
-    // On the first node the variables come from the script. On other nodes they come from the daemons, which are tasks
-    // of a step.
+    // On the first node, the Slurm variables are those of the batch script. On the other nodes, they are those of the
+    // mpirun daemons, which are tasks of a step.
     let daemon = "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1";
     for outer in [&[BATCH][..], &[STEP], &[STEP, daemon]] {
         is(&start(None, None, &[outer, &[OPEN_MPI]].concat()), 3, 6, Launcher::OpenMpi);

@@ -137,8 +137,8 @@ fn impossible_record_is_dropped_as_damaged() {
         record(vec![entry(1, 10..10, vec![])]),
         #[expect(clippy::reversed_empty_ranges)]
         record(vec![entry(1, 20..10, vec![])]),
-        // Checksum parts outside the entry, outside the range of any checksum, across the end of such a range, empty,
-        // duplicate, and with overflowing numbers.
+        // The next records are invalid because of a checksum part. The part is outside the entry, outside the range of
+        // any checksum, across the end of such a range, empty, a duplicate, or has numbers that overflow.
         record(vec![entry(0, 0..200, vec![at(150, 60)])]),
         record(vec![entry(0, 200..300, vec![at(150, 60)])]),
         record(vec![entry(0, 0..200, vec![at(90, 20)])]),

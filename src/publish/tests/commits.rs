@@ -1,4 +1,4 @@
-//! Publishing by more than one process.
+//! Tests of publishing by more than one process.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Processes that are killed at every point where a decision is made.
+//! Tests in which a process is killed, at every point where it makes a decision.
 
 use super::*;
 use crate::fault;

@@ -1,4 +1,4 @@
-//! Decisions that need neither files nor waiting.
+//! Tests of decisions that depend on neither files nor waiting.
 
 use std::time::Instant;
 

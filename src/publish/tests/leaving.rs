@@ -1,4 +1,4 @@
-//! The files that remain after a run ends with an error.
+//! Tests of the files that remain after a run ends with an error.
 
 use super::*;
 

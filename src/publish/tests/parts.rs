@@ -1,4 +1,4 @@
-//! Several parts, and several processes for the same part.
+//! Tests with several parts, and with several processes for the same part.
 
 use std::sync::Barrier;
 use std::thread;

@@ -65,7 +65,7 @@ impl UniqueId {
     }
 }
 
-/// Receives the descriptions of all ranks, and then sends the ports of all ranks to every rank.
+/// Receives the descriptions of all ranks, and then sends the ports of all ranks to each of them.
 fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     let mut guests: Vec<(Card, TcpStream)> = Vec::new();
     while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
@@ -139,7 +139,8 @@ pub fn meet(
     connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
 }
 
-/// Returns the NCCL code for an error. NCCL distinguishes connections that peers have closed from errors of this rank.
+/// Returns the NCCL code for a socket error. NCCL has one code for a connection that a peer has closed, and another for
+/// an error of this rank.
 fn code(error: &io::Error) -> Code {
     match error.kind() {
         ErrorKind::UnexpectedEof
