@@ -137,7 +137,7 @@ impl Loads {
 }
 
 impl PartLoads {
-    /// Keeps the loads that are not zero, each with its rank.
+    /// Makes the list from the loads of all ranks. Ranks without any load are left out.
     #[must_use]
     pub fn new(all: &[Load]) -> Self {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())

@@ -162,8 +162,8 @@ impl<'a> TransferPlan<'a> {
         for (turn, ((range, chunk), rank_needs)) in needs.into_iter().enumerate() {
             let rank_needs: SmallVec<[(u32, u64); 8]> = rank_needs.into_iter().collect();
             let holders = topology.replica_choice.allowed_holders(unit.demand.holders(chunk));
-            // The number of the tensor changes the turn, so that small tensors with one source range each are read by
-            // different ranks.
+            // The number of the tensor is added, so that the small tensors of a round, with one source range each, are
+            // read by different ranks.
             let chosen = topology.choose_readers(unit.demand.source, holders, &rank_needs, turn + unit.number)?;
             for ((rank, _), reader) in rank_needs.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);

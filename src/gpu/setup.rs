@@ -205,8 +205,8 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
         pause = LONGEST.min(pause * 2);
         let word = match &mine {
             Some((Ok(()), _)) => b"+".to_vec(),
-            // If a rank has ended, the gathering fails and this loop ends. The rank that caused the failure reports it
-            // first.
+            // This rank waits before it reports its failure. If another rank has ended, gathering fails in the
+            // meantime, which ends this loop. If another rank has caused the failure, that rank reports it first.
             Some((Err(why), since)) if since.elapsed() < why.grace_period() => Vec::new(),
             Some((Err(why), _)) => [b"-", why.words().as_bytes()].concat(),
             None => Vec::new(),
