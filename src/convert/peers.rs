@@ -350,7 +350,7 @@ impl Peers {
     /// sees together. Collective.
     ///
     /// # Errors
-    /// The errors of [`differing`].
+    /// The errors of [`differing_replicas`].
     pub fn differing(
         &self,
         checkpoint: &Checkpoint,
@@ -466,7 +466,7 @@ impl Peers {
     /// Returns the value of `mine` if every process succeeded. Collective.
     ///
     /// # Errors
-    /// The error of `mine`, and the errors of [`Communicator::settle`].
+    /// The error of `mine`, and the errors of [`Communicator::vote`].
     pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
         self.link.all_ok(mine)
     }

@@ -1,6 +1,6 @@
 //! Reports of a conversion: the notes before the work begins, the preview, the closing line and the JSON document.
 //!
-//! All four are computed from one [`Account`], so they agree. All sizes and offsets are in bytes.
+//! All four are computed from one [`ReportSource`], so they agree. All sizes and offsets are in bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -401,7 +401,7 @@ impl Nccl {
 ///
 /// # Safety
 ///
-/// `text` is null, or one of the first [`LONGEST`] bytes at `text` is 0.
+/// `text` is null, or one of the first `LONGEST` bytes at `text` is 0.
 unsafe fn text(text: *const c_char) -> Option<String> {
     /// The size in bytes of NCCL's buffer `ncclLastError` (in `src/debug.cc`).
     const LONGEST: usize = 1024;

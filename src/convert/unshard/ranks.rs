@@ -136,7 +136,7 @@ fn some_modules(
 /// Returns the layout that a tensor has in the source.
 ///
 /// # Errors
-/// The errors of [`torch::RankLayout::of_fsdp1`].
+/// The errors of [`torch::RankLayout::dtensor`] and [`torch::RankLayout::fsdp1`].
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
